@@ -1,0 +1,47 @@
+"""Sections `eval` and `export`: how a model is judged, and how it leaves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Count, Items, Section
+from ftcli.config.data import Dataset
+
+ExportFormat = Literal["adapter", "safetensors", "gguf", "ollama", "bitnet"]
+
+
+class GenerateConfig(Section):
+    """How completions are generated in evaluation."""
+
+    max_new_tokens: Count = Field(default=64, description="Longest completion in tokens.")
+    do_sample: bool = Field(default=False, description="Sample instead of taking the likeliest token.")
+    temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
+
+
+class TaskConfig(Section):
+    """A generation task: the last assistant turn (or the completion) is the reference."""
+
+    use: Literal["exact_match", "contains", "regex"] = Field(
+        default="exact_match", description="How a completion is judged."
+    )
+    name: str | None = Field(default=None, description="Name in the results; `use` when absent.")
+    data: Items[Dataset] = Field(default=(), description="Rows of the task; `data.eval` when absent.")
+    pattern: str | None = Field(default=None, description="regex: what a completion must match.")
+    max_rows: Count | None = Field(default=None, description="Judge the first rows only.")
+
+
+class EvalConfig(Section):
+    """Evaluation, during training and by `ftcli eval`."""
+
+    every_steps: Count | None = Field(default=None, description="Steps between evaluations; absent: only at the end.")
+    per_device_eval_batch_size: Count = Field(default=8, description="Rows per forward pass.")
+    tasks: Items[TaskConfig] = Field(default=(), description="Generation tasks of `ftcli eval`.")
+    generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
+
+
+class ExportConfig(Section):
+    """What `ftcli export` writes."""
+
+    formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")

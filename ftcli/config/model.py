@@ -1,0 +1,76 @@
+"""Sections that say what is trained: the model, its quantisation, its adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Count, Fraction, Items, Section
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention", "triton"]
+Kernels = Literal["auto", "triton", "reference", "off"]
+
+
+class ModelConfig(Section):
+    """The base model and how it is held."""
+
+    name_or_path: str = Field(
+        min_length=1,
+        description="Hub id, local folder, or `bundled:NAME` for a model that ships with ftcli.",
+        examples=["google/gemma-2-9b", "./my-model", "bundled:tiny-gemma2"],
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the Hub.")
+    tokenizer: str | None = Field(
+        default=None,
+        description="The model's own when absent; `bytes` is the bundled byte-level one with a chat template; "
+        "else a Hub id or folder.",
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Compute dtype. `auto` takes bfloat16 where the GPU has it (capability 8.0 or more), else float32.",
+    )
+    attention: Attention = Field(
+        default="auto", description="Attention backend. `auto` chooses from the model, the mask and the GPU."
+    )
+    kernels: Kernels = Field(
+        default="auto",
+        description="ftcli's own kernels: `auto` uses each where it applies, `triton` makes one that is off an error, "
+        "`reference` uses the plain torch versions, `off` leaves the model as transformers built it.",
+    )
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="`random` builds the weights from config.json alone; nothing is downloaded."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Always false: ftcli runs no code from a model repository."
+    )
+
+
+class QuantizationConfig(Section):
+    """How the frozen base weights are stored."""
+
+    method: Literal["none", "nf4", "fp8", "bitnet"] = Field(default="none", description="Storage format.")
+    double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (PEFT). Leave the section out for full fine-tuning."""
+
+    r: Annotated[int, Field(ge=1, le=4096)] = Field(default=16, description="Rank.")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32.0, description="Scale: adapters add `alpha / r` (or `alpha / sqrt(r)`) times their output."
+    )
+    dropout: Fraction = Field(default=0.0, description="Dropout on the adapters' input.")
+    target_modules: Literal["all-linear"] | Items[str] = Field(
+        default="all-linear", description="Module names to adapt; `all-linear` is every linear layer but the head."
+    )
+    modules_to_save: Items[str] = Field(default=(), description="Modules trained whole and saved with the adapter.")
+    use_rslora: bool = Field(default=False, description="Scale by `alpha / sqrt(r)` instead of `alpha / r`.")
+
+
+class LaunchConfig(Section):
+    """On how many processes a run is spread."""
+
+    engine: Literal["single", "ddp", "fsdp"] = Field(default="single", description="How processes work together.")
+    num_processes: Count = Field(default=1, description="Processes, one for each GPU.")

@@ -1,0 +1,31 @@
+"""The recipe as a whole. Each command reads the sections that it needs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Section
+from ftcli.config.data import DataConfig
+from ftcli.config.evaluation import EvalConfig, ExportConfig
+from ftcli.config.model import LaunchConfig, LoraConfig, ModelConfig, QuantizationConfig
+from ftcli.config.training import CheckpointConfig, GrpoConfig, LoggingConfig, RunConfig, TrainConfig
+
+
+class Recipe(Section):
+    """One experiment. `extends` is resolved by the loader and does not reach this model."""
+
+    version: Literal[1] = Field(description="Recipe format.")
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
+    lora: LoraConfig | None = Field(default=None)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    grpo: GrpoConfig | None = Field(default=None)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)

@@ -1,0 +1,114 @@
+"""Sections that say how a run proceeds: run, train, grpo, checkpoint, logging."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ftcli.config.base import Count, Fraction, Items, Rate, Section
+
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
+Optimizer = Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]
+
+
+class RunConfig(Section):
+    """Where a run lives and how it starts."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = Field(
+        default=None, description="The run's name; the recipe's file name when absent."
+    )
+    output_dir: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="The run directory; `runs/<name>` when absent."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=42, description="Seeds weights, data order, dropout.")
+    resume: Annotated[str, Field(min_length=1)] = Field(
+        default="auto",
+        description="`auto` continues an unfinished run; `never` starts anew and keeps the old run beside it; else "
+        "the path of a checkpoint.",
+    )
+
+
+class TrainConfig(Section):
+    """The optimisation. Leaf names are those of transformers' TrainingArguments."""
+
+    method: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
+    num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Passes over the data.")
+    max_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Optimizer steps; overrides `num_train_epochs` when set."
+    )
+    per_device_train_batch_size: Count = Field(default=1, description="Rows per forward pass (GRPO: completions).")
+    gradient_accumulation_steps: Count = Field(default=1, description="Forward passes per optimizer step.")
+    learning_rate: Annotated[float, Field(gt=0, le=10.0)] = Field(default=2e-4, description="Peak learning rate.")
+    lr_scheduler_type: Scheduler = Field(default="linear", description="Learning-rate schedule.")
+    warmup_steps: Rate = Field(default=0.0, description="Warm-up steps; below 1 a fraction of all steps.")
+    weight_decay: Rate = Field(default=0.0, description="Decoupled weight decay; never on norms and biases.")
+    optim: Optimizer = Field(default="adamw_torch", description="Optimizer.")
+    adam_beta1: Fraction = Field(default=0.9, description="AdamW's beta1.")
+    adam_beta2: Fraction = Field(default=0.999, description="AdamW's beta2.")
+    adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(default=1e-8, description="AdamW's epsilon.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, about a third slower."
+    )
+
+
+class RewardConfig(Section):
+    """One reward: a built-in (`use`) or a function of yours (`file`)."""
+
+    use: Literal["exact_match", "regex"] | None = Field(default=None, description="A built-in reward.")
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
+        default=None,
+        description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
+    )
+    answer: str = Field(default="answer", description="exact_match: the column with the right answer.")
+    extract: str | None = Field(
+        default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
+    )
+    pattern: str | None = Field(default=None, description="regex: 1 where the completion matches, else 0.")
+    weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of your function.")
+
+
+class GrpoConfig(Section):
+    """GRPO reinforcement fine-tuning. Leaf names are those of TRL's GRPOConfig."""
+
+    num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
+    max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
+    max_completion_length: Count = Field(default=256, description="Completion tokens sampled at most.")
+    temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
+    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample among the k likeliest; 0 is off.")
+    beta: Rate = Field(default=0.0, description="KL penalty against the base model; 0 loads no reference.")
+    epsilon: Annotated[float, Field(gt=0)] = Field(default=0.2, description="Lower clip of the ratio.")
+    epsilon_high: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Upper clip of the ratio; `epsilon` when absent."
+    )
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field(default="dapo", description="Loss normalisation.")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="Over what the advantages' deviation is taken."
+    )
+    num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave completions without a stop token out of the loss."
+    )
+    rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
+    shuffle_rewards: bool = Field(
+        default=False, description="Control experiment: deal the rewards out at random; nothing may be learnt."
+    )
+
+
+class CheckpointConfig(Section):
+    """When state is saved for resuming."""
+
+    every_steps: Count | None = Field(default=None, description="Steps between checkpoints; absent: only on signals.")
+    keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
+    on_sigterm: bool = Field(default=True, description="On SIGTERM finish the step, save and exit 75.")
+
+
+class LoggingConfig(Section):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    every_steps: Count = Field(default=10, description="Steps between lines.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard files (needs tensorboard).")
+    wandb: bool = Field(default=False, description="Also log to Weights & Biases (extra `wandb`).")

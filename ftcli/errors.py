@@ -1,0 +1,81 @@
+"""Typed errors: what went wrong, where it stands, what to do, and the exit status a script sees.
+
+Everything that a user can cause is a :class:`Finding`; a stage collects all of its findings and raises
+them together in one :class:`FtcliError`. Anything else that escapes is a bug in ftcli (exit 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+class ExitCode(IntEnum):
+    """Exit statuses promised to shell scripts (see docs/errors.md)."""
+
+    OK = 0
+    BUG = 1
+    RECIPE = 2
+    PREFLIGHT = 3
+    DATA = 4
+    OUT_OF_MEMORY = 5
+    DIVERGED = 6
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from.
+
+    ``source`` is a file path, or the option that set it (``--set lora.r=0``). ``line`` and ``column`` count
+    from 1 and are None where the source has no lines. ``excerpt`` is the source line, ``length`` the number of
+    characters to underline.
+    """
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+    excerpt: str | None = None
+    length: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.source, *(str(n) for n in (self.line, self.column) if n is not None)]
+        return ":".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a check has to say. ``code`` is ``FTnnn`` and has an entry in docs/errors.md."""
+
+    code: str
+    message: str
+    origin: Origin | None = None
+    help: str | None = None
+    severity: Severity = "error"
+
+
+class FtcliError(Exception):
+    """One stage's findings and the status to exit with."""
+
+    def __init__(self, findings: Iterable[Finding], exit_code: ExitCode) -> None:
+        self.findings = tuple(findings)
+        self.exit_code = exit_code
+        super().__init__("; ".join(f"{f.code}: {f.message}" for f in self.findings))
+
+    @classmethod
+    def single(
+        cls,
+        code: str,
+        message: str,
+        *,
+        exit_code: ExitCode,
+        origin: Origin | None = None,
+        help: str | None = None,
+    ) -> FtcliError:
+        """An error of exactly one finding."""
+        return cls([Finding(code, message, origin, help)], exit_code)

@@ -1,0 +1,1 @@
+"""Triton kernels of ftcli, each beside a plain-torch reference. Imports torch and triton only."""
