@@ -1,0 +1,198 @@
+"""Cross-entropy of rows of logits, the gradient written over them. Formulas: ``ftkernels.linear_cross_entropy``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """softcap (0: none), factor on the logits before the cap, label smoothing in [0, 1]."""
+
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowLosses:
+    """losses (C,) float32 or float64; correct (C,) 0 or 1; d_logits (C, V) in the logits' dtype, or None."""
+
+    losses: Tensor
+    correct: Tensor
+    d_logits: Tensor | None
+
+
+def cross_entropy_rows_reference(
+    logits: Tensor, labels: Tensor, options: LossOptions, *, want_grad: bool, row_scale: Tensor | None = None
+) -> RowLosses:
+    """Loss, arg-max hit and gradient of each row, in plain torch; the arithmetic is float32 (float64 for float64
+    logits).
+
+    Shapes: logits (C, V), labels (C,) all inside [0, V), row_scale (C,) multiplies each row's gradient. ``logits`` is
+        not written.
+    """
+    vocabulary = logits.shape[1]
+    u = logits.to(accumulate_dtype(logits.dtype)) * options.logit_scale
+    t = torch.tanh(u / options.softcap) if options.softcap else None
+    z = u if t is None else options.softcap * t
+    lse = torch.logsumexp(z, dim=1)
+    column = labels[:, None].long()
+    true_z = z.gather(1, column).squeeze(1)
+    smooth = options.label_smoothing
+    losses = lse - (1.0 - smooth) * true_z
+    if smooth:
+        losses = losses - smooth * z.mean(1)
+    correct = (u.argmax(1) == labels).to(torch.int32)
+    if not want_grad:
+        return RowLosses(losses, correct, None)
+    grad = torch.exp(z - lse[:, None])
+    if smooth:
+        grad -= smooth / vocabulary
+    # The label's own entry is formed in float32: p - 1 taken after rounding p to bfloat16 would often be 0.
+    grad.scatter_add_(1, column, torch.full_like(column, smooth - 1.0, dtype=grad.dtype))
+    if t is not None:
+        grad *= 1.0 - t * t
+    grad *= options.logit_scale
+    if row_scale is not None:
+        grad *= row_scale[:, None].to(grad.dtype)
+    return RowLosses(losses, correct, grad.to(logits.dtype))
+
+
+@triton.jit
+def _tanh(x):
+    # Never a ratio of exponentials of x: exp overflows for large x and inf / inf is NaN. This form saturates at +-1.
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr,
+    row_stride,
+    labels_ptr,
+    losses_ptr,
+    correct_ptr,
+    row_scale_ptr,
+    V,
+    softcap,
+    logit_scale,
+    smoothing,
+    HAS_CAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: an online log-sum-exp over blocks of V, then dlogits over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * row_stride
+    label = tl.load(labels_ptr + row)
+    cap = tl.cast(softcap, ACC)
+    scale = tl.cast(logit_scale, ACC)
+    smooth = tl.cast(smoothing, ACC)
+    true_u = tl.load(base + label).to(ACC) * scale
+    running_max = tl.full((), float("-inf"), ACC)
+    running_sum = tl.full((), 0.0, ACC)
+    z_total = tl.full((), 0.0, ACC)
+    beaten = tl.full((), 0, tl.int32)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        columns = start + lanes
+        inside = columns < V
+        u = tl.load(base + columns, mask=inside, other=0.0).to(ACC) * scale
+        # The first of equal logits is the arg max, as in torch.
+        ahead = inside & ((u > true_u) | ((u == true_u) & (columns < label)))
+        beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
+        z = u
+        if HAS_CAP:
+            z = cap * _tanh(u / cap)
+        if HAS_SMOOTHING:
+            z_total += tl.sum(tl.where(inside, z, 0.0), axis=0)
+        # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
+        z = tl.where(inside, z, float("-inf"))
+        block_max = tl.maximum(running_max, tl.max(z, axis=0))
+        running_sum = running_sum * tl.exp(running_max - block_max) + tl.sum(tl.exp(z - block_max), axis=0)
+        running_max = block_max
+    lse = running_max + tl.log(running_sum)
+    true_z = true_u
+    if HAS_CAP:
+        true_z = cap * _tanh(true_u / cap)
+    loss = lse - (1.0 - smooth) * true_z
+    if HAS_SMOOTHING:
+        loss -= smooth * z_total / V
+    tl.store(losses_ptr + row, loss)
+    tl.store(correct_ptr + row, 1 - beaten)
+    if WANT_GRAD:
+        factor = scale
+        if HAS_ROW_SCALE:
+            factor = scale * tl.load(row_scale_ptr + row).to(ACC)
+        for start in range(0, V, BLOCK):
+            columns = start + lanes
+            inside = columns < V
+            u = tl.load(base + columns, mask=inside, other=0.0).to(ACC) * scale
+            if HAS_CAP:
+                t = _tanh(u / cap)
+                grad = tl.exp(cap * t - lse)
+            else:
+                grad = tl.exp(u - lse)
+            if HAS_SMOOTHING:
+                grad -= smooth / V
+            grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
+            if HAS_CAP:
+                grad *= 1.0 - t * t
+            tl.store(base + columns, (grad * factor).to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+_MAX_BLOCK = 8192
+
+
+def cross_entropy_rows(
+    logits: Tensor, labels: Tensor, options: LossOptions, *, want_grad: bool, row_scale: Tensor | None = None
+) -> RowLosses:
+    """``cross_entropy_rows_reference`` in one Triton launch. With ``want_grad``, ``logits`` is overwritten by its
+    gradient.
+
+    Shapes: logits (C, V) with unit stride along V, labels (C,) all inside [0, V) (not checked: an index outside reads
+        out of bounds).
+
+    Raises:
+        ValueError: the logits' last stride is not 1.
+    """
+    count, vocabulary = logits.shape
+    if logits.stride(1) != 1 and vocabulary > 1:
+        raise ValueError(f"logits need unit stride along the vocabulary, got strides {logits.stride()}")
+    acc = accumulate_dtype(logits.dtype)
+    buffer = logits.to(store_dtype(logits.dtype))  # itself, except in the interpreter
+    losses = torch.empty(count, dtype=acc, device=logits.device)
+    correct = torch.empty(count, dtype=torch.int32, device=logits.device)
+    if count:
+        block = min(triton.next_power_of_2(vocabulary), _MAX_BLOCK)
+        with on_device_of(logits):
+            _rows_kernel[(count,)](
+                buffer,
+                buffer.stride(0),
+                labels.contiguous(),
+                losses,
+                correct,
+                losses if row_scale is None else row_scale.contiguous(),
+                vocabulary,
+                options.softcap,
+                options.logit_scale,
+                options.label_smoothing,
+                HAS_CAP=options.softcap != 0.0,
+                HAS_SMOOTHING=options.label_smoothing != 0.0,
+                HAS_ROW_SCALE=row_scale is not None,
+                WANT_GRAD=want_grad,
+                ACC=triton_dtype(logits.dtype),
+                BLOCK=block,
+                num_warps=max(4, min(16, block // 512)),
+            )
+    return RowLosses(losses, correct, buffer.to(logits.dtype) if want_grad else None)

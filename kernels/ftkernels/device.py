@@ -1,0 +1,101 @@
+"""Which implementation an operation takes: its Triton kernels or plain torch, and why.
+
+Triton kernels run on a CUDA device, or on the CPU when Triton's interpreter is switched on (``TRITON_INTERPRET=1``
+before triton is first imported). Everywhere else the operations run their torch form, so a model trains on a CPU with
+the same code.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BackendName = Literal["auto", "triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs (``triton`` or ``torch``) and the reason, as one clause that a report can print."""
+
+    name: Literal["triton", "torch"]
+    reason: str
+
+    @property
+    def is_triton(self) -> bool:
+        """True when the Triton kernels run."""
+        return self.name == "triton"
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def choose_backend(device: torch.device | str, backend: BackendName = "auto") -> Choice:
+    """Pick the implementation for tensors on ``device``.
+
+    ``backend="torch"`` always means plain torch; ``"triton"`` insists on the kernels.
+
+    Raises:
+        ValueError: ``backend="triton"`` where no Triton kernel can run, or an unknown name.
+    """
+    kind = torch.device(device).type
+    if backend not in ("auto", "triton", "torch"):
+        raise ValueError(f"backend must be 'auto', 'triton' or 'torch', got {backend!r}")
+    if backend == "torch":
+        return Choice("torch", "plain torch was asked for")
+    if kind == "cuda":
+        return Choice("triton", "tensors on a CUDA device")
+    if kind == "cpu" and interpreting():
+        return Choice("triton", "Triton's interpreter is on")
+    reason = f"tensors on {kind}: Triton kernels need a CUDA device"
+    if backend == "triton":
+        raise ValueError(f"backend='triton' was asked for, but {reason}")
+    return Choice("torch", reason)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic inside a kernel: float64 for float64 tensors, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The Triton name of ``accumulate_dtype``'s answer, for a kernel's constexpr ``ACC``."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def store_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a kernel's output buffer.
+
+    The interpreter truncates when it casts float32 to bfloat16; there kernels write float32 and torch rounds
+    (``rounded``).
+    """
+    return accumulate_dtype(dtype) if interpreting() else dtype
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype``; does nothing outside the interpreter, where ``store_dtype`` gave the final dtype
+    already.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which Triton launches on ``tensor``'s GPU: Triton launches on the current device, not the
+    tensor's.
+    """
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast on ``tensor``'s device: inside an operation every dtype is chosen, none is guessed."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

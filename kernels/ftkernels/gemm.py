@@ -1,0 +1,65 @@
+"""Matrix products with the precision spelled out: what is accumulated, what is written, and checked in-place forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def mm_accurate(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, written in float32 for half-precision operands (nothing is rounded to half on the way), else in
+    their own dtype.
+
+    Shapes: a (M, K), b (K, N) -> (M, N). Both operands have one dtype.
+
+    Raises:
+        ValueError: the operands' dtypes differ.
+    """
+    if a.dtype != b.dtype:
+        raise ValueError(f"mm_accurate needs operands of one dtype, got {a.dtype} and {b.dtype}")
+    if a.dtype not in _HALF:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+def add_mm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """``out += alpha * a @ b`` in place, in one GEMM.
+
+    Shapes: out (M, N), a (M, K), b (K, N).
+
+    Raises:
+        ValueError: dtypes differ, shapes disagree, or ``out`` shares memory with an operand.
+    """
+    if not (out.dtype == a.dtype == b.dtype):
+        raise ValueError(f"add_mm_ needs one dtype, got out {out.dtype}, a {a.dtype}, b {b.dtype}")
+    if out.shape != (a.shape[0], b.shape[1]) or a.shape[1] != b.shape[0]:
+        raise ValueError(f"add_mm_ shapes disagree: {tuple(out.shape)} += {tuple(a.shape)} @ {tuple(b.shape)}")
+    if out.numel() and out.untyped_storage().data_ptr() in (
+        a.untyped_storage().data_ptr(),
+        b.untyped_storage().data_ptr(),
+    ):
+        raise ValueError("add_mm_ cannot write into the storage of one of its operands")
+    return out.addmm_(a, b, alpha=alpha)
+
+
+def compute_dtype(device_type: str, *tensors: Tensor | None) -> torch.dtype:
+    """The dtype in which a product of these tensors is taken: autocast's when it is on, else what they promote to.
+
+    Autocast leaves float64 alone, and so does this.
+
+    Raises:
+        ValueError: no tensor was given.
+    """
+    present = [t.dtype for t in tensors if t is not None]
+    if not present:
+        raise ValueError("compute_dtype needs a tensor")
+    dtype = present[0]
+    for other in present[1:]:
+        dtype = torch.promote_types(dtype, other)
+    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return dtype

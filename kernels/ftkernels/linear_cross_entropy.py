@@ -1,0 +1,336 @@
+"""Cross-entropy of a linear head, without ever holding all the logits.
+
+Legend: N rows (tokens), H hidden size, V vocabulary size, C rows of one chunk.
+
+    x = hidden @ weight.T + bias                          (N, V), in the GEMM's dtype
+    u = logit_scale * x
+    z = softcap * tanh(u / softcap)  if softcap else  u   float32 from here on
+    lse = log(sum_v exp(z_v))
+    loss = lse - (1 - e) * z_label - (e / V) * sum_v z_v          e = label_smoothing
+    dz_v = exp(z_v - lse) - (1 - e) * [v = label] - e / V
+    dx_v = dz_v * (1 - tanh(u_v / softcap)^2) * logit_scale
+    dhidden = dx @ weight,   dweight = dx.T @ hidden,   dbias = sum_rows dx
+
+The logits exist for C rows at a time; dx overwrites them. Because the loss is a sum over rows, its gradient with
+respect to the inputs is known in the forward up to the scalar that backward brings, so the forward computes it and
+keeps (N, H) and no logits. With ``reduction="none"`` backward brings one factor a row: dhidden is row-wise and only
+needs scaling, dweight is not, and is computed in backward from a second pass over the chunks.
+
+Labels equal to ``ignore_index`` are dropped before the head's GEMM: prompt tokens cost nothing. Labels are not
+shifted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
+from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
+from ftkernels.gemm import compute_dtype, mm_accurate
+
+Reduction = Literal["sum", "mean", "none"]
+
+# One chunk's logits stay below this. Larger chunks do not make the GEMM faster; much smaller ones do make it slower.
+_WORKSPACE_BYTES = 1 << 30
+# The torch form keeps several float32 copies of a chunk's logits alive, the kernel none.
+_TORCH_COPIES = 4
+_ROW_MULTIPLE = 128
+# dweight accumulates in float32 over slabs of this many vocabulary rows, so that the temporary stays small.
+_VOCAB_SLAB = 16384
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_items: Tensor | int | None = None,
+    reduction: Reduction = "mean",
+    chunk_rows: int | None = None,
+    with_accuracy: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross-entropy between ``hidden @ weight.T + bias`` and ``labels``; the module docstring has the formula.
+
+    Args:
+        hidden: (N, H) hidden states, not logits. Any float dtype.
+        weight: (V, H) head. Its dtype may differ from ``hidden``'s: the product is taken in autocast's dtype when
+            autocast is on, else in the dtype they promote to.
+        labels: (N,) integer, each in [0, V) or ``ignore_index``. Already shifted.
+        bias: (V,) or None.
+        softcap: 0 for none; Gemma-2 has 30.
+        logit_scale: factor on the logits, before the cap.
+        num_items: with "mean", what the sum is divided by (the labelled tokens of the whole optimizer step, under
+            accumulation). None: the labelled rows of this call. With none labelled loss and gradients are 0.
+        reduction: "mean", "sum", or "none" for a loss a row, 0 where ignored.
+        chunk_rows: rows whose logits exist at a time. None picks them for a workspace of about 1 GiB.
+        with_accuracy: also return how many labelled rows have their label as arg max (the lowest index wins a tie),
+            int64 scalar.
+        backend: see ``ftkernels.device.choose_backend``.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs): a scalar, or (N,) with "none". With ``with_accuracy`` a pair.
+
+    Raises:
+        ValueError: shapes that do not fit, a label outside the vocabulary, or an option outside its range.
+    """
+    _check_shapes(hidden, weight, labels, bias)
+    _check_options(softcap, label_smoothing, num_items, reduction, chunk_rows)
+    plan = _Plan(
+        options=LossOptions(float(softcap), float(logit_scale), float(label_smoothing)),
+        dtype=compute_dtype(hidden.device.type, hidden, weight),
+        rows=_labelled_rows(labels, ignore_index, weight.shape[0]),
+        chunk_rows=chunk_rows or 0,
+        triton=choose_backend(hidden.device, backend).is_triton,
+        per_row=reduction == "none",
+        grad_enabled=torch.is_grad_enabled(),
+    )
+    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, plan)
+    if reduction == "mean":
+        count = max(plan.rows.shape[0], 1) if num_items is None else num_items
+        loss = loss / count
+    return (loss, correct) if with_accuracy else loss
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    num_items: Tensor | int | None = None,
+    reduction: Reduction = "mean",
+    with_accuracy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same function with all logits at once and torch's own autograd. Arguments as ``linear_cross_entropy``."""
+    dtype = compute_dtype(hidden.device.type, hidden, weight)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    capped = logits.to(accumulate_dtype(dtype)) * logit_scale
+    if softcap:
+        capped = softcap * torch.tanh(capped / softcap)
+    loss = F.cross_entropy(
+        capped,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none" if reduction == "none" else "sum",
+    )
+    labelled = labels != ignore_index
+    if reduction == "mean":
+        loss = loss / (labelled.sum().clamp(min=1) if num_items is None else num_items)
+    correct = ((logits.argmax(-1) == labels) & labelled).sum()
+    return (loss, correct) if with_accuracy else loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one call does: the options, the GEMM's dtype, the indices of the labelled rows, and where gradients are
+    wanted.
+    """
+
+    options: LossOptions
+    dtype: torch.dtype
+    rows: Tensor
+    chunk_rows: int
+    triton: bool
+    per_row: bool
+    grad_enabled: bool
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What a pass over the chunks leaves: per-row losses, the count of correct rows, and gradients (None where not
+    wanted).
+    """
+
+    losses: Tensor
+    correct: Tensor
+    d_hidden: Tensor | None = None
+    d_weight: Tensor | None = None
+    d_bias: Tensor | None = None
+
+
+def _run_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    plan: _Plan,
+    wants: tuple[bool, bool, bool],
+    row_scale: Tensor | None = None,
+) -> _Sums:
+    """One pass over the labelled rows. ``wants``: gradients of hidden, weight, bias; ``row_scale`` (N,) multiplies
+    each row's.
+    """
+    acc = accumulate_dtype(plan.dtype)
+    head = weight.to(plan.dtype)
+    head_bias = None if bias is None else bias.to(plan.dtype)
+    out = _Sums(hidden.new_zeros(labels.shape[0], dtype=acc), labels.new_zeros((), dtype=torch.int64))
+    if wants[0]:
+        out.d_hidden = torch.zeros_like(hidden) if plan.rows.shape[0] < hidden.shape[0] else torch.empty_like(hidden)
+    if wants[1]:
+        out.d_weight = torch.zeros(weight.shape, dtype=acc, device=weight.device)
+    if wants[2]:
+        out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
+    rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
+    total = int(plan.rows.shape[0])
+    size = _chunk_size(plan, weight.shape[0])
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        where = slice(start, stop) if total == hidden.shape[0] else plan.rows[start:stop]  # a slice copies nothing
+        x = hidden[where].to(plan.dtype)
+        logits = F.linear(x, head, head_bias)
+        scale = None if row_scale is None else row_scale[where]
+        result = rows_fn(logits, labels[where], plan.options, want_grad=any(wants), row_scale=scale)
+        out.losses[where] = result.losses
+        out.correct += result.correct.sum()
+        if result.d_logits is not None:
+            _accumulate(out, where, x, head, result.d_logits)
+    return out
+
+
+def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_logits: Tensor) -> None:
+    """Turn one chunk's dlogits (C, V) into its rows of dhidden and its share of dweight and dbias."""
+    if out.d_hidden is not None:
+        grad = torch.mm(d_logits, head) if out.d_hidden.dtype == head.dtype else mm_accurate(d_logits, head)
+        out.d_hidden[where] = grad.to(out.d_hidden.dtype)
+    if out.d_weight is not None:
+        for slab, columns in zip(out.d_weight.split(_VOCAB_SLAB), d_logits.split(_VOCAB_SLAB, dim=1), strict=True):
+            slab += mm_accurate(columns.t(), x)
+    if out.d_bias is not None:
+        out.d_bias += d_logits.sum(0, dtype=out.d_bias.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """(losses summed or per row, correct). Saves dhidden (and dweight, dbias) instead of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [bool(n) and plan.grad_enabled for n in ctx.needs_input_grad]
+        needs = (wanted[0], wanted[1], wanted[2])
+        # With one factor a row, the head's gradient waits for backward; dhidden then comes from that same pass.
+        later = plan.per_row and (needs[1] or needs[2])
+        with without_autocast(hidden):
+            sums = _run_chunks(hidden, weight, bias, labels, plan, (False, False, False) if later else needs)
+        ctx.plan, ctx.needs, ctx.spent = plan, needs, later
+        keep_inputs = needs[1] or needs[2]
+        ctx.save_for_backward(
+            *((hidden, weight, bias, labels) if keep_inputs else (None, None, None, None)), sums.d_hidden
+        )
+        ctx.d_weight, ctx.d_bias = sums.d_weight, sums.d_bias
+        ctx.mark_non_differentiable(sums.correct)
+        return (sums.losses if plan.per_row else sums.losses.sum()), sums.correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, d_hidden = ctx.saved_tensors
+        if ctx.needs[1] or ctx.needs[2]:
+            if ctx.spent:  # one factor a row, or a second backward through a retained graph
+                scale = d_loss.expand(labels.shape[0])
+                with without_autocast(hidden):
+                    sums = _run_chunks(hidden, weight, bias, labels, ctx.plan, ctx.needs, scale)
+                return (
+                    sums.d_hidden,
+                    None if sums.d_weight is None else sums.d_weight.to(weight.dtype),
+                    None if sums.d_bias is None or bias is None else sums.d_bias.to(bias.dtype),
+                    None,
+                    None,
+                )
+            ctx.spent = True
+        d_weight, d_bias = ctx.d_weight, ctx.d_bias
+        ctx.d_weight = ctx.d_bias = None
+        return (
+            None if d_hidden is None else _scaled(d_hidden, d_loss[:, None] if ctx.plan.per_row else d_loss),
+            # In place: at V x H in float32 a second copy would be gigabytes. `spent` keeps a second backward from
+            # reading it.
+            None if d_weight is None else d_weight.mul_(d_loss).to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.mul_(d_loss).to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _scaled(d_hidden: Tensor, d_loss: Tensor) -> Tensor:
+    """``d_hidden * d_loss`` multiplied in float32 and rounded once."""
+    if d_loss.dim() == 0:
+        return d_hidden * d_loss  # torch multiplies by a 0-d tensor in float32 inside
+    return (d_hidden * d_loss).to(d_hidden.dtype)
+
+
+def _chunk_size(plan: _Plan, vocabulary: int) -> int:
+    """Rows of a chunk: as given, else equal chunks whose logits fit the workspace, a multiple of 128."""
+    total = max(int(plan.rows.shape[0]), 1)
+    if plan.chunk_rows:
+        return plan.chunk_rows
+    copies = 1 if plan.triton else _TORCH_COPIES
+    most = _WORKSPACE_BYTES // (vocabulary * plan.dtype.itemsize * copies)
+    most = max(most // _ROW_MULTIPLE * _ROW_MULTIPLE, _ROW_MULTIPLE)
+    chunks = -(-total // most)
+    each = -(-total // chunks)
+    return -(-each // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def _labelled_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Indices (int64) of the rows that carry a label.
+
+    Raises:
+        ValueError: a label is neither ``ignore_index`` nor inside the vocabulary. A kernel would read out of bounds.
+    """
+    labelled = labels != ignore_index
+    outside = labelled & ((labels < 0) | (labels >= vocabulary))
+    rows = labelled.nonzero().squeeze(1)
+    if bool(outside.any()):
+        bad = int(labels[outside][0])
+        raise ValueError(
+            f"label {bad} is outside the vocabulary of {vocabulary} and is not ignore_index ({ignore_index})"
+        )
+    return rows
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(labels.shape)}"
+    dtypes = f"{hidden.dtype}, {weight.dtype}, {labels.dtype}"
+    if hidden.dim() != 2 or weight.dim() != 2 or labels.dim() != 1:
+        raise ValueError(f"expected hidden (N, H), weight (V, H), labels (N,); got {shapes}")
+    if not (hidden.is_floating_point() and weight.is_floating_point()) or labels.is_floating_point():
+        raise ValueError(f"expected floating hidden and weight, integer labels; got {dtypes}")
+    if hidden.shape[1] != weight.shape[1]:
+        hint = " (these look like logits, not hidden states)" if hidden.shape[1] == weight.shape[0] else ""
+        raise ValueError(f"hidden has {hidden.shape[1]} features, the head takes {weight.shape[1]}{hint}")
+    if labels.shape[0] != hidden.shape[0]:
+        raise ValueError(f"{labels.shape[0]} labels for {hidden.shape[0]} rows")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},)")
+
+
+def _check_options(
+    softcap: float, label_smoothing: float, num_items: Tensor | int | None, reduction: str, chunk_rows: int | None
+) -> None:
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if reduction not in ("sum", "mean", "none"):
+        raise ValueError(f"reduction must be 'sum', 'mean' or 'none', got {reduction!r}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"num_items divides a mean; reduction is {reduction!r}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
