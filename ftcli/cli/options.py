@@ -1,0 +1,81 @@
+"""Options that commands share, as annotated types, and what they turn into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftcli.cli.request import CommonOptions
+
+if TYPE_CHECKING:
+    from ftcli.config.load import LoadedRecipe, Override
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set one value of the recipe, as in train.learning_rate=1e-4. Repeatable.",
+        show_default=False,
+    ),
+]
+OutputDirOption = Annotated[
+    str | None, typer.Option("--output-dir", metavar="DIR", help="The run directory (run.output_dir).")
+]
+MaxStepsOption = Annotated[
+    str | None, typer.Option("--max-steps", metavar="N", help="Stop after N optimizer steps (train.max_steps).")
+]
+ResumeOption = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="auto|never|PATH", help="Continue a run, or start anew (run.resume)."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else on stderr.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say only results and problems.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Use no network.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def common(json: bool, quiet: bool, offline: bool, debug: bool) -> CommonOptions:
+    """The shared options of one invocation."""
+    return CommonOptions(json=json, quiet=quiet, offline=offline, debug=debug)
+
+
+def overrides(
+    assignments: Sequence[str] | None,
+    *,
+    output_dir: str | None = None,
+    max_steps: str | None = None,
+    resume: str | None = None,
+) -> tuple[Override, ...]:
+    """Everything on the command line that changes the recipe, in the order in which it is applied.
+
+    The short options come last: ``--max-steps 5`` wins over ``--set train.max_steps=9``.
+    """
+    from ftcli.config.load import Override
+
+    made = [Override(text=text, label=f"--set {text}") for text in assignments or ()]
+    for key, option, value in (
+        ("run.output_dir", "--output-dir", output_dir),
+        ("run.resume", "--resume", resume),
+        ("train.max_steps", "--max-steps", max_steps),
+    ):
+        if value is not None:
+            text = f"{key}={value}" if key == "train.max_steps" else f"{key}={_quoted(value)}"
+            made.append(Override(text=text, label=f"{option} {value}"))
+    return tuple(made)
+
+
+def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
+    """Read a recipe and its overrides. Raises FtcliError with every finding of the stage that failed."""
+    from ftcli.config.load import load_recipe
+
+    return load_recipe(Path(path), changes)
+
+
+def _quoted(text: str) -> str:
+    """`text` as a YAML string, so that ``--output-dir 2024`` stays text."""
+    return "'" + text.replace("'", "''") + "'"

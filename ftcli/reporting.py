@@ -1,0 +1,93 @@
+"""How library code speaks to whoever runs it, without printing: a `Reporter` and the `Session` that carries it.
+
+Library code is handed a :class:`Session`. It tells through ``session.reporter``; the command line decides what
+becomes of it: a progress bar on a terminal, plain lines in a log, nothing with ``--quiet``, and findings in the JSON
+document with ``--json``. :class:`SilentReporter` is for callers that want nothing said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from ftcli.errors import Finding
+
+
+class Progress(Protocol):
+    """A running count. Use it inside the ``with`` block of :meth:`Reporter.progress` only."""
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more of the total are done."""
+
+    def update(self, **fields: float | int | str) -> None:
+        """Show these values (``loss=1.2, learning_rate=1e-4``) beside the count; each call may print a line."""
+
+
+class Reporter(Protocol):
+    """What library code may tell. Nothing here raises, and nothing here returns an answer."""
+
+    def info(self, text: str) -> None:
+        """One line that a person may like to know; dropped by ``--quiet``."""
+
+    def warn(self, text: str) -> None:
+        """One line that a person should know. A warning with a code and a remedy is a :meth:`finding`."""
+
+    def finding(self, finding: Finding) -> None:
+        """A warning or note of a check. Errors are raised as :class:`ftcli.errors.FtcliError`, not reported here."""
+
+    def progress(self, total: int | None, description: str) -> AbstractContextManager[Progress]:
+        """Start counting to `total` (None: unknown); the count ends with the ``with`` block."""
+
+
+class SilentProgress:
+    """Counts nothing."""
+
+    def advance(self, count: int = 1) -> None:
+        """Say nothing."""
+
+    def update(self, **fields: float | int | str) -> None:
+        """Say nothing."""
+
+
+class SilentReporter:
+    """Says nothing: for library use and for tests."""
+
+    def info(self, text: str) -> None:
+        """Say nothing."""
+
+    def warn(self, text: str) -> None:
+        """Say nothing."""
+
+    def finding(self, finding: Finding) -> None:
+        """Say nothing."""
+
+    @contextmanager
+    def progress(self, total: int | None, description: str) -> Iterator[Progress]:
+        """Count nothing."""
+        yield SilentProgress()
+
+
+def _no_environment() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one invocation was asked for, beside the recipe. Only ``ftcli.cli`` reads the environment to build one.
+
+    ``command`` is the command line with secrets masked, for the manifest. ``environment`` holds the few variables
+    that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``, ``SLURM_JOB_ID`` ...), never secrets.
+    ``is_tty`` says whether messages go to a terminal.
+    """
+
+    reporter: Reporter = field(default_factory=SilentReporter)
+    quiet: bool = False
+    json: bool = False
+    offline: bool = False
+    debug: bool = False
+    is_tty: bool = False
+    command: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=_no_environment)
