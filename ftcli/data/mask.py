@@ -1,0 +1,54 @@
+"""From character spans to labels: which tokens are trained, checked token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+IGNORE_INDEX = -100
+
+
+def labels_of(
+    input_ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
+) -> list[int]:
+    """Labels of the same length: the id inside a span, -100 elsewhere.
+
+    A token belongs to a span when it starts in it; tokens of no characters (BOS added by the tokenizer) never do.
+    Position 0 has no predecessor to predict it from and is never supervised.
+    """
+    labels = [IGNORE_INDEX] * len(input_ids)
+    remaining = iter(spans)
+    span = next(remaining, None)
+    for index, (start, end) in enumerate(offsets):
+        while span is not None and start >= span[1]:
+            span = next(remaining, None)
+        if span is None:
+            break
+        if index > 0 and end > start and start >= span[0]:
+            labels[index] = input_ids[index]
+    return labels
+
+
+def end_at_stop(labels: list[int], stops: Collection[int]) -> bool:
+    """Masks what a template adds after a turn's last stop token, in place, and says whether every run has one.
+
+    Templates end a turn with a stop token and often a line break; after the stop token nothing is ever sampled, so
+    training on the line break would teach nothing but a habit that serving never sees.
+    """
+    complete = True
+    end = len(labels)
+    while end > 0:
+        if labels[end - 1] == IGNORE_INDEX:
+            end -= 1
+            continue
+        start = end
+        while start > 0 and labels[start - 1] != IGNORE_INDEX:
+            start -= 1
+        last = next((i for i in range(end - 1, start - 1, -1) if labels[i] in stops), None)
+        if last is None:
+            complete = False
+        else:
+            labels[last + 1 : end] = [IGNORE_INDEX] * (end - last - 1)
+        end = start
+    return complete

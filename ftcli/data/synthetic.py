@@ -1,0 +1,195 @@
+"""Generated text tasks: what the bundled tiny model was pre-trained on, and what the smoke recipes teach it.
+
+`python -m ftcli.data.synthetic pretrain --rows 60000 --seed 0 --out train.jsonl` writes chat rows in the `messages` format.
+Everything follows from the seed. Whether a prompt is held out follows from the prompt alone (`held_out`), so a training
+file and an evaluation file share no prompt, whatever their seeds and sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOWELS = "aeiou"
+CONSONANTS = "bcdfghjklmnprstvwz"
+
+#: One prompt in this many is held out for evaluation.
+HELD_OUT_ONE_IN = 20
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One prompt and the answer that is right for it."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of exchange. `draw` makes one from a random stream; `weight` is its share in the pre-training mixture."""
+
+    weight: float
+    draw: Callable[[Random], Exchange]
+
+
+def held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to evaluation: a property of its text, independent of seed and order."""
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+# Material -----------------------------------------------------------------------------------------------------------
+
+
+def _word(rng: Random, shortest: int = 2, longest: int = 8) -> str:
+    """A word of random letters, or (every other time) of syllables that can be spoken."""
+    length = rng.randint(shortest, longest)
+    if rng.random() < 0.5:
+        return "".join(rng.choice(LETTERS) for _ in range(length))
+    first = rng.randrange(2)
+    return "".join(rng.choice(VOWELS if (n + first) % 2 else CONSONANTS) for n in range(length))
+
+
+def _digits(rng: Random, shortest: int = 2, longest: int = 4) -> list[int]:
+    return rng.sample(range(10), rng.randint(shortest, longest))
+
+
+def _line(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+# Operations on one word ---------------------------------------------------------------------------------------------
+
+
+def _following(letter: str) -> str:
+    return LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)]
+
+
+WORD_OPERATIONS: Mapping[str, Callable[[str], str]] = {
+    "copy": lambda word: word,
+    "reverse": lambda word: word[::-1],
+    "upper": str.upper,
+    "dashes": "-".join,
+    "brackets": lambda word: f"[{word}]",
+    "twice": lambda word: f"{word} {word}",
+    "sort": lambda word: "".join(sorted(word)),
+    "next": lambda word: "".join(map(_following, word)),
+    "consonants": lambda word: "".join(letter for letter in word if letter not in VOWELS) or "none",
+    "first": lambda word: word[0],
+    "last": lambda word: word[-1],
+    "length": lambda word: str(len(word)),
+}
+
+#: Pairs of operations that pre-training shows together, applied from left to right.
+PAIRS = (
+    ("reverse", "upper"),
+    ("reverse", "dashes"),
+    ("reverse", "brackets"),
+    ("upper", "dashes"),
+    ("upper", "brackets"),
+    ("dashes", "brackets"),
+    ("next", "upper"),
+)
+
+#: Other words for the same operation; `{}` is the word.
+PHRASES: Mapping[str, tuple[str, ...]] = {
+    "copy": ("copy: {}", "say {}"),
+    "reverse": ("reverse: {}", "write {} backwards"),
+    "upper": ("upper: {}", "write {} in capitals"),
+    "dashes": ("dashes: {}", "spell {}"),
+    "brackets": ("brackets: {}", "put {} in brackets"),
+    "first": ("first: {}", "first letter of {}"),
+    "last": ("last: {}", "last letter of {}"),
+    "length": ("length: {}", "how long is {}"),
+    "next": ("next: {}", "shift {} by one"),
+}
+
+
+def _word_task(name: str) -> Callable[[Random], Exchange]:
+    phrases = PHRASES.get(name, (f"{name}: {{}}",))
+    operation = WORD_OPERATIONS[name]
+
+    def draw(rng: Random) -> Exchange:
+        word = _word(rng)
+        return Exchange(rng.choice(phrases).format(word), operation(word))
+
+    return draw
+
+
+def _pair(rng: Random) -> Exchange:
+    first, second = rng.choice(PAIRS)
+    word = _word(rng)
+    return Exchange(f"{first} {second}: {word}", WORD_OPERATIONS[second](WORD_OPERATIONS[first](word)))
+
+
+# Two words, letters, numbers ----------------------------------------------------------------------------------------
+
+
+def _swap(rng: Random) -> Exchange:
+    one, other = _word(rng, 2, 5), _word(rng, 2, 5)
+    return Exchange(f"swap: {one} {other}", f"{other} {one}")
+
+
+def _join(rng: Random) -> Exchange:
+    one, other = _word(rng, 2, 5), _word(rng, 2, 5)
+    return Exchange(f"join: {one} {other}", one + other)
+
+
+def _count(rng: Random) -> Exchange:
+    letter = rng.choice(LETTERS)
+    word = "".join(letter if rng.random() < 0.4 else rng.choice(LETTERS) for _ in range(rng.randint(3, 7)))
+    return Exchange(f"count {letter}: {word}", str(word.count(letter)))
+
+
+def _max(rng: Random) -> Exchange:
+    numbers = _digits(rng)
+    return Exchange(f"max: {_line(numbers)}", str(max(numbers)))
+
+
+def _min(rng: Random) -> Exchange:
+    numbers = _digits(rng)
+    return Exchange(f"min: {_line(numbers)}", str(min(numbers)))
+
+
+def _add(rng: Random) -> Exchange:
+    one, other = rng.randrange(50), rng.randrange(10)
+    return Exchange(f"{one} + {other} =", str(one + other))
+
+
+def _after(rng: Random) -> Exchange:
+    number = rng.randrange(1000)
+    return Exchange(f"after {number}", str(number + 1))
+
+
+def _pick(rng: Random) -> Exchange:
+    """Noise on purpose: any of the four numbers is as good as another, so the model learns to take one at random."""
+    numbers = _digits(rng, 4, 4)
+    return Exchange(f"pick: {_line(numbers)}", str(rng.choice(numbers)))
+
+
+#: The pre-training mixture. The smoke task (`mirror`) is not in it.
+PRETRAINING: Mapping[str, Task] = {
+    **{name: Task(1.0, _word_task(name)) for name in WORD_OPERATIONS},
+    "reverse": Task(2.0, _word_task("reverse")),
+    "sort": Task(2.0, _word_task("sort")),
+    "first": Task(0.5, _word_task("first")),
+    "last": Task(0.5, _word_task("last")),
+    "pair": Task(4.0, _pair),
+    "swap": Task(1.0, _swap),
+    "join": Task(1.0, _join),
+    "count": Task(1.0, _count),
+    "max": Task(1.0, _max),
+    "min": Task(1.0, _min),
+    "add": Task(1.0, _add),
+    "after": Task(0.5, _after),
+    "pick": Task(1.0, _pick),
+}

@@ -1,0 +1,84 @@
+"""Batched generation from prompts, cached, in the recipe's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftcli.config import GenerateConfig
+from ftcli.data.formats import Prompt
+from ftcli.data.template import Renderer
+from ftcli.model.backbone import compute_context
+from ftcli.preflight.precision import DtypePlan
+from ftcli.reporting import Reporter
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def prompt_text(prompt: Prompt, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as the model sees it, up to where its answer begins."""
+    if prompt.messages is not None:
+        return renderer.text(prompt.messages, prompt.row, generation_prompt=True)
+    return f"{tokenizer.bos_token or ''}{prompt.text}"
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    config: GenerateConfig,
+    *,
+    batch_size: int,
+    plan: DtypePlan,
+    device: torch.device,
+    reporter: Reporter,
+    stops: Sequence[int],
+) -> list[str]:
+    """One completion for each prompt text, special tokens removed, in the order given."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    completions = [""] * len(prompts)
+    was_training = model.training
+    model.eval()
+    with reporter.progress(len(prompts), "generating") as progress:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            texts = [prompts[i] for i in chosen]
+            for index, text in zip(
+                chosen, _complete(model, tokenizer, texts, config, plan, device, stops), strict=True
+            ):
+                completions[index] = text
+            progress.advance(len(chosen))
+    model.train(was_training)
+    return completions
+
+
+def _complete(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    config: GenerateConfig,
+    plan: DtypePlan,
+    device: torch.device,
+    stops: Sequence[int],
+) -> list[str]:
+    # Padding on the left puts every answer at the same place; the mask keeps the padding out of attention.
+    batch = tokenizer(list(texts), add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
+        device
+    )
+    sampling = {"do_sample": True, "temperature": config.temperature} if config.do_sample else {"do_sample": False}
+    with compute_context(device, plan.compute, plan.autocast):
+        output = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=config.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=list(stops),
+            **sampling,
+        )
+    new = output[:, batch["input_ids"].shape[1] :]
+    return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]

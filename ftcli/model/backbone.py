@@ -1,0 +1,137 @@
+"""From token ids to hidden states to loss, without ever holding all logits.
+
+Hidden states and logits are different types here. The field's recurring bug, logits handed to a loss that
+multiplies them by the head again ("a and b must have same reduction dim, but got [s0, 32000] X [4096, 32000]"),
+needs a value that is both; :class:`HiddenStates` can only be made from the backbone's output and is checked
+against the head before anything is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.linear_cross_entropy import linear_cross_entropy
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Output of the last norm: ``tensor`` of shape (batch, seq_len, hidden_size), any floating dtype."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The language-model head: logits = cap(scale · (hidden @ weight.T + bias)).
+
+    ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float
+    logit_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Sums over supervised tokens: ``loss`` in nats (over ``num_items`` when given), top-1 ``correct``, and ``count``."""
+
+    loss: Tensor
+    correct: Tensor | None
+    count: Tensor
+
+
+def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The transformers model beneath a PEFT wrapper, or the model itself."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def hidden_states(model: PreTrainedModel | PeftModel, inputs: dict[str, Any]) -> HiddenStates:
+    """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like."""
+    base = base_of(model)
+    backbone = getattr(base, base.base_model_prefix)
+    return HiddenStates(backbone(**inputs, use_cache=False).last_hidden_state)
+
+
+def head_of(model: PreTrainedModel | PeftModel) -> Head:
+    """The model's head with the scaling that its config asks for.
+
+    Raises TypeError when the weight is not a floating (vocab_size, hidden_size) matrix, as when it is packed.
+    """
+    base = base_of(model)
+    layer = base.get_output_embeddings()
+    config = base.config.get_text_config()
+    weight: Tensor = layer.weight
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != config.hidden_size:
+        raise TypeError(
+            f"the head's weight is {weight.dtype} of shape {tuple(weight.shape)}; "
+            f"expected a floating (vocab_size, {config.hidden_size})"
+        )
+    scale = getattr(config, "logit_scale", None)
+    scaling = getattr(config, "logits_scaling", None)
+    return Head(
+        weight=weight,
+        bias=getattr(layer, "bias", None),
+        softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
+    )
+
+
+def next_token_loss(
+    hidden: HiddenStates, head: Head, labels: Tensor, *, num_items: Tensor | int | None = None
+) -> TokenLoss:
+    """Cross-entropy of each next token, summed over ``labels != -100`` and divided by ``num_items`` when given.
+
+    Args:
+        labels: (batch, seq_len) int64, not shifted: position t is predicted from position t-1.
+        num_items: Supervised tokens of the whole accumulated batch, so that any split of it gives the same loss.
+
+    Raises:
+        TypeError: When hidden states and head do not fit: what was passed is not hidden states.
+    """
+    states = hidden.tensor
+    if states.shape[-1] != head.weight.shape[1]:
+        raise TypeError(
+            f"hidden states of width {states.shape[-1]} do not fit a head of width {head.weight.shape[1]}: "
+            "logits were passed where hidden states are meant"
+        )
+    if states.shape[:2] != labels.shape:
+        raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
+    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    loss, correct = linear_cross_entropy(
+        states.reshape(-1, states.shape[-1]),
+        head.weight,
+        targets,
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        ignore_index=IGNORE_INDEX,
+        num_items=num_items,
+        reduction="sum" if num_items is None else "mean",
+        with_accuracy=True,
+    )
+    return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
+
+
+def forward_loss(
+    model: PreTrainedModel | PeftModel, batch: dict[str, Tensor], *, num_items: Tensor | int | None = None
+) -> TokenLoss:
+    """Loss of one batch: ``input_ids``, ``attention_mask``, ``labels`` of shape (batch, seq_len)."""
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    return next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"], num_items=num_items)
+
+
+def compute_context(device: torch.device, compute: str, autocast: bool) -> torch.autocast:
+    """Autocast to the plan's compute dtype; disabled when the parameters already hold it."""
+    return torch.autocast(device.type, dtype=getattr(torch, compute), enabled=autocast)

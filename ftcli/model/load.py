@@ -1,0 +1,171 @@
+"""Loads tokenizers and models through transformers, or builds a model of random weights from its config alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ftcli.assets import asset
+from ftcli.config import ModelConfig
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.precision import DtypePlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED = "bundled:"
+
+
+def source_of(name: str) -> str:
+    """Path of a bundled model, or the name itself (Hub id or folder) for transformers to resolve."""
+    return str(asset("models", name.removeprefix(BUNDLED))) if name.startswith(BUNDLED) else name
+
+
+def attention_implementation(model: ModelConfig, facts: ModelFacts) -> str:
+    """transformers' name of the attention backend.
+
+    SDPA cannot cap scores, so a model with ``attn_logit_softcapping`` gets the exact eager form under ``auto``.
+    """
+    if model.attention != "auto":
+        return model.attention
+    return "eager" if facts.attn_logit_softcapping else "sdpa"
+
+
+def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer, padded on the right, with a pad token.
+
+    Raises FtcliError FT321 when there is none to load and FT322 when it has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    if model.tokenizer == "bytes":
+        source = str(asset("tokenizers", "bytes"))
+    else:
+        source = source_of(model.tokenizer or model.name_or_path)
+    revision = model.revision if model.tokenizer is None else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, local_files_only=offline, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise FtcliError.single(
+            "FT321",
+            f"no tokenizer can be loaded from {source}: {_first_line(error)}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="name one with model.tokenizer, or use `model.tokenizer: bytes`",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise FtcliError.single(
+            "FT322",
+            f"the tokenizer of {source} has no end-of-sequence token, so a model could never learn to stop",
+            exit_code=ExitCode.PREFLIGHT,
+            help="set eos_token in its tokenizer_config.json",
+        )
+    if tokenizer.pad_token_id is None:
+        # Padding is masked in attention and loss by position, never by token id, so sharing eos is safe here.
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def load_model(
+    model: ModelConfig,
+    facts: ModelFacts,
+    plan: DtypePlan,
+    *,
+    device: torch.device,
+    seed: int,
+    offline: bool,
+    source: str | None = None,
+    num_layers: int | None = None,
+) -> PreTrainedModel:
+    """The base model on ``device`` in ``plan.parameter`` dtype.
+
+    Args:
+        source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
+        num_layers: Build only this many layers (benchmarks of random weights).
+
+    Raises:
+        FtcliError: FT323 when the weights cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, plan.parameter)
+    attention = attention_implementation(model, facts)
+    if model.init == "random" and source is None:
+        return _random_model(facts.raw, dtype, attention, device, seed, num_layers)
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source or source_of(model.name_or_path),
+            revision=model.revision if source is None else None,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=offline,
+            trust_remote_code=False,
+            use_safetensors=True,
+            device_map={"": device},
+        )
+    except (OSError, ValueError) as error:
+        raise FtcliError.single(
+            "FT323",
+            f"the weights of {source or model.name_or_path} cannot be loaded: {_first_line(error)}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="check the name and the network, or build from the config alone with model.init: random",
+        ) from error
+    return loaded
+
+
+def _random_model(
+    raw: dict[str, Any],
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
+    seed: int,
+    num_layers: int | None,
+) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    if num_layers is not None:
+        values["num_hidden_layers"] = num_layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:num_layers]
+    config = AutoConfig.for_model(raw["model_type"], **values)
+    torch.manual_seed(seed)
+    with device:  # weights are drawn where they will live: 9 billion numbers on a CPU would take minutes
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model
+
+
+#: End-of-turn tokens of the field's chat templates; those that a tokenizer has as special tokens end its turns.
+TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<turn|>")
+
+
+def stop_token_ids(facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a turn: the tokenizer's eos, the config's eos ids that it knows as special, its end-of-turn tokens.
+
+    Needs no weights, so data can be tokenized and checked before a model is loaded.
+    """
+    configured = facts.raw.get("eos_token_id")
+    candidates = list(configured) if isinstance(configured, list) else [] if configured is None else [configured]
+    vocabulary = tokenizer.get_added_vocab()
+    candidates += [vocabulary[name] for name in TURN_ENDS if name in vocabulary]
+    special = set(tokenizer.all_special_ids) | set(vocabulary.values())
+    stops = [tokenizer.eos_token_id, *(c for c in candidates if c in special)]
+    return tuple(dict.fromkeys(stops))
+
+
+def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]) -> None:
+    """Makes the model's configs name the tokenizer's special tokens and all ``stops``."""
+    for config in (model.config, model.generation_config):
+        if config is None:
+            continue
+        config.pad_token_id = tokenizer.pad_token_id
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

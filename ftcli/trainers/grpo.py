@@ -1,0 +1,143 @@
+"""GRPO: TRL's GRPOTrainer with our prompts, our rewards and our precision plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from ftcli.config import Recipe
+from ftcli.config.training import GrpoConfig
+from ftcli.data.formats import Prompt
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.model.backbone import compute_context
+from ftcli.preflight.precision import DtypePlan
+from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
+from ftcli.trainers.rewards import Reward, build_rewards
+from ftcli.trainers.sft import training_arguments
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer over prompts that are rendered already, so that sampling sees what evaluation and serving see."""
+
+    plan: DtypePlan
+    control_seed: int | None = None
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
+        return self.processing_class(text=prompts, add_special_tokens=False)["input_ids"], None, {}
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        if self.control_seed is None:
+            return rewards
+        generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
+        return rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """TRL's loss under our precision plan, watched for NaN."""
+        self.count_tokens(inputs["completion_mask"])
+        with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
+            loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.watch("the loss", loss)
+        return loss
+
+
+def build_grpo_trainer(
+    recipe: Recipe,
+    grpo: GrpoConfig,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    plan: DtypePlan,
+    hooks: TrainerHooks,
+    *,
+    device: torch.device,
+    scratch_dir: str,
+    stops: Sequence[int],
+) -> GrpoTrainer:
+    """A trainer over ``prompts`` whose rendered ``texts`` fit ``grpo.max_prompt_length``.
+
+    Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
+    """
+    _check_lengths(prompts, texts, tokenizer, grpo.max_prompt_length)
+    columns = _columns(prompts)
+    rewards = build_rewards(grpo.rewards, columns)
+    trainer = GrpoTrainer(
+        model=model,
+        reward_funcs=[reward.function for reward in rewards],
+        args=GRPOConfig(**training_arguments(recipe, scratch_dir, device), **_grpo_arguments(grpo, rewards, stops)),
+        train_dataset=Dataset.from_dict({"prompt": list(texts), **columns}),
+        processing_class=tokenizer,
+    )
+    trainer.plan = plan
+    trainer.control_seed = recipe.run.seed if grpo.shuffle_rewards else None
+    trainer.bind(hooks)
+    return trainer
+
+
+def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence[int]) -> dict[str, Any]:
+    return {
+        "num_generations": grpo.num_generations,
+        "max_completion_length": grpo.max_completion_length,
+        "temperature": grpo.temperature,
+        "top_p": grpo.top_p,
+        "top_k": grpo.top_k,
+        "beta": grpo.beta,
+        "epsilon": grpo.epsilon,
+        "epsilon_high": grpo.epsilon_high,
+        "loss_type": grpo.loss_type,
+        "scale_rewards": grpo.scale_rewards,
+        "num_iterations": grpo.num_iterations,
+        "mask_truncated_completions": grpo.mask_truncated_completions,
+        "reward_weights": [reward.weight for reward in rewards],
+        "generation_kwargs": {"eos_token_id": list(stops)},
+    }
+
+
+def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Columns that rewards may ask for: those every row has, and ``answer`` from the reference where there is one."""
+    names = set.intersection(*(set(prompt.row.fields) for prompt in prompts))
+    names -= {"prompt", "completion", "messages", "conversations"}
+    columns = {name: [prompt.row.fields[name] for prompt in prompts] for name in sorted(names)}
+    if "answer" not in columns and all(prompt.reference is not None for prompt in prompts):
+        columns["answer"] = [prompt.reference for prompt in prompts]
+    return columns
+
+
+def _check_lengths(
+    prompts: Sequence[Prompt], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int
+) -> None:
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    findings = [
+        Finding(
+            "FT781",
+            f"the prompt has {len(ids)} tokens, more than grpo.max_prompt_length {limit}",
+            prompt.row.origin,
+            help="raise grpo.max_prompt_length or remove the row",
+        )
+        for prompt, ids in zip(prompts, encoded, strict=True)
+        if len(ids) > limit
+    ]
+    if findings:
+        raise FtcliError(findings[:20], ExitCode.DATA)

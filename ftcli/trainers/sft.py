@@ -1,0 +1,130 @@
+"""Supervised fine-tuning: TRL's SFTTrainer with our collator and a loss that never holds all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import SFTConfig, SFTTrainer
+
+from ftcli.config import Recipe
+from ftcli.data.collate import PaddingCollator
+from ftcli.data.prepare import Tokens
+from ftcli.model.backbone import compute_context, forward_loss
+from ftcli.preflight.precision import DtypePlan
+from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
+    """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows."""
+
+    plan: DtypePlan
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Mean loss in nats over the supervised tokens of the whole accumulated batch.
+
+        Divided by ``num_items_in_batch``, so that any split into micro-batches gives the same gradient.
+        """
+        if return_outputs:
+            raise ValueError("logits are never kept; evaluation goes through ftcli.evaluate")
+        self.count_tokens(inputs["attention_mask"])
+        device = inputs["input_ids"].device
+        items = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"][:, 1:] != -100).sum()
+        with compute_context(device, self.plan.compute, self.plan.autocast):
+            loss = forward_loss(self.model, inputs, num_items=items).loss
+        self.watch("the loss", loss)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs without TRL's extra metrics: they come from a forward pass that is not ours."""
+        super(SFTTrainer, self).log(logs, start_time)
+
+
+def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -> dict[str, Any]:
+    """transformers' arguments that SFT and GRPO share, from the recipe."""
+    train = recipe.train
+    return {
+        **NO_SAVING,
+        "output_dir": scratch_dir,
+        "seed": recipe.run.seed,
+        "data_seed": recipe.run.seed,
+        "num_train_epochs": train.num_train_epochs,
+        "max_steps": train.max_steps if train.max_steps is not None else -1,
+        "per_device_train_batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.lr_scheduler_type,
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "optim": train.optim,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        "gradient_checkpointing": train.gradient_checkpointing,
+        "logging_steps": recipe.logging.every_steps,
+        # Our own precision plan decides; accelerate must not wrap the model in a second autocast.
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": device.type == "cpu",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": device.type == "cuda",
+        "report_to": reporters(recipe),
+    }
+
+
+def reporters(recipe: Recipe) -> list[str]:
+    """transformers' names of the trackers that the recipe asks for."""
+    return [name for name in ("tensorboard", "wandb") if getattr(recipe.logging, name)]
+
+
+def build_sft_trainer(
+    recipe: Recipe,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: Sequence[Tokens],
+    plan: DtypePlan,
+    hooks: TrainerHooks,
+    *,
+    device: torch.device,
+    scratch_dir: str,
+) -> SftTrainer:
+    """A trainer over tokenized ``sequences``, ready for :meth:`train`.
+
+    Args:
+        scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
+    """
+    dataset = Dataset.from_dict(
+        {"input_ids": [s.input_ids for s in sequences], "labels": [s.labels for s in sequences]}
+    )
+    args = SFTConfig(
+        **training_arguments(recipe, scratch_dir, device),
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    trainer = SftTrainer(
+        model=model,
+        args=args,
+        data_collator=PaddingCollator(int(tokenizer.pad_token_id)),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    trainer.plan = plan
+    trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
+    trainer.bind(hooks)
+    return trainer
