@@ -1,0 +1,168 @@
+"""Files that are either complete or absent, also after a power cut.
+
+A file is written beside its destination under a hidden name, flushed to the disk and renamed; the folder's
+entry is then flushed as well. Readers see the old content or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ftcli.errors import ExitCode, FtcliError
+
+#: Beginning of the names of files and folders that are not complete yet.
+TEMPORARY_PREFIX = ".tmp-"
+#: Beginning of the names of folders that are being deleted.
+TRASH_PREFIX = ".trash-"
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def storage_error(error: OSError, path: Path) -> FtcliError:
+    """The typed form of a failed write: FT724 when the disk is full, FT723 otherwise."""
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return FtcliError.single(
+            "FT724",
+            f"no space left while writing {path}: {reason}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="free disk space or lower checkpoint.keep_last; what was complete before is still there, "
+            "and the run resumes from it",
+        )
+    return FtcliError.single(
+        "FT723",
+        f"cannot write {path}: {reason}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="check that the folder exists, is writable and is on a mounted disk; or choose another --output-dir",
+    )
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn every OSError of the block into FT723 or FT724 naming ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path) from error
+
+
+def fsync_file(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Flush a folder's entries to the disk, where the file system can do that."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for folders; the rename itself still happened.
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(root: Path) -> None:
+    """Flush every file and folder below ``root``, and ``root`` itself."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            fsync_file(Path(folder, name))
+        fsync_directory(Path(folder))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the content of ``path`` atomically.
+
+    Raises:
+        OSError: the content could not be written; ``path`` is then unchanged.
+    """
+    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` atomically by UTF-8 text."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the content of ``path`` atomically by indented JSON.
+
+    Raises:
+        ValueError: ``value`` holds NaN or infinity, which JSON does not have (see :func:`finite`).
+    """
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every NaN and infinity in it replaced by None, so that any JSON reader can read it."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def rename_directory(source: Path, destination: Path) -> None:
+    """Rename a folder within one file system and flush both parents.
+
+    Raises:
+        OSError: for instance when ``destination`` exists and is not empty.
+    """
+    source.rename(destination)
+    fsync_directory(destination.parent)
+    if source.parent != destination.parent:
+        fsync_directory(source.parent)
+
+
+def first_free(pattern: str, parent: Path) -> Path:
+    """The first of ``parent / pattern.format(n=1)``, 2, 3 … that does not exist."""
+    return next(p for n in itertools.count(1) if not os.path.lexists(p := parent / pattern.format(n=n)))
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder: renamed aside first, so that a crash leaves no half-deleted folder under its name."""
+    trash = first_free(f"{TRASH_PREFIX}{path.name}.{{n}}", path.parent)
+    rename_directory(path, trash)
+    shutil.rmtree(trash)
+
+
+def replace_directory(staged: Path, destination: Path) -> None:
+    """Put the complete folder ``staged`` in the place of ``destination``, whose old content is deleted after.
+
+    A crash between the two renames leaves the old content beside it as ``.trash-<name>.N`` and the new one as
+    ``staged``; neither is ever half-written under the name ``destination``.
+    """
+    fsync_tree(staged)
+    old = None
+    if os.path.lexists(destination):
+        old = first_free(f"{TRASH_PREFIX}{destination.name}.{{n}}", destination.parent)
+        rename_directory(destination, old)
+    rename_directory(staged, destination)
+    if old is not None:
+        shutil.rmtree(old)

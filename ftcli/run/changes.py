@@ -1,0 +1,83 @@
+"""What changed between the recipe of a run and the recipe it is started with again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ftcli.config import Recipe
+
+#: Sections and keys that a run may change when it goes on: no weight depends on them. Everything else decides what
+#: is learnt, `train.max_steps` and `train.num_train_epochs` too: the learning rate of every step follows from them.
+HARMLESS = ("run.name", "run.output_dir", "run.resume", "logging", "eval", "export", "checkpoint", "data.eval")
+
+#: What a checkpoint's tensors depend on: never to be changed, not even by a resume from an explicit path.
+STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method", "grpo.num_generations")
+
+_ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key with its old and its new value, as people write them."""
+
+    key: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+    def is_in(self, keys: tuple[str, ...]) -> bool:
+        """Whether the key is one of ``keys`` or lies below one of them."""
+        return any(self.key == key or self.key.startswith(key + ".") for key in keys)
+
+
+def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[Change, ...]:
+    """All keys whose values differ between two resolved recipes.
+
+    A key that the old recipe does not have yet (an older ftcli wrote it) counts as set to today's default.
+
+    Raises:
+        ValueError: ``old_yaml`` is not the YAML of a map.
+    """
+    old, new = (_flatten(_with_defaults(_parse(text))) for text in (old_yaml, new_yaml))
+    keys = [*new, *(key for key in old if key not in new)]
+    values = [(key, old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys]
+    return tuple(Change(key, before, after) for key, before, after in values if before != after)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("not a map")
+    return value
+
+
+def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return Recipe.model_validate(raw).model_dump(mode="json")
+    except ValidationError:
+        return raw  # written by an ftcli with other keys: compared as it stands
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Leaves by dotted key; a list is one leaf, so that a longer list is one change and not a shifted many."""
+    if isinstance(value, Mapping) and value:
+        flat: dict[str, str] = {}
+        for key, item in value.items():
+            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+        return flat
+    return {prefix: _show(value)}
+
+
+def _show(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,361 @@
+"""The run directory: its paths, and how a run is started in it, continued, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ftcli.config import Recipe
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.run import status as run_status
+from ftcli.run.atomic import TEMPORARY_PREFIX, first_free, rename_directory, storage_error, storage_errors, write_text
+from ftcli.run.changes import HARMLESS, STRUCTURAL, Change, recipe_changes
+from ftcli.run.checkpoint import Checkpoints, damage, step_of
+from ftcli.run.lock import LOCK_NAME, DirectoryLock
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where everything of one run lies. Making one touches no disk."""
+
+    path: Path
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe as resolved; a folder with this file is a run directory."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        """Versions, device, seeds, dtype plan, kernels, data fingerprints."""
+        return self.path / "manifest.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line per logging step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the resumable states."""
+        return self.path / "checkpoints"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The resumable states."""
+        return Checkpoints(self.checkpoints_dir)
+
+    @property
+    def adapter_dir(self) -> Path:
+        """The trained adapter in PEFT's layout (LoRA)."""
+        return self.path / "adapter"
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model in transformers' layout (full fine-tuning)."""
+        return self.path / "model"
+
+    @property
+    def export_dir(self) -> Path:
+        """Folder of the exported formats."""
+        return self.path / "export"
+
+    @property
+    def eval_path(self) -> Path:
+        """Evaluation results and samples."""
+        return self.path / "eval.json"
+
+    @property
+    def tokens_path(self) -> Path:
+        """Tokens kept, cut and masked per data set."""
+        return self.path / "tokens.json"
+
+    @property
+    def report_path(self) -> Path:
+        """The report for people."""
+        return self.path / "report.html"
+
+    @property
+    def status_path(self) -> Path:
+        """How the run stands, for scripts."""
+        return self.path / "status.json"
+
+    @property
+    def log_path(self) -> Path:
+        """Plain text of what the run printed."""
+        return self.path / "run.log"
+
+    def read_recipe(self) -> Recipe:
+        """The run's recipe.
+
+        Raises:
+            FtcliError: FT722 when this is no run directory, FT727 when its recipe cannot be read.
+        """
+        try:
+            raw: Any = yaml.safe_load(self.recipe_path.read_text(encoding="utf-8"))
+            return Recipe.model_validate(raw)
+        except FileNotFoundError as error:
+            raise _no_run(self.path, "it has no recipe.yaml") from error
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+            raise _unreadable(self.recipe_path, error) from error
+
+
+@dataclass(slots=True)
+class OpenedRun:
+    """A run directory that this process owns until :meth:`close` (or the end of a ``with`` block).
+
+    Attributes:
+        directory: The paths.
+        resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
+        already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
+            nothing was changed.
+        warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
+    """
+
+    directory: RunDirectory
+    resume_from: Path | None
+    already_complete: bool
+    warnings: tuple[Finding, ...] = ()
+    _lock: DirectoryLock | None = field(default=None, repr=False)
+
+    @property
+    def resume_step(self) -> int:
+        """The step of ``resume_from``; 0 when the run starts anew."""
+        return 0 if self.resume_from is None else step_of(self.resume_from) or 0
+
+    def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
+        """Write the end into status.json (see :func:`ftcli.run.status.finish`)."""
+        run_status.finish(self.directory.status_path, exit_code, message=message, resumable=resumable)
+
+    def close(self) -> None:
+        """Give the directory back; calling it again does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> OpenedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
+    """Start, continue or refuse a run in ``path``.
+
+    ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint (from the start when
+    it has none) and reports a finished one as complete. ``never`` renames an existing run to ``<path>.previous-N``.
+    Anything else is the path of a checkpoint, or of a run whose newest checkpoint is meant: it continues there with
+    this recipe; in its own run directory later checkpoints are set aside, elsewhere ``path`` must be new.
+
+    On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), leftovers of
+    a crash are gone and the directory is locked for this process.
+
+    Raises:
+        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key),
+            FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint
+            is unusable, FT727 the run's own recipe is not readable.
+    """
+    run = RunDirectory(Path(path))
+    lock = _locked(run)
+    try:
+        if resume == "never" and _holds_run(run):
+            lock = _start_beside(run, lock)
+        opened = _open_locked(run, resume, recipe_yaml)
+    except BaseException:
+        lock.release()
+        raise
+    warnings = opened.warnings if lock.supported else (*opened.warnings, _no_locks(run.path))
+    return OpenedRun(run, opened.resume_from, opened.already_complete, warnings, lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """How a run goes on, before the lock is handed over."""
+
+    resume_from: Path | None
+    already_complete: bool = False
+    warnings: tuple[Finding, ...] = ()
+
+
+def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
+    run.checkpoints.clean()
+    if resume in ("auto", "never"):
+        decision = _continue_own(run, recipe_yaml) if _holds_run(run) else _Decision(None)
+    else:
+        decision = _continue_from(run, Path(resume), recipe_yaml)
+    if decision.already_complete:
+        return decision
+    with storage_errors(run.path):
+        run.checkpoints_dir.mkdir(exist_ok=True)
+        write_text(run.recipe_path, recipe_yaml)
+    run_status.begin(run.status_path, resumed_from=decision.resume_from)
+    return decision
+
+
+def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
+    changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
+    if changes:
+        raise _changed(run, changes)
+    status = run_status.read_status(run.status_path)
+    if status is not None and status.state == "completed":
+        return _Decision(None, already_complete=True)
+    scan = run.checkpoints.scan()
+    source = scan.newest
+    if source is None and status is not None and status.resumed_from is not None:
+        # It was started from another run's checkpoint and stopped before its first own one.
+        earlier = Path(status.resumed_from)
+        source = earlier if damage(earlier) is None else None
+        if source is None:
+            raise _unusable(earlier, "this run started from it and has no checkpoint of its own yet")
+    return _Decision(source, warnings=scan.warnings)
+
+
+def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decision:
+    source = _checkpoint_at(named)
+    owner = RunDirectory(source.resolve().parent.parent)
+    own = owner.path == run.path.resolve()
+    if _holds_run(run) and not own:
+        raise FtcliError.single(
+            "FT722",
+            f"{run.path} already holds a run, and {named} belongs to another one",
+            exit_code=ExitCode.RECIPE,
+            help="choose a new --output-dir, or use --resume auto to continue the run that is there",
+        )
+    changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
+    structural = tuple(c for c in changes if c.is_in(STRUCTURAL))
+    if structural:
+        raise _changed(owner, structural)
+    warnings = [
+        Finding("FT732", f"continues with another setting than {source} was trained with: {change}", severity="warning")
+        for change in changes
+    ]
+    if own:
+        warnings += [
+            Finding("FT730", f"an earlier step is continued; the later checkpoint is now {moved}", severity="warning")
+            for moved in run.checkpoints.set_aside_after(step_of(source) or 0)
+        ]
+    return _Decision(source, warnings=tuple(warnings))
+
+
+def _checkpoint_at(named: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest one of a run directory."""
+    source: Path | None = named
+    if is_run_directory(named):
+        source = RunDirectory(named).checkpoints.newest()
+        if source is None:
+            raise _unusable(named, "this run has no complete checkpoint")
+    if not named.is_dir() or source is None:
+        raise _unusable(named, "there is no such folder")
+    if step_of(source) is None:
+        raise _unusable(named, "its name is not of the form step-00000100")
+    reason = damage(source)
+    if reason is not None:
+        raise _unusable(source, reason)
+    return source
+
+
+def _locked(run: RunDirectory) -> DirectoryLock:
+    """Make the folder where it is missing, refuse one that is something else, and lock it."""
+    with storage_errors(run.path):
+        if run.path.exists() and not run.path.is_dir():
+            raise _no_run(run.path, "it is a file")
+        run.path.mkdir(parents=True, exist_ok=True)
+        foreign = [] if _holds_run(run) else _foreign_entries(run.path)
+    if foreign:
+        raise _no_run(run.path, f"it holds other things, such as {foreign[0]}")
+    try:
+        return DirectoryLock(run.path)
+    except OSError as error:
+        raise storage_error(error, run.path) from error
+
+
+def _start_beside(run: RunDirectory, lock: DirectoryLock) -> DirectoryLock:
+    """Rename the old run; the lock on it is held until the new directory has its own."""
+    with storage_errors(run.path):
+        rename_directory(run.path, first_free(f"{run.path.name}.previous-{{n}}", run.path.parent))
+    fresh = _locked(run)
+    lock.release()
+    return fresh
+
+
+def _holds_run(run: RunDirectory) -> bool:
+    """A folder where somebody merely keeps a recipe.yaml of theirs is not a run, and is never renamed."""
+    ours = (run.status_path, run.path / LOCK_NAME, run.checkpoints_dir)
+    return run.recipe_path.is_file() and any(path.exists() for path in ours)
+
+
+def _foreign_entries(path: Path) -> list[str]:
+    """Names that a run which died in its first moments does not leave."""
+    ours = {LOCK_NAME, "run.log", "checkpoints"}
+    names = (entry.name for entry in path.iterdir())
+    return sorted(name for name in names if name not in ours and not name.startswith(TEMPORARY_PREFIX))
+
+
+def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[Change, ...]:
+    try:
+        return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), recipe_yaml)
+    except (OSError, ValueError) as error:
+        raise _unreadable(run.recipe_path, error) from error
+
+
+def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
+    shown = [f"    {change}" for change in changes[:_SHOWN]]
+    if len(changes) > _SHOWN:
+        shown.append(f"    and {len(changes) - _SHOWN} more")
+    return FtcliError.single(
+        "FT721",
+        "\n".join([f"the recipe differs from that of the run in {run.path}", *shown]),
+        exit_code=ExitCode.RECIPE,
+        help="set these keys back to continue the run; or start anew with --resume never, which keeps the old run "
+        "beside it, or with another --output-dir",
+    )
+
+
+def _no_run(path: Path, reason: str) -> FtcliError:
+    return FtcliError.single(
+        "FT722",
+        f"{path} is not a run directory: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="choose another --output-dir; ftcli does not mix its files with others",
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> FtcliError:
+    detail = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return FtcliError.single(
+        "FT727",
+        f"{path} cannot be read: {detail}",
+        exit_code=ExitCode.RECIPE,
+        help="restore the file, or start anew with --resume never, which keeps the old run beside it",
+    )
+
+
+def _unusable(path: Path, reason: str) -> FtcliError:
+    return FtcliError.single(
+        "FT725",
+        f"cannot resume from {path}: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto",
+    )
+
+
+def _no_locks(path: Path) -> Finding:
+    message = f"the file system of {path} has no locks: nothing prevents a second run in this directory"
+    return Finding("FT729", message, severity="warning")
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether ``path`` is a folder with a recipe.yaml that ftcli wrote."""
+    with contextlib.suppress(OSError):
+        return _holds_run(RunDirectory(path))
+    return False

@@ -1,0 +1,128 @@
+"""Stopping on SIGTERM (preemption) and SIGINT (Ctrl-C) without losing work.
+
+The first signal is a request: training finishes its step and writes a checkpoint; phases that have nothing to save
+ask :meth:`StopRequest.check`, or run inside :meth:`StopRequest.interruptible` and are left at once. A second signal
+stops at once everywhere, a third one kills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+from ftcli.errors import ExitCode, Finding, FtcliError
+
+SignalName = Literal["SIGTERM", "SIGINT"]
+
+_EXIT_CODES: dict[SignalName, ExitCode] = {"SIGTERM": ExitCode.PREEMPTED, "SIGINT": ExitCode.INTERRUPTED}
+
+
+def exit_code_of(name: SignalName) -> ExitCode:
+    """Exit status of a run stopped by that signal: 75 for SIGTERM, 130 for SIGINT."""
+    return _EXIT_CODES[name]
+
+
+class StopRequested(FtcliError):
+    """A signal asked for the end in a phase without a checkpoint of its own (FT728, exit 75 or 130)."""
+
+    def __init__(self, signal_name: SignalName, phase: str | None = None) -> None:
+        self.signal_name = signal_name
+        where = f" while {phase}" if phase else ""
+        finding = Finding(
+            "FT728",
+            f"stopped by {signal_name}{where}",
+            help="start the same command again: it goes on from the last checkpoint, if there is one",
+        )
+        super().__init__([finding], exit_code_of(signal_name))
+
+
+class StopNow(KeyboardInterrupt):
+    """The second signal. Not an Exception, so that no library swallows it."""
+
+    def __init__(self, signal_name: SignalName) -> None:
+        self.signal_name = signal_name
+        self.exit_code = exit_code_of(signal_name)
+        super().__init__(f"stopped at once by a second signal ({signal_name})")
+
+
+class StopRequest:
+    """Context manager that turns the two signals into a request and puts the previous handlers back at its end.
+
+    Only for the main thread, where Python runs signal handlers. There is no global state: the object is passed on.
+    """
+
+    def __init__(self, *, sigterm: bool = True) -> None:
+        """``sigterm=False`` leaves SIGTERM alone (`checkpoint.on_sigterm: false`)."""
+        self.requested: SignalName | None = None
+        self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT") if sigterm else ("SIGINT",)
+        self._previous: dict[SignalName, Any] = {}
+        self._leave_at_once = False
+        self._phase: str | None = None
+
+    def __enter__(self) -> StopRequest:
+        """Install the handlers.
+
+        Raises:
+            RuntimeError: this is not the main thread, or the object is in use already.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("StopRequest works in the main thread only: Python runs signal handlers there")
+        if self._previous:
+            raise RuntimeError("this StopRequest is in use already")
+        for name in self._names:
+            self._previous[name] = signal.signal(signal.Signals[name], self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, handler in self._previous.items():
+            # None: the handler was not installed from Python and cannot be put back; the default is the closest.
+            signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        name: SignalName = "SIGTERM" if number == signal.SIGTERM else "SIGINT"
+        if self.requested is not None:
+            for handled in self._names:
+                signal.signal(signal.Signals[handled], signal.SIG_DFL)
+            raise StopNow(name)
+        self.requested = name
+        if self._leave_at_once:
+            raise StopRequested(name, self._phase)
+
+    @property
+    def exit_code(self) -> ExitCode | None:
+        """The status to exit with when a stop was requested, else None."""
+        return None if self.requested is None else exit_code_of(self.requested)
+
+    def check(self, phase: str | None = None) -> None:
+        """Leave a phase that has no checkpoint to write.
+
+        Raises:
+            StopRequested: a signal has come.
+        """
+        if self.requested is not None:
+            raise StopRequested(self.requested, phase)
+
+    @contextlib.contextmanager
+    def interruptible(self, phase: str | None = None) -> Iterator[None]:
+        """A block that the first signal leaves at once: loading, tokenizing, evaluating.
+
+        A library that swallows the exception only delays it: it is raised again at the end of the block.
+
+        Raises:
+            StopRequested: a signal came before or during the block.
+        """
+        before = (self._leave_at_once, self._phase)
+        self._leave_at_once, self._phase = True, phase
+        try:
+            self.check(phase)
+            yield
+        finally:
+            self._leave_at_once, self._phase = before
+        self.check(phase)

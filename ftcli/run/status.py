@@ -1,0 +1,96 @@
+"""status.json: how a run stands, for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ftcli.errors import ExitCode
+from ftcli.run.atomic import storage_errors, write_json
+from ftcli.run.clock import utc_now
+
+State = Literal["running", "completed", "preempted", "failed"]
+
+_STATES: tuple[State, ...] = get_args(State)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What status.json holds.
+
+    ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
+    with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
+    A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.lock.is_locked`).
+    """
+
+    state: State
+    started: str
+    pid: int
+    ended: str | None = None
+    exit_code: int | None = None
+    resumable: bool = True
+    resumed_from: str | None = None
+    message: str | None = None
+
+
+def state_of(exit_code: int) -> State:
+    """The state that belongs to an exit status. An interrupted run counts as preempted: both go on when restarted."""
+    if exit_code == ExitCode.OK:
+        return "completed"
+    return "preempted" if exit_code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED) else "failed"
+
+
+def read_status(path: Path) -> Status | None:
+    """The status in ``path``, or None when there is none or it is not readable as one."""
+    try:
+        raw: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(raw, dict) or raw.get("state") not in _STATES:
+        return None
+    known = {key: raw[key] for key in Status.__dataclass_fields__ if key in raw}
+    return Status(**{"started": "", "pid": 0, **known})
+
+
+def begin(path: Path, *, resumed_from: Path | None) -> Status:
+    """Write that this process runs now.
+
+    Raises:
+        FtcliError: FT723 or FT724 when the file cannot be written.
+    """
+    status = Status("running", utc_now(), os.getpid(), resumed_from=str(resumed_from) if resumed_from else None)
+    _write(path, status)
+    return status
+
+
+def finish(path: Path, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> Status:
+    """Write how the run ended.
+
+    Args:
+        exit_code: The status the process will exit with; the state follows from it.
+        message: One sentence for people, shown in the report.
+        resumable: None: everything but a completed run is.
+
+    Raises:
+        FtcliError: FT723 or FT724 when the file cannot be written.
+    """
+    state = state_of(exit_code)
+    started = read_status(path) or Status("running", utc_now(), os.getpid())
+    status = replace(
+        started,
+        state=state,
+        ended=utc_now(),
+        exit_code=int(exit_code),
+        resumable=state != "completed" if resumable is None else resumable,
+        message=message,
+    )
+    _write(path, status)
+    return status
+
+
+def _write(path: Path, status: Status) -> None:
+    with storage_errors(path):
+        write_json(path, asdict(status))
