@@ -1,0 +1,58 @@
+"""Atomic files: complete or unchanged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.run import atomic
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "status.json"
+    atomic.write_text(target, "old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic.write_text(target, "new")
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["status.json"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, "FT724"), (errno.EDQUOT, "FT724"), (errno.EROFS, "FT723")])
+def test_failed_writes_are_typed(tmp_path: Path, number: int, code: str) -> None:
+    with pytest.raises(FtcliError) as caught, atomic.storage_errors(tmp_path / "file"):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.findings[0].code == code
+    assert caught.value.exit_code is ExitCode.PREFLIGHT
+    assert str(tmp_path / "file") in caught.value.findings[0].message
+
+
+def test_json_with_nan_is_refused_and_finite_makes_it_null(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        atomic.write_json(tmp_path / "x.json", {"loss": float("nan")})
+    values = {"a": [float("nan"), 1.5], "b": {"c": float("-inf")}, "d": "nan"}
+    assert atomic.finite(values) == {"a": [None, 1.5], "b": {"c": None}, "d": "nan"}
+
+
+def test_replacing_a_folder_leaves_only_the_new_content(tmp_path: Path) -> None:
+    destination, staged = tmp_path / "adapter", tmp_path / ".tmp-adapter"
+    for folder, name in ((destination, "old"), (staged, "new")):
+        folder.mkdir()
+        (folder / name).write_text(name)
+    atomic.replace_directory(staged, destination)
+    assert names(tmp_path) == ["adapter"]
+    assert names(destination) == ["new"]

@@ -1,0 +1,185 @@
+"""Checkpoints: complete or absent, and never the last good one lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ftcli.errors import FtcliError
+from ftcli.run import checkpoint as module
+from ftcli.run.checkpoint import Checkpoints, damage, step_of
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def save(checkpoints: Checkpoints, step: int, *, size: int = 1000) -> Path:
+    with checkpoints.staging(step) as folder:
+        (folder / "optimizer").mkdir()
+        (folder / "optimizer" / "state.bin").write_bytes(step.to_bytes(8, "big") * (size // 8))
+        (folder / "model.safetensors").write_bytes(bytes([step % 256]) * size)
+    return checkpoints.path(step)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_appears_only_when_its_block_ends(checkpoints: Checkpoints) -> None:
+    with checkpoints.staging(7) as folder:
+        (folder / "weights").write_text("half")
+        assert checkpoints.newest() is None
+        assert checkpoints.list_complete() == ()
+    assert checkpoints.newest() == checkpoints.path(7)
+    assert checkpoints.path(7).name == "step-00000007"
+    assert step_of(checkpoints.path(7)) == 7
+
+
+def test_an_error_while_saving_leaves_nothing_and_keeps_the_previous(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    with pytest.raises(ZeroDivisionError), checkpoints.staging(2) as folder:  # noqa: PT012
+        (folder / "weights").write_text("half")
+        raise ZeroDivisionError
+    assert names(checkpoints.root) == ["step-00000001"]
+
+
+def test_a_full_disk_while_saving_is_ft724_and_keeps_the_previous(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    with pytest.raises(FtcliError) as caught, checkpoints.staging(2):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.findings[0].code == "FT724"
+    assert names(checkpoints.root) == ["step-00000001"]
+
+
+def test_a_full_disk_that_a_library_reports_in_its_own_way_is_ft724(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_is_full", lambda _folder: True)
+    with pytest.raises(FtcliError) as caught, checkpoints.staging(2):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/7")
+    assert caught.value.findings[0].code == "FT724"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer/state.bin", "complete.json"])
+@pytest.mark.parametrize("how", ["truncated", "missing", "changed"])
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    checkpoints: Checkpoints, name: str, how: str
+) -> None:
+    good, bad = save(checkpoints, 1), save(checkpoints, 2)
+    victim = bad / name
+    if how == "truncated":
+        os.truncate(victim, victim.stat().st_size - 2)
+    elif how == "missing":
+        victim.unlink()
+    else:
+        data = victim.read_bytes()
+        victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    scan = checkpoints.scan()
+    assert checkpoints.newest() == scan.newest == good
+    assert [w.code for w in scan.warnings] == ["FT726"]
+    assert str(bad) in scan.warnings[0].message
+    assert name in scan.warnings[0].message
+
+
+def test_rotation_keeps_the_newest(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 3, 10):
+        save(checkpoints, step)
+    assert [p.name for p in checkpoints.rotate(2)] == ["step-00000001", "step-00000002"]
+    assert [step_of(p) for p in checkpoints.list_complete()] == [3, 10]
+    assert names(checkpoints.root) == ["step-00000003", "step-00000010"]
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 2])
+def test_rotation_never_deletes_the_only_good_one(checkpoints: Checkpoints, keep_last: int) -> None:
+    good = save(checkpoints, 1)
+    for step in (2, 3):
+        os.truncate(save(checkpoints, step) / "model.safetensors", 1)
+    checkpoints.rotate(keep_last)
+    assert checkpoints.newest() == good
+
+
+def test_rotation_without_any_good_one_deletes_nothing(checkpoints: Checkpoints) -> None:
+    os.truncate(save(checkpoints, 3) / "model.safetensors", 1)
+    assert checkpoints.rotate(1) == ()
+    assert checkpoints.path(3).exists()
+
+
+def test_saving_a_step_again_replaces_it(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5)
+    with checkpoints.staging(5) as folder:
+        (folder / "new").write_text("new")
+    assert names(checkpoints.root) == ["step-00000005"]
+    assert (checkpoints.path(5) / "new").read_text() == "new"
+
+
+def test_a_kill_between_both_renames_of_a_replacement_loses_nothing(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoints, 5)
+    rename = module.rename_directory
+
+    def killed_at_the_second(source: Path, destination: Path) -> None:
+        if destination == checkpoints.path(5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, destination)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(module, "rename_directory", killed_at_the_second)
+        save(checkpoints, 5)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert checkpoints.newest() is None  # the very moment
+    checkpoints.clean()
+    assert checkpoints.newest() == checkpoints.path(5)
+    assert names(checkpoints.root) == ["step-00000005"]
+
+
+def test_kills_at_random_moments_leave_the_last_complete_one_usable(checkpoints: Checkpoints) -> None:
+    chance = random.Random(20)
+    step, interrupted = 1, 0
+    save(checkpoints, step)
+    for _ in range(12):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            while True:  # saves until it is killed; tells each step that staging() says is complete
+                step += 1
+                save(checkpoints, step, size=3 << 20)
+                checkpoints.rotate(2)
+                os.write(write, step.to_bytes(4, "big"))
+        os.close(write)
+        time.sleep(chance.uniform(0.01, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        told = os.read(read, 1 << 16)
+        os.close(read)
+        promised = int.from_bytes(told[-4:], "big") if told else step
+        interrupted += any(name.startswith(".") for name in names(checkpoints.root))
+        checkpoints.clean()
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert step_of(newest) in (promised, promised + 1)
+        assert damage(newest) is None
+        assert not [name for name in names(checkpoints.root) if name.startswith(".")]
+        assert checkpoints.scan().warnings == ()
+        step = step_of(newest) or 0
+    assert interrupted >= 3, "the kills never met a save: this test proves nothing"
+
+
+def test_an_earlier_step_sets_later_ones_aside_and_deletes_none(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    moved = checkpoints.set_aside_after(1)
+    assert [p.name for p in moved] == ["step-00000002.superseded-1", "step-00000003.superseded-1"]
+    assert all(damage(p) is None for p in moved)
+    assert checkpoints.newest() == checkpoints.path(1)

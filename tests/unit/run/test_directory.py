@@ -1,0 +1,300 @@
+"""Starting, continuing and refusing runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftcli.config import Recipe
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.run.directory import OpenedRun, RunDirectory, is_run_directory, open_run
+from ftcli.run.lock import is_locked
+from ftcli.run.status import read_status
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ftcli.run.directory import open_run
+opened = open_run(Path(sys.argv[1]), "auto", Path(sys.argv[2]).read_text())
+if sys.argv[3] == "fork":
+    import os
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def recipe(**sections: dict[str, Any]) -> str:
+    raw = {"version": 1, "model": {"name_or_path": "bundled:tiny-gemma2"}, **sections}
+    return yaml.safe_dump(Recipe.model_validate(raw).model_dump(mode="json"), sort_keys=False)
+
+
+def save(opened: OpenedRun, step: int) -> Path:
+    with opened.directory.checkpoints.staging(step) as folder:
+        (folder / "weights").write_text(str(step))
+    return opened.directory.checkpoints.path(step)
+
+
+def unfinished(path: Path, *steps: int, text: str | None = None) -> RunDirectory:
+    with open_run(path, "auto", text or recipe()) as opened:
+        for step in steps:
+            save(opened, step)
+    return opened.directory
+
+
+def codes(error: FtcliError) -> list[str]:
+    return [finding.code for finding in error.findings]
+
+
+def test_a_fresh_run_is_made_with_recipe_and_status(tmp_path: Path) -> None:
+    with open_run(tmp_path / "runs" / "a", "auto", recipe()) as opened:
+        assert (opened.resume_from, opened.resume_step, opened.already_complete) == (None, 0, False)
+        assert opened.directory.recipe_path.read_text() == recipe()
+        status = read_status(opened.directory.status_path)
+        assert status is not None
+        assert (status.state, status.pid, status.exit_code) == ("running", os.getpid(), None)
+        assert is_locked(opened.directory.path)
+        assert is_run_directory(opened.directory.path)
+    assert not is_locked(opened.directory.path)
+
+
+def test_auto_continues_from_the_newest_usable_checkpoint(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5, 10, 15)
+    os.truncate(run.checkpoints.path(15) / "weights", 0)
+    with open_run(run.path, "auto", recipe()) as opened:
+        assert opened.resume_from == run.checkpoints.path(10)
+        assert opened.resume_step == 10
+        assert [w.code for w in opened.warnings] == ["FT726"]
+
+
+def test_auto_starts_over_without_a_checkpoint_and_clears_leftovers(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a")
+    (run.checkpoints_dir / ".tmp-step-00000005.77").mkdir()
+    with open_run(run.path, "auto", recipe()) as opened:
+        assert opened.resume_from is None
+        assert names(run.checkpoints_dir) == []
+
+
+def test_auto_on_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        save(opened, 5)
+        opened.finish(ExitCode.OK)
+    before = {p: p.read_bytes() for p in opened.directory.path.iterdir() if p.is_file() and p.name != ".lock"}
+    with open_run(tmp_path / "a", "auto", recipe(logging={"every_steps": 3})) as again:
+        assert again.already_complete
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize("code", [ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.BUG, ExitCode.OUT_OF_MEMORY])
+def test_auto_continues_a_run_that_ended_early(tmp_path: Path, code: ExitCode) -> None:
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        save(opened, 5)
+        opened.finish(code, message="why")
+    status = read_status(opened.directory.status_path)
+    assert status is not None
+    assert (status.exit_code, status.resumable, status.message) == (code, True, "why")
+    assert status.state == ("preempted" if code in (75, 130) else "failed")
+    with open_run(tmp_path / "a", "auto", recipe()) as again:
+        assert again.resume_step == 5
+
+
+def test_a_changed_recipe_is_refused_with_old_and_new_values(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5, text=recipe(train={"learning_rate": 2e-4, "max_steps": 10}))
+    changed = recipe(train={"learning_rate": 1e-5, "max_steps": 20}, lora={"r": 8}, logging={"every_steps": 1})
+    with pytest.raises(FtcliError) as caught:
+        open_run(run.path, "auto", changed)
+    message = caught.value.findings[0].message
+    assert codes(caught.value) == ["FT721"]
+    assert caught.value.exit_code is ExitCode.RECIPE
+    assert "train.learning_rate: 0.0002 -> 1.0e-05" in message
+    assert "train.max_steps: 10 -> 20" in message
+    assert "lora" in message
+    assert "logging" not in message
+    assert not is_locked(run.path)
+    assert "max_steps: 10" in run.recipe_path.read_text()
+
+
+def test_harmless_changes_are_taken_over(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    new = recipe(
+        run={"resume": "auto", "name": "other"},
+        logging={"every_steps": 1},
+        eval={"every_steps": 7},
+        checkpoint={"keep_last": 9},
+        data={"eval": ["x.jsonl"]},
+    )
+    with open_run(run.path, "auto", new) as opened:
+        assert opened.resume_step == 5
+    assert run.recipe_path.read_text() == new
+
+
+def test_never_keeps_every_old_run_beside_the_new_one(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    unfinished_again = open_run(run.path, "never", recipe(train={"max_steps": 3}))
+    save(unfinished_again, 1)
+    unfinished_again.close()
+    with open_run(run.path, "never", recipe()) as opened:
+        assert opened.resume_from is None
+        assert is_locked(run.path)
+        assert names(run.checkpoints_dir) == []
+    assert (tmp_path / "a.previous-1/checkpoints/step-00000005").is_dir()
+    assert (tmp_path / "a.previous-2/checkpoints/step-00000001").is_dir()
+    assert not is_locked(tmp_path / "a.previous-1")
+
+
+def test_a_named_checkpoint_of_the_same_run_sets_later_ones_aside(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5, 10)
+    with open_run(run.path, str(run.checkpoints.path(5)), recipe(train={"learning_rate": 1e-5})) as opened:
+        assert opened.resume_step == 5
+        assert [w.code for w in opened.warnings] == ["FT732", "FT730"]
+        assert "train.learning_rate: 0.0002 -> 1.0e-05" in opened.warnings[0].message
+    assert run.checkpoints.newest() == run.checkpoints.path(5)
+    assert (run.checkpoints_dir / "step-00000010.superseded-1").is_dir()
+
+
+def test_a_named_checkpoint_of_another_run_starts_a_new_directory(tmp_path: Path) -> None:
+    other = unfinished(tmp_path / "a", 5)
+    with open_run(tmp_path / "b", str(other.path), recipe()) as opened:
+        assert opened.resume_from == other.checkpoints.path(5)
+    # killed before its first checkpoint: auto goes back to where it came from
+    with open_run(tmp_path / "b", "auto", recipe()) as again:
+        assert again.resume_from == other.checkpoints.path(5)
+    with pytest.raises(FtcliError) as caught:
+        open_run(tmp_path / "b", str(other.checkpoints.path(5)), recipe())
+    assert codes(caught.value) == ["FT722"]
+
+
+def test_a_named_checkpoint_with_another_model_shape_is_refused(tmp_path: Path) -> None:
+    other = unfinished(tmp_path / "a", 5, text=recipe(lora={"r": 8}))
+    with pytest.raises(FtcliError) as caught:
+        open_run(tmp_path / "b", str(other.checkpoints.path(5)), recipe(lora={"r": 16}))
+    assert codes(caught.value) == ["FT721"]
+    assert "lora.r: 8 -> 16" in caught.value.findings[0].message
+    assert not RunDirectory(tmp_path / "b").recipe_path.exists()
+
+
+@pytest.mark.parametrize("what", ["absent", "file", "damaged", "name", "empty run"])
+def test_an_unusable_named_checkpoint_is_ft725(tmp_path: Path, what: str) -> None:
+    run = unfinished(tmp_path / "a", *(() if what == "empty run" else (5,)))
+    checkpoint = run.checkpoints.path(5)
+    named = {"absent": tmp_path / "nowhere", "file": run.recipe_path, "name": tmp_path, "empty run": run.path}
+    if what == "damaged":
+        os.truncate(checkpoint / "weights", 0)
+    with pytest.raises(FtcliError) as caught:
+        open_run(tmp_path / "b", str(named.get(what, checkpoint)), recipe())
+    assert codes(caught.value) == ["FT725"]
+    assert caught.value.exit_code is ExitCode.RECIPE
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_other_peoples_folders_are_refused_and_untouched(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    (tmp_path / "recipe.yaml").write_text(recipe())
+    with pytest.raises(FtcliError) as caught:
+        open_run(tmp_path, resume, recipe())
+    assert codes(caught.value) == ["FT722"]
+    assert names(tmp_path) == ["recipe.yaml", "thesis.tex"]
+
+
+def test_a_file_in_the_way_is_ft722_and_below_a_file_ft723(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path, code in ((tmp_path / "file", "FT722"), (tmp_path / "file" / "run", "FT723")):
+        with pytest.raises(FtcliError) as caught:
+            open_run(path, "auto", recipe())
+        assert codes(caught.value) == [code]
+
+
+def test_an_unreadable_old_recipe_is_ft727_and_never_starts_anew(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    run.recipe_path.write_text("a: [1")
+    with pytest.raises(FtcliError) as caught:
+        open_run(run.path, "auto", recipe())
+    assert codes(caught.value) == ["FT727"]
+    with open_run(run.path, "never", recipe()) as opened:
+        assert opened.resume_from is None
+
+
+def test_a_key_that_an_older_version_did_not_write_counts_as_its_default(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    raw = yaml.safe_load(run.recipe_path.read_text())
+    del raw["train"]["adam_beta2"]
+    run.recipe_path.write_text(yaml.safe_dump(raw))
+    with open_run(run.path, "auto", recipe()) as opened:
+        assert opened.resume_step == 5
+
+
+def start_holder(tmp_path: Path, mode: str) -> subprocess.Popen[str]:
+    (tmp_path / "recipe-of-holder.yaml").write_text(recipe())
+    arguments = [sys.executable, "-c", HOLDER, str(tmp_path / "a"), str(tmp_path / "recipe-of-holder.yaml"), mode]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_second_process_is_refused_with_pid_and_start_and_a_kill_frees_the_lock(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path, "plain")
+    assert holder.stdout is not None
+    with holder, holder.stdout:
+        assert holder.stdout.readline() == "ready\n"
+        for resume in ("auto", "never"):
+            with pytest.raises(FtcliError) as caught:
+                open_run(tmp_path / "a", resume, recipe())
+            assert codes(caught.value) == ["FT720"]
+            assert f"process {holder.pid} on " in caught.value.findings[0].message
+            assert time.strftime("%Y-%m", time.gmtime()) in caught.value.findings[0].message
+        holder.kill()
+        holder.wait()
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        assert opened.resume_from is None
+
+
+def test_a_killed_runs_orphans_do_not_keep_its_lock(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path, "fork")
+    assert holder.stdout is not None
+    with holder, holder.stdout:
+        lines = {holder.stdout.readline().strip() for _ in range(2)}
+        orphan = int(next(line for line in lines if line.isdigit()))
+        try:
+            assert is_locked(tmp_path / "a")
+            holder.kill()
+            holder.wait()
+            os.kill(orphan, 0)  # it lives on
+            with open_run(tmp_path / "a", "auto", recipe()):
+                pass
+        finally:
+            os.kill(orphan, 9)
+
+
+def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import fcntl
+
+    def unsupported(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        assert [w.code for w in opened.warnings] == ["FT729"]
+
+
+def test_status_json_is_plain_for_scripts(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        opened.finish(ExitCode.DIVERGED, message="loss is NaN at step 3", resumable=False)
+    raw = json.loads(opened.directory.status_path.read_text())
+    assert raw["state"] == "failed"
+    assert raw["exit_code"] == 6
+    assert raw["resumable"] is False
+    assert raw["started"].endswith("Z")
+    assert raw["ended"].endswith("Z")

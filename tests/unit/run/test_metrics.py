@@ -1,0 +1,73 @@
+"""metrics.jsonl: no gap, no double line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftcli.errors import FtcliError
+from ftcli.run.metrics import MetricsWriter, read_metrics
+
+
+def write(path: Path, *steps: int) -> None:
+    with MetricsWriter(path) as metrics:
+        for step in steps:
+            metrics.write(step, {"loss": step / 10})
+
+
+def test_lines_are_readable_while_the_file_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write(1, {"loss": 2.5, "reason": "zoë"})
+        assert read_metrics(path) == [{"step": 1, "loss": 2.5, "reason": "zoë"}]
+
+
+def test_a_resume_cuts_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1, 2, 3, 4)
+    lines = path.read_bytes().splitlines(keepends=True)
+    with MetricsWriter(path, resume_step=2) as metrics:
+        assert path.read_bytes() == b"".join(lines[:3])
+        metrics.write(3, {"loss": 0.3})
+    assert path.read_bytes() == b"".join(lines[:4])
+
+
+def test_a_half_written_last_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 2, "lo')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    with MetricsWriter(path, resume_step=2):
+        assert path.read_bytes() == whole
+
+
+def test_a_start_from_step_zero_empties_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, 1)
+    with MetricsWriter(path):
+        assert path.read_bytes() == b""
+
+
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write(1, {"loss": float("nan"), "grad_norm": float("inf")})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\ngarbage\n{"step": 3}\n')
+    with pytest.raises(FtcliError) as caught:
+        read_metrics(path)
+    assert caught.value.findings[0].code == "FT727"
+    assert f"{path}:2" in caught.value.findings[0].message
+
+
+def test_a_vanished_directory_is_ft723(tmp_path: Path) -> None:
+    with pytest.raises(FtcliError) as caught:
+        MetricsWriter(tmp_path / "gone" / "metrics.jsonl")
+    assert caught.value.findings[0].code == "FT723"

@@ -1,0 +1,103 @@
+"""Stopping on signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from ftcli.errors import ExitCode
+from ftcli.run.signals import StopNow, StopRequest, StopRequested
+
+
+def send(name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[name])
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", ExitCode.PREEMPTED), ("SIGINT", ExitCode.INTERRUPTED)])
+def test_the_first_signal_is_a_request(name: str, code: ExitCode) -> None:
+    with StopRequest() as stop:
+        stop.check()
+        assert (stop.requested, stop.exit_code) == (None, None)
+        send(name)
+        assert (stop.requested, stop.exit_code) == (name, code)
+        with pytest.raises(StopRequested) as caught:
+            stop.check("tokenizing")
+    assert caught.value.exit_code is code
+    assert caught.value.findings[0].code == "FT728"
+    assert "tokenizing" in caught.value.findings[0].message
+
+
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_the_second_signal_stops_at_once(first: str, second: str) -> None:
+    before = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    with StopRequest() as stop:
+        send(first)
+        with pytest.raises(StopNow) as caught:
+            send(second)
+        assert not isinstance(caught.value, Exception)
+        assert caught.value.signal_name == second
+        assert stop.requested == first
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a third one kills
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_an_interruptible_phase_is_left_at_once() -> None:
+    with StopRequest() as stop, pytest.raises(StopRequested, match="loading"), stop.interruptible("loading"):  # noqa: PT012
+        send("SIGTERM")
+        pytest.fail("went on after the signal")
+
+
+def test_a_library_that_swallows_the_stop_only_delays_it() -> None:
+    reached = False
+    with StopRequest() as stop:
+        with pytest.raises(StopRequested), stop.interruptible("loading"):  # noqa: PT012
+            with contextlib.suppress(Exception):  # what a library does
+                send("SIGINT")
+            reached = True
+        assert reached
+        with pytest.raises(StopRequested), stop.interruptible("saving"):
+            pytest.fail("a phase began after a stop was requested")
+
+
+def test_after_an_interruptible_phase_a_signal_is_a_request_again() -> None:
+    with StopRequest() as stop:
+        with stop.interruptible("loading"):
+            pass
+        send("SIGTERM")
+        assert stop.requested == "SIGTERM"
+
+
+def test_previous_handlers_come_back_also_after_an_error() -> None:
+    before = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    with pytest.raises(ZeroDivisionError), StopRequest():  # noqa: PT012
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+        raise ZeroDivisionError
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_sigterm_can_be_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(sigterm=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+
+def test_it_refuses_to_work_outside_of_the_main_thread() -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with StopRequest():
+                pass
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
