@@ -1,0 +1,63 @@
+# Two commands on a fresh machine: `make smoke` and `make test`. Only Python >= 3.11, pip and make are needed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+FTCLI  := $(BIN)/ftcli
+SMOKE  := runs/smoke
+
+.PHONY: help install smoke test test-gpu check lint typecheck layers format bench docs clean
+
+help:
+	@echo "make smoke     install into .venv, then train, evaluate and export the bundled tiny model on this machine"
+	@echo "make test      everything that needs no GPU (kernels through Triton's interpreter)"
+	@echo "make test-gpu  the kernel tests compiled, and the tests that need a CUDA machine"
+	@echo "make check     format, lint, types, layers, generated docs and tests: what CI runs"
+	@echo "make bench     the kernels and the training step on this machine"
+	@echo "make docs      regenerate docs/recipes.md"
+	@echo "make format    format the code"
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+smoke: install
+	$(FTCLI) train recipes/smoke.yaml --resume never
+	$(FTCLI) eval recipes/smoke.yaml --run $(SMOKE)
+	$(FTCLI) export $(SMOKE)
+	@echo "open $(SMOKE)/report.html"
+
+test: install
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu
+
+check: lint typecheck layers test
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+typecheck: install
+	$(BIN)/mypy
+
+layers: install
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python kernels/bench/ops.py
+	$(FTCLI) bench recipes/llama3.1-8b.yaml
+
+docs: install
+	$(BIN)/python -m ftcli.cli.docs
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
