@@ -1,0 +1,97 @@
+"""Every layout becomes the same kind of example; rows that do not fit are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ftcli.data.formats import detect_format, prompts_of, to_examples
+from ftcli.data.load import Row
+from ftcli.errors import FtcliError
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def rows(*fields: dict[str, Any]) -> list[Row]:
+    return [Row("d.jsonl", i + 1, f) for i, f in enumerate(fields)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout"),
+    [
+        ({"messages": CHAT}, "messages"),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "sharegpt"),
+        ({"prompt": "q", "completion": "a"}, "prompt_completion"),
+        ({"instruction": "q", "output": "a"}, "alpaca"),
+        ({"text": "t"}, "text"),
+    ],
+)
+def test_layouts_are_detected(fields: dict[str, Any], layout: str) -> None:
+    assert detect_format(rows(fields)) == layout
+    assert to_examples(rows(fields), "auto")[0] == layout
+
+
+def test_chat_layouts_agree() -> None:
+    same = rows(
+        {"messages": CHAT, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    )
+    expected = tuple(CHAT)
+    assert to_examples(same, "messages")[1][0].messages == expected
+    assert to_examples(same, "sharegpt")[1][0].messages == expected
+    assert to_examples(rows({"instruction": "q", "output": "a"}), "auto")[1][0].messages == expected
+
+
+def test_alpaca_input_and_system() -> None:
+    example = to_examples(rows({"instruction": "q", "input": "ctx", "output": "a", "system": "s"}), "auto")[1][0]
+    assert example.messages is not None
+    assert [m["content"] for m in example.messages] == ["s", "q\n\nctx", "a"]
+
+
+def test_unknown_columns_name_what_was_expected() -> None:
+    with pytest.raises(FtcliError, match="FT411") as caught:
+        detect_format(rows({"question": "q"}))
+    assert "messages" in (caught.value.findings[0].help or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hello"}, "must be a list"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "nothing to train on"),
+        ({"messages": [{"role": "user", "content": 3}, *CHAT]}, "message 1 has no text"),
+        ({"messages": [{"content": "q"}]}, "has no 'role'"),
+        ({"conversations": [{"from": "robot", "value": "q"}]}, "unknown role 'robot'"),
+        ({"prompt": "q", "completion": [CHAT[1]]}, "both be strings"),
+        ({"prompt": "q", "completion": ""}, "not empty"),
+        ({"text": 7}, "must be a string"),
+    ],
+)
+def test_misfits_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(FtcliError, match="FT412") as caught:
+        to_examples(rows(fields), "auto")
+    assert words in caught.value.findings[0].message
+    assert str(caught.value.findings[0].origin) == "d.jsonl:1"
+
+
+def test_prompts_keep_the_last_answer_as_reference() -> None:
+    chat = [*CHAT, {"role": "user", "content": "q2"}, {"role": "assistant", "content": "a2"}]
+    prompt = prompts_of(rows({"messages": chat}), "auto")[0]
+    assert prompt.reference == "a2"
+    assert prompt.messages == tuple(chat[:-1])
+    plain = prompts_of(rows({"prompt": "1+1=", "completion": "2"}), "auto")[0]
+    assert (plain.text, plain.reference) == ("1+1=", "2")
+
+
+def test_bare_prompts_take_the_answer_column() -> None:
+    prompt = prompts_of(rows({"prompt": "q", "answer": 4}), "auto")[0]
+    assert prompt.messages == ({"role": "user", "content": "q"},)
+    assert prompt.reference == "4"
+    with pytest.raises(FtcliError, match="FT414"):
+        prompts_of(rows({"prompt": 5}), "auto")
+
+
+def test_text_has_no_prompt() -> None:
+    with pytest.raises(FtcliError, match="FT413"):
+        prompts_of(rows({"text": "t"}), "auto")
