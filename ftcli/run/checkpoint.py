@@ -199,8 +199,8 @@ class Checkpoints:
         if replaced is not None:
             shutil.rmtree(replaced)
 
-    def rotate(self, keep_last: int) -> tuple[Path, ...]:
-        """Delete all but the newest ``keep_last`` usable checkpoints; returns those deleted.
+    def rotate(self, keep_last: int) -> None:
+        """Delete all but the newest ``keep_last`` usable checkpoints.
 
         Damaged ones do not count as kept and are deleted only when they are older than a usable one that stays.
 
@@ -210,13 +210,12 @@ class Checkpoints:
         scan = self.scan()
         kept = scan.usable[-max(1, keep_last) :]
         if not kept:
-            return ()
+            return
         oldest_kept = _step_number(kept[0])
         old = [path for path in (*scan.usable, *scan.damaged) if _step_number(path) < oldest_kept]
         for path in old:
             with storage_errors(path):
                 remove_tree(path)
-        return tuple(old)
 
     def set_aside_after(self, step: int) -> tuple[Path, ...]:
         """Rename the checkpoints of steps above ``step`` to ``step-….superseded-N``: an earlier one is continued.
