@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
+from ftkernels.primitives import tanh
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,6 @@ def cross_entropy_rows_reference(
 
 
 @triton.jit
-def _tanh(x):
-    # Never a ratio of exponentials of x: exp overflows for large x and inf / inf is NaN. This form saturates at +-1.
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
-
-
-@triton.jit
 def _rows_kernel(
     logits_ptr,
     row_stride,
@@ -113,7 +108,7 @@ def _rows_kernel(
         beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
         z = u
         if HAS_CAP:
-            z = cap * _tanh(u / cap)
+            z = cap * tanh(u / cap)
         if HAS_SMOOTHING:
             z_total += tl.sum(tl.where(inside, z, 0.0), axis=0)
         # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
@@ -124,7 +119,7 @@ def _rows_kernel(
     lse = running_max + tl.log(running_sum)
     true_z = true_u
     if HAS_CAP:
-        true_z = cap * _tanh(true_u / cap)
+        true_z = cap * tanh(true_u / cap)
     loss = lse - (1.0 - smooth) * true_z
     if HAS_SMOOTHING:
         loss -= smooth * z_total / V
@@ -139,7 +134,7 @@ def _rows_kernel(
             inside = columns < V
             u = tl.load(base + columns, mask=inside, other=0.0).to(ACC) * scale
             if HAS_CAP:
-                t = _tanh(u / cap)
+                t = tanh(u / cap)
                 grad = tl.exp(cap * t - lse)
             else:
                 grad = tl.exp(u - lse)

@@ -99,3 +99,16 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """A context without autocast on ``tensor``'s device: inside an operation every dtype is chosen, none is guessed."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+_TRITON_NAMES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+def triton_store_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The Triton name of ``store_dtype(dtype)``: what kernels round intermediates to, and their dots' operands."""
+    return _TRITON_NAMES[store_dtype(dtype)]

@@ -1,0 +1,311 @@
+"""The kernels of gated linear units and their launches. Formulas: ``ftkernels.glu``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.device import (
+    accumulate_dtype,
+    interpreting,
+    on_device_of,
+    rounded,
+    store_dtype,
+    triton_dtype,
+    triton_store_dtype,
+)
+from ftkernels.primitives import activate
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+
+
+@dataclass(frozen=True, slots=True)
+class GluLowRank:
+    """The low-rank terms of a LoRA MLP, packed and padded to ranks K and KD (multiples of 16), all in one dtype.
+
+    xa: (M, 2 * K) the gate's and the up's ``s * x @ A.T``; b: (2 * F, K) the gate's B above the up's;
+    a_down: (KD, F), already times the down adapter's scaling, or None when down has no adapter.
+    """
+
+    xa: Tensor
+    b: Tensor
+    a_down: Tensor | None
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,
+    gate_stride,
+    up_ptr,
+    up_stride,
+    h_ptr,
+    xa_ptr,
+    b_ptr,
+    a_ptr,
+    ha_ptr,
+    M,
+    F,
+    tiles,
+    ACT: tl.constexpr,
+    DELTA: tl.constexpr,
+    DOWN: tl.constexpr,
+    K: tl.constexpr,
+    KD: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Rows of a block times ``tiles`` column tiles; ha_ptr is (splits, M, KD)."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    row64 = rows.to(tl.int64)[:, None]
+    split = tl.program_id(1)
+    row_ok = rows[:, None] < M
+    k = tl.arange(0, K)
+    kd = tl.arange(0, KD)
+    if DELTA:
+        xa_g = tl.load(xa_ptr + row64 * (2 * K) + k[None, :], mask=row_ok, other=0.0).to(DOT)
+        xa_u = tl.load(xa_ptr + row64 * (2 * K) + K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+    ha = tl.full((BM, KD), 0.0, ACC)
+    for tile in range(tiles):
+        cols = (split * tiles + tile) * BN + tl.arange(0, BN)
+        col_ok = cols < F
+        mask = row_ok & col_ok[None, :]
+        g = tl.load(gate_ptr + row64 * gate_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        u = tl.load(up_ptr + row64 * up_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if DELTA:
+            b_at = b_ptr + cols.to(tl.int64)[None, :] * K + k[:, None]
+            b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
+            b_u = tl.load(b_at + tl.cast(F, tl.int64) * K, mask=col_ok[None, :], other=0.0).to(DOT)
+            g += tl.dot(xa_g, b_g, input_precision="ieee")
+            u += tl.dot(xa_u, b_u, input_precision="ieee")
+        value, _ = activate(g, ACT)
+        h = value * u
+        tl.store(h_ptr + row64 * F + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+        if DOWN:
+            a = tl.load(a_ptr + kd.to(tl.int64)[None, :] * F + cols[:, None], mask=col_ok[:, None], other=0.0).to(DOT)
+            ha += tl.dot(h.to(DOT), a, input_precision="ieee")
+    if DOWN:
+        ha_at = ha_ptr + (split.to(tl.int64) * M + row64) * KD + kd[None, :]
+        tl.store(ha_at, ha, mask=row_ok)
+
+
+@triton.jit
+def _backward_kernel(
+    gate_ptr,
+    gate_stride,
+    up_ptr,
+    up_stride,
+    dh_ptr,
+    dg_ptr,
+    du_ptr,
+    d_stride,
+    h_ptr,
+    xa_ptr,
+    b_ptr,
+    dya_ptr,
+    a_ptr,
+    dxa_ptr,
+    M,
+    F,
+    tiles,
+    ACT: tl.constexpr,
+    DELTA: tl.constexpr,
+    DOWN: tl.constexpr,
+    WANT_H: tl.constexpr,
+    K: tl.constexpr,
+    KD: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh: each element is read before it is written."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    row64 = rows.to(tl.int64)[:, None]
+    split = tl.program_id(1)
+    row_ok = rows[:, None] < M
+    k = tl.arange(0, K)
+    kd = tl.arange(0, KD)
+    if DELTA:
+        xa_g = tl.load(xa_ptr + row64 * (2 * K) + k[None, :], mask=row_ok, other=0.0).to(DOT)
+        xa_u = tl.load(xa_ptr + row64 * (2 * K) + K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+    if DOWN:
+        dya = tl.load(dya_ptr + row64 * KD + kd[None, :], mask=row_ok, other=0.0).to(DOT)
+    dxa_g = tl.full((BM, K), 0.0, ACC)
+    dxa_u = tl.full((BM, K), 0.0, ACC)
+    for tile in range(tiles):
+        cols = (split * tiles + tile) * BN + tl.arange(0, BN)
+        col_ok = cols < F
+        mask = row_ok & col_ok[None, :]
+        g = tl.load(gate_ptr + row64 * gate_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        u = tl.load(up_ptr + row64 * up_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dh = tl.load(dh_ptr + row64 * F + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if DELTA:
+            b_at = b_ptr + cols.to(tl.int64)[None, :] * K + k[:, None]
+            b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
+            b_u = tl.load(b_at + tl.cast(F, tl.int64) * K, mask=col_ok[None, :], other=0.0).to(DOT)
+            g += tl.dot(xa_g, b_g, input_precision="ieee")
+            u += tl.dot(xa_u, b_u, input_precision="ieee")
+        if DOWN:
+            a = tl.load(a_ptr + kd.to(tl.int64)[:, None] * F + cols[None, :], mask=col_ok[None, :], other=0.0).to(DOT)
+            dh += tl.dot(dya, a, input_precision="ieee")
+        value, slope = activate(g, ACT)
+        dg = dh * u * slope
+        du = dh * value
+        tl.store(dg_ptr + row64 * d_stride + cols[None, :], dg.to(dg_ptr.dtype.element_ty), mask=mask)
+        tl.store(du_ptr + row64 * d_stride + cols[None, :], du.to(du_ptr.dtype.element_ty), mask=mask)
+        if WANT_H:
+            tl.store(h_ptr + row64 * F + cols[None, :], (value * u).to(h_ptr.dtype.element_ty), mask=mask)
+        if DELTA:
+            bt_at = b_ptr + cols.to(tl.int64)[:, None] * K + k[None, :]
+            bt_g = tl.load(bt_at, mask=col_ok[:, None], other=0.0).to(DOT)
+            bt_u = tl.load(bt_at + tl.cast(F, tl.int64) * K, mask=col_ok[:, None], other=0.0).to(DOT)
+            dxa_g += tl.dot(dg.to(DOT), bt_g, input_precision="ieee")
+            dxa_u += tl.dot(du.to(DOT), bt_u, input_precision="ieee")
+    if DELTA:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (2 * K) + k[None, :]
+        tl.store(dxa_at, dxa_g, mask=row_ok)
+        tl.store(dxa_at + K, dxa_u, mask=row_ok)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Tile (bm, bn), column tiles a program, number of column splits, warps."""
+
+    bm: int
+    bn: int
+    tiles: int
+    splits: int
+    warps: int
+
+
+def _grid(rows: int, columns: int, *, summing: bool) -> _Grid:
+    """Without column sums one tile a program; with them enough splits to fill the machine, each program a run of
+    tiles.
+    """
+    if interpreting():  # a program costs about a millisecond whatever its tile
+        bm, bn, warps, target = 64, 64, 4, 2
+    else:
+        bm, bn, warps, target = (64, 64, 8, 1024) if summing else (16, 256, 4, 0)
+    tiles = triton.cdiv(columns, bn)
+    if not summing:
+        return _Grid(bm, bn, 1, tiles, warps)
+    splits = min(tiles, max(1, target // triton.cdiv(rows, bm)))
+    each = triton.cdiv(tiles, splits)
+    return _Grid(bm, bn, each, triton.cdiv(tiles, each), warps)
+
+
+def glu_forward(
+    gate: Tensor, up: Tensor, activation: Activation, lowrank: GluLowRank | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """One launch, no autograd: (h (M, F), ha (M, KD) in the accumulation dtype or None).
+
+    gate, up: (M, F), last stride 1, of one dtype.
+    """
+    count, width = gate.shape
+    down = None if lowrank is None else lowrank.a_down
+    grid = _grid(count, width, summing=down is not None)
+    h = torch.empty((count, width), dtype=store_dtype(gate.dtype), device=gate.device)
+    kd = 16 if down is None else down.shape[0]
+    sums = (grid.splits, count, kd) if down is not None else (1,)
+    ha = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
+    if count and width:
+        with on_device_of(gate):
+            _forward_kernel[(triton.cdiv(count, grid.bm), grid.splits)](
+                gate,
+                gate.stride(0),
+                up,
+                up.stride(0),
+                h,
+                h if lowrank is None else lowrank.xa,
+                h if lowrank is None else lowrank.b,
+                h if down is None else down,
+                ha,
+                count,
+                width,
+                grid.tiles,
+                ACT=activation,
+                DELTA=lowrank is not None,
+                DOWN=down is not None,
+                K=16 if lowrank is None else lowrank.b.shape[1],
+                KD=kd,
+                ACC=triton_dtype(gate.dtype),
+                DOT=triton_store_dtype(gate.dtype),
+                BM=grid.bm,
+                BN=grid.bn,
+                num_warps=grid.warps,
+            )
+    elif down is not None:
+        ha.zero_()
+    return rounded(h, gate.dtype), None if down is None else ha.sum(0)
+
+
+def glu_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    *,
+    lowrank: GluLowRank | None = None,
+    dya: Tensor | None = None,
+    want_h: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa (M, 2 * K) in the accumulation dtype or
+    None).
+
+    gate, up: (M, F), last stride 1; dh: (M, F) contiguous and the caller's own, since **h is written over it**;
+    dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``.
+    """
+    count, width = gate.shape
+    grid = _grid(count, width, summing=lowrank is not None)
+    d_both = torch.empty((count, 2 * width), dtype=store_dtype(gate.dtype), device=gate.device)
+    k = 16 if lowrank is None else lowrank.b.shape[1]
+    down = None if lowrank is None or dya is None else lowrank.a_down
+    sums = (grid.splits, count, 2 * k) if lowrank is not None else (1,)
+    dxa = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
+    h = dh.to(store_dtype(dh.dtype))  # dh itself, except in the interpreter
+    if count and width:
+        with on_device_of(gate):
+            _backward_kernel[(triton.cdiv(count, grid.bm), grid.splits)](
+                gate,
+                gate.stride(0),
+                up,
+                up.stride(0),
+                dh,
+                d_both,
+                d_both[:, width:],
+                2 * width,
+                h,
+                dh if lowrank is None else lowrank.xa,
+                dh if lowrank is None else lowrank.b,
+                dh if dya is None else dya,
+                dh if down is None else down,
+                dxa,
+                count,
+                width,
+                grid.tiles,
+                ACT=activation,
+                DELTA=lowrank is not None,
+                DOWN=down is not None,
+                WANT_H=want_h,
+                K=k,
+                KD=16 if down is None else down.shape[0],
+                ACC=triton_dtype(gate.dtype),
+                DOT=triton_store_dtype(gate.dtype),
+                BM=grid.bm,
+                BN=grid.bn,
+                num_warps=grid.warps,
+            )
+    elif lowrank is not None:
+        dxa.zero_()
+    return (
+        rounded(d_both, gate.dtype),
+        rounded(h, dh.dtype) if want_h else None,
+        None if lowrank is None else dxa.sum(0),
+    )

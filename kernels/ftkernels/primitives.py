@@ -1,0 +1,44 @@
+"""Device functions that several kernels use: tanh, the gated units' activations and their derivatives."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """tanh from exp(-2|x|), which is in (0, 1]: exp(2x) would overflow and inf / inf is NaN (vLLM 56578)."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) without an exp that overflows."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """(act(x), act'(x)) for ACT in silu, gelu_tanh, gelu, relu2; what is not used is dropped by the compiler."""
+    if ACT == "silu":
+        s = sigmoid(x)
+        value = x * s
+        slope = s * (1.0 + x * (1.0 - s))
+    elif ACT == "gelu_tanh":
+        t = tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x))
+        value = 0.5 * x * (1.0 + t)
+        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    elif ACT == "gelu":
+        phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * phi
+        slope = phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        tl.static_assert(ACT == "relu2")
+        positive = tl.maximum(x, 0.0)
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope

@@ -1,0 +1,248 @@
+"""Rotary position embedding of queries and keys.
+
+Legend: B batch, S sequence, D head size, R <= D rotated features (the first R of a head; the rest pass through).
+With x1, x2 the two halves of the R features, and c1, c2, s1, s2 the halves of cos and sin at the token's position:
+
+    y1 = x1 * c1 - x2 * s1
+    y2 = x2 * c2 + x1 * s2
+
+The rotation's transpose is its backward (the same with -sin when the halves of cos and sin are equal, as they usually
+are):
+
+    dx1 = dy1 * c1 + dy2 * s2
+    dx2 = dy2 * c2 - dy1 * s1
+
+cos and sin are given per token, so positions are whatever the caller's position ids say: packed documents need
+nothing here. The arithmetic is float32 with one rounding at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ftkernels.device import (
+    BackendName,
+    accumulate_dtype,
+    choose_backend,
+    on_device_of,
+    rounded,
+    store_dtype,
+    triton_dtype,
+)
+
+
+def apply_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backend: BackendName = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rotate ``q`` and ``k``; out of place, each result with the memory order of its input.
+
+    Args:
+        q: (B, Hq, S, D), any strides with a contiguous last dimension, such as a transposed view of (B, S, Hq * D).
+        k: (B, Hk, S, D), likewise; Hk may differ from Hq.
+        cos: (B, S, R) or (1, S, R) with R even and at most D, as transformers' rotary embedding gives them.
+        sin: as ``cos``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(q, k, cos, sin)
+    if not choose_backend(q.device, backend).is_triton:
+        return apply_rope_reference(q, k, cos, sin)
+    return _Rope.apply(q, k, cos, sin)
+
+
+def apply_rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, differentiable; float32 inside (float64 for float64)."""
+    return _rotate_reference(q, cos, sin), _rotate_reference(k, cos, sin)
+
+
+def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated = cos.shape[-1]
+    half = rotated // 2
+    acc = accumulate_dtype(x.dtype)
+    wide, c, s = x[..., :rotated].to(acc), cos[:, None].to(acc), sin[:, None].to(acc)
+    turned = torch.cat((-wide[..., half:], wide[..., :half]), dim=-1)
+    y = (wide * c + turned * s).to(x.dtype)
+    return y if rotated == x.shape[-1] else torch.cat((y, x[..., rotated:]), dim=-1)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    y_ptr,
+    x_base,
+    y_base,
+    x_head,
+    y_head,
+    heads,
+    c1,
+    c2,
+    s1,
+    s2,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """All heads of one token: x_base and y_base are the offsets of its first head."""
+    h = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
+    mask = (h < heads) & (d < HALF)
+    x_at = x_base + h.to(tl.int64) * x_head + d
+    y_at = y_base + h.to(tl.int64) * y_head + d
+    x1 = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
+    x2 = tl.load(x_ptr + x_at + HALF, mask=mask, other=0.0).to(ACC)
+    if TRANSPOSED:
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    tl.store(y_ptr + y_at, y1.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
+    if TAIL > 0:
+        t = 2 * HALF + tl.arange(0, TAIL)[None, :]
+        tail = (h < heads) & (t < D)
+        x = tl.load(x_ptr + x_base + h.to(tl.int64) * x_head + t, mask=tail, other=0.0).to(ACC)
+        tl.store(y_ptr + y_base + h.to(tl.int64) * y_head + t, x.to(y_ptr.dtype.element_ty), mask=tail)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    q_batch,
+    q_head,
+    q_token,
+    oq_ptr,
+    oq_batch,
+    oq_head,
+    oq_token,
+    q_heads,
+    k_ptr,
+    k_batch,
+    k_head,
+    k_token,
+    ok_ptr,
+    ok_batch,
+    ok_head,
+    ok_token,
+    k_heads,
+    cos_ptr,
+    cos_batch,
+    cos_token,
+    sin_ptr,
+    sin_batch,
+    sin_token,
+    S,
+    HALF: tl.constexpr,
+    D: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One program a token: its cos and sin are read once for all heads of q and k."""
+    token = tl.program_id(0).to(tl.int64)
+    b = token // S
+    s = token % S
+    d = tl.arange(0, BLOCK)[None, :]
+    c_at = cos_ptr + b * cos_batch + s * cos_token + d
+    s_at = sin_ptr + b * sin_batch + s * sin_token + d
+    c1 = tl.load(c_at, mask=d < HALF, other=0.0).to(ACC)
+    c2 = tl.load(c_at + HALF, mask=d < HALF, other=0.0).to(ACC)
+    s1 = tl.load(s_at, mask=d < HALF, other=0.0).to(ACC)
+    s2 = tl.load(s_at + HALF, mask=d < HALF, other=0.0).to(ACC)
+    q_at = b * q_batch + s * q_token
+    oq_at = b * oq_batch + s * oq_token
+    k_at = b * k_batch + s * k_token
+    ok_at = b * ok_batch + s * ok_token
+    _rotate_heads(
+        q_ptr, oq_ptr, q_at, oq_at, q_head, oq_head, q_heads, c1, c2, s1, s2,
+        HALF, D, TRANSPOSED, Q_HEADS, BLOCK, TAIL, ACC,
+    )  # fmt: skip
+    _rotate_heads(
+        k_ptr, ok_ptr, k_at, ok_at, k_head, ok_head, k_heads, c1, c2, s1, s2,
+        HALF, D, TRANSPOSED, K_HEADS, BLOCK, TAIL, ACC,
+    )  # fmt: skip
+
+
+def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Rotate (or rotate back) into new tensors."""
+    q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
+    out_q, out_k = _empty_like(q), _empty_like(k)
+    batch, q_heads, seq_len, head = q.shape
+    half = cos.shape[-1] // 2
+    tail = head - 2 * half
+    if batch * seq_len:
+        with on_device_of(q):
+            _rope_kernel[(batch * seq_len,)](
+                q,
+                *q.stride()[:3],
+                out_q,
+                *out_q.stride()[:3],
+                q_heads,
+                k,
+                *k.stride()[:3],
+                out_k,
+                *out_k.stride()[:3],
+                k.shape[1],
+                cos,
+                cos.stride(0) if cos.shape[0] > 1 else 0,
+                cos.stride(1),
+                sin,
+                sin.stride(0) if sin.shape[0] > 1 else 0,
+                sin.stride(1),
+                seq_len,
+                HALF=half,
+                D=head,
+                TRANSPOSED=transposed,
+                Q_HEADS=triton.next_power_of_2(max(q_heads, 1)),
+                K_HEADS=triton.next_power_of_2(max(k.shape[1], 1)),
+                BLOCK=triton.next_power_of_2(half),
+                TAIL=triton.next_power_of_2(tail) if tail else 0,
+                ACC=triton_dtype(q.dtype),
+                num_warps=4,
+            )
+    return rounded(out_q, q.dtype), rounded(out_k, k.dtype)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """An output in ``x``'s memory order; contiguous where that order does not keep heads together (expanded inputs)."""
+    out = torch.empty_like(x, dtype=store_dtype(x.dtype))
+    return out if out.stride(-1) == 1 else torch.empty(x.shape, dtype=out.dtype, device=x.device)
+
+
+class _Rope(torch.autograd.Function):
+    """Saves cos and sin only."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _launch(q, k, cos, sin, transposed=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return *_launch(dq, dk, cos, sin, transposed=True), None, None
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ValueError(f"expected q (B, Hq, S, D) and k (B, Hk, S, D), got {tuple(q.shape)} and {tuple(k.shape)}")
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, q.shape[0]) or cos.shape[1] != q.shape[2]:
+        shapes = f"{tuple(cos.shape)}, {tuple(sin.shape)}"
+        raise ValueError(f"expected cos and sin (B or 1, S, R) for q {tuple(q.shape)}, got {shapes}")
+    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= q.shape[-1]:
+        raise ValueError(f"cos has {cos.shape[-1]} features: expected an even number up to the head size {q.shape[-1]}")
