@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,18 @@ class LossResult:
     def as_dict(self) -> dict[str, Any]:
         """For eval.json."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+def combine(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The result over several files from the results of each, weighted by tokens; empty for no files."""
+    found = [part for part in parts if part["tokens"]]
+    tokens = sum(int(part["tokens"]) for part in found)
+    if not tokens:
+        return {}
+    loss = sum(part["loss"] * part["tokens"] for part in found) / tokens
+    accuracy = sum(part["token_accuracy"] * part["tokens"] for part in found) / tokens
+    rows = sum(int(part["rows"]) for part in found)
+    return LossResult(loss, math.exp(min(loss, 700.0)), accuracy, tokens, rows).as_dict()
 
 
 @torch.no_grad()

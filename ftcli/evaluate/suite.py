@@ -41,7 +41,7 @@ class Evaluator:
         return self._loss(model, self.sequences) if self.sequences else {}
 
     def loss_by_dataset(self, model: PreTrainedModel | PeftModel) -> dict[str, dict[str, Any]]:
-        """The same for each held-out file."""
+        """The same for each held-out file; :func:`ftcli.evaluate.loss.combine` makes the whole of them."""
         names = dict.fromkeys(s.row.source for s in self.sequences)
         return {name: self._loss(model, [s for s in self.sequences if s.row.source == name]) for name in names}
 

@@ -148,8 +148,7 @@ def stop_token_ids(facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> tup
 
     Needs no weights, so data can be tokenized and checked before a model is loaded.
     """
-    configured = facts.raw.get("eos_token_id")
-    candidates = list(configured) if isinstance(configured, list) else [] if configured is None else [configured]
+    candidates = list(facts.eos_token_ids)
     vocabulary = tokenizer.get_added_vocab()
     candidates += [vocabulary[name] for name in TURN_ENDS if name in vocabulary]
     special = set(tokenizer.all_special_ids) | set(vocabulary.values())

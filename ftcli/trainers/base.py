@@ -35,11 +35,15 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """What the pipeline gives a trainer: storage, evaluation, and how many checkpoints to keep."""
+    """What the pipeline gives a trainer: storage, evaluation, and how many checkpoints to keep.
+
+    ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them.
+    """
 
     checkpoints: CheckpointStore | None
     keep_last: int
     evaluate: Callable[[], dict[str, float]] | None
+    before_checkpoint: Callable[[], None] | None = None
 
 
 class RunTrainerMixin:
@@ -126,6 +130,8 @@ class RunTrainerMixin:
         if self.hooks.checkpoints is None:
             return
         self.check_finite()
+        if self.hooks.before_checkpoint is not None:
+            self.hooks.before_checkpoint()
         self.take_token_count()
         state = self.state  # type: ignore[attr-defined]
         state.num_input_tokens_seen = self.tokens_seen

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 Metrics = dict[str, Any]
 
 
+class Progress(Protocol):
+    """Shows where a run is."""
+
+    def begin(self, step: int, total: int) -> None:
+        """Training starts at ``step`` of ``total``."""
+        ...
+
+    def show(self, step: int, line: Metrics) -> None:
+        """``step`` is done; ``line`` holds the newest numbers."""
+        ...
+
+
 class StopSignal(Protocol):
     """What asks a run to stop (ftcli.run.signals)."""
 
@@ -51,7 +63,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer: RunTrainerMixin,
         schedule: Schedule,
         write: Callable[[Metrics], None],
-        progress: Callable[[int, Metrics], None],
+        progress: Progress,
         stop: StopSignal,
     ) -> None:
         self._trainer = trainer
@@ -60,7 +72,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._progress = progress
         self._stop = stop
         self._since = time.perf_counter()
-        self._last: Metrics = {}
+        self.last: Metrics = {}
         self.stopped_by: str | None = None
 
     def on_train_begin(
@@ -68,6 +80,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Starts the clock; on resume the token count goes on where the checkpoint left it."""
         self._trainer.tokens_seen = state.num_input_tokens_seen
+        self._progress.begin(state.global_step, state.max_steps)
         self._since = time.perf_counter()
 
     def on_step_end(
@@ -86,7 +99,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             self.stopped_by = self._stop.requested
             control.should_log = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-        self._progress(step, self._last)
+        self._progress.show(step, self.last)
         return control
 
     def on_log(
@@ -115,9 +128,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         }
         line.update({key: value for key, value in logs.items() if key not in line})
         self._since = now
-        self._last = line
+        self.last = line
         self._write(line)
-        self._progress(state.global_step, line)
+        self._progress.show(state.global_step, line)
 
     def on_evaluate(
         self,

@@ -1,0 +1,121 @@
+"""`ftcli bench`: what this machine makes of the recipe's training step, against its own arithmetic bound."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+from ftcli.config import Recipe
+from ftcli.config.load import LoadedRecipe
+from ftcli.pipeline import build
+from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.flops import StepFlops, step_flops
+from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.reporting import Session
+
+
+def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
+    """Times ``options.steps`` training steps after the first on random weights of the recipe's true shape.
+
+    Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
+    this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
+    operations counted by :mod:`ftcli.preflight.flops`.
+    """
+    recipe = _bench_recipe(loaded.recipe, options)
+    report = preflight(replace(loaded, recipe=recipe), command="bench", device=None, offline=True)
+    for finding in report.findings:
+        session.reporter.finding(finding)
+    measured = _measure(recipe, report, session, options)
+    flops = step_flops(
+        report.facts,
+        recipe.lora,
+        seq_len=recipe.data.max_seq_len,
+        num_layers=options.layers,
+        gradient_checkpointing=recipe.train.gradient_checkpointing,
+    )
+    return {
+        "recipe": str(loaded.path),
+        "model": recipe.model.name_or_path,
+        "device": report.device.name,
+        "dtype": report.plan.compute,
+        "batch": recipe.train.per_device_train_batch_size,
+        "seq": recipe.data.max_seq_len,
+        "layers": options.layers,
+        "gradient_checkpointing": recipe.train.gradient_checkpointing,
+        **measured,
+        **_share(flops, measured),
+    }
+
+
+def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
+    """The recipe with random weights, the bytes tokenizer and as many steps as are timed."""
+    model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
+    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len})
+    train = recipe.train.model_copy(
+        update={
+            "max_steps": options.steps + 1,
+            "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
+            "gradient_accumulation_steps": 1,
+        }
+    )
+    logging = recipe.logging.model_copy(update={"every_steps": options.steps + 1, "tensorboard": False, "wandb": False})
+    return recipe.model_copy(update={"model": model, "data": data, "train": train, "logging": logging})
+
+
+def _measure(recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
+    import torch
+
+    from ftcli.trainers.base import TrainerHooks
+    from ftcli.trainers.bench import StepTimer, measure_matmul_rate, spread, synthetic_tokens
+    from ftcli.trainers.callbacks import peak_memory_bytes
+    from ftcli.trainers.sft import build_sft_trainer
+
+    batch, seq = recipe.train.per_device_train_batch_size, recipe.data.max_seq_len
+    texts = build.texts_of(recipe, report, session)
+    device = build.device_of(report)
+    rate = measure_matmul_rate(device, getattr(torch, report.plan.compute))
+    base = build.build_base(recipe, report, session, texts, num_layers=options.layers)
+    built = build.with_adapters(base, recipe, report)
+    tokens = synthetic_tokens(batch * (options.steps + 1), seq, int(report.facts.vocab_size or 256), recipe.run.seed)
+    with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
+        trainer = build_sft_trainer(
+            recipe,
+            built.model,
+            texts.tokenizer,
+            tokens,
+            report.plan,
+            TrainerHooks(None, 1, None),
+            device=device,
+            scratch_dir=scratch,
+        )
+        timer = StepTimer(device)
+        trainer.add_callback(timer)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {seq}"):
+            trainer.train()
+    times = timer.times()
+    fastest, slowest = spread(times.steady)
+    return {
+        "steps": len(times.steady),
+        "tokens_per_second": batch * seq / times.median,
+        "step_ms": 1000 * times.median,
+        "step_ms_min": 1000 * fastest,
+        "step_ms_max": 1000 * slowest,
+        "first_step_seconds": times.first,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "matmul_tflops": rate / 1e12,
+        "predicted_peak_bytes": report.memory.total_bytes if report.memory is not None else None,
+    }
+
+
+def _share(flops: StepFlops | None, measured: dict[str, Any]) -> dict[str, Any]:
+    if flops is None:
+        return {"flops_per_token": None, "bound_tokens_per_second": None, "share_of_bound": None}
+    bound = measured["matmul_tflops"] * 1e12 / flops.total
+    return {
+        "flops_per_token": flops.total,
+        "bound_tokens_per_second": bound,
+        "share_of_bound": measured["tokens_per_second"] / bound,
+    }

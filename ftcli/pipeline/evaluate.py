@@ -1,0 +1,93 @@
+"""`ftcli eval`: the base model, and a run's result beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.pipeline import build
+from ftcli.pipeline.results import scores
+from ftcli.preflight.report import preflight
+from ftcli.reporting import Session
+from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.ledger import Evaluation, Sample, write_evaluation
+from ftcli.run.report import write_report
+
+if TYPE_CHECKING:
+    from ftcli.evaluate.suite import Evaluator
+
+
+def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
+    """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
+
+    Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT764 when there is nothing to evaluate.
+    """
+    from ftcli.evaluate.suite import Evaluator
+
+    recipe = loaded.recipe
+    directory = None if run_dir is None else _finished_run(run_dir)
+    report = preflight(loaded, command="eval", device=None, offline=session.offline)
+    for finding in report.findings:
+        session.reporter.finding(finding)
+    if not recipe.data.eval and not any(task.data for task in recipe.eval.tasks):
+        raise FtcliError.single(
+            "FT764",
+            "there is nothing to evaluate: data.eval is empty and no task names data",
+            exit_code=ExitCode.RECIPE,
+            help="name held-out files in data.eval",
+        )
+    texts = build.texts_of(recipe, report, session)
+    prepared = build.tokenized(recipe, session, texts, "eval")
+    built = build.build_base(recipe, report, session, texts)
+    evaluator = Evaluator(
+        recipe, texts.tokenizer, texts.stops, prepared.sequences, report.plan, built.device, session.reporter
+    )
+    result: dict[str, Any] = {"recipe": str(loaded.path), "base": None, "run": None}
+    if directory is None:
+        result["base"] = _measure(evaluator, built.model)
+        return result
+    if directory.adapter_dir.is_dir():
+        adapted = build.with_saved_adapter(built, directory.adapter_dir)
+        with adapted.model.disable_adapter():
+            result["base"] = _measure(evaluator, adapted.model)
+        result["run"] = _measure(evaluator, adapted.model)
+    else:
+        result["base"] = _measure(evaluator, built.model)
+        del built
+        tuned = build.build_base(recipe, report, session, texts, weights=directory.model_dir)
+        result["run"] = _measure(evaluator, tuned.model)
+    _write(directory, result)
+    return {**result, "run_directory": str(directory.path)}
+
+
+def _measure(evaluator: Evaluator, model: Any) -> dict[str, Any]:
+    from ftcli.evaluate.loss import combine
+
+    datasets = evaluator.loss_by_dataset(model)
+    return {**combine(datasets.values()), "datasets": datasets, "tasks": evaluator.tasks(model)}
+
+
+def _finished_run(run_dir: Path) -> RunDirectory:
+    directory = RunDirectory(run_dir)
+    if not is_run_directory(run_dir) or not (directory.adapter_dir.is_dir() or directory.model_dir.is_dir()):
+        raise FtcliError.single(
+            "FT763",
+            f"{run_dir} holds no finished run: neither adapter/ nor model/ is there",
+            exit_code=ExitCode.RECIPE,
+            help="train first, or name the run's directory",
+        )
+    return directory
+
+
+def _write(directory: RunDirectory, result: dict[str, Any]) -> None:
+    base, tuned = result["base"], result["run"]
+    samples = [
+        Sample(b["prompt"], b["reference"], b["completion"], a["completion"], name)
+        for name, task in tuned["tasks"].items()
+        for b, a in zip(base["tasks"][name]["samples"], task["samples"], strict=True)
+    ]
+    evaluation = Evaluation(scores(base, base["tasks"]), scores(tuned, tuned["tasks"]), tuple(samples))
+    write_evaluation(directory.eval_path, evaluation)
+    write_report(directory)

@@ -1,0 +1,18 @@
+"""Options of commands that are not part of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """Shape of a benchmark. None takes the recipe's value.
+
+    ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first.
+    """
+
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    steps: int = 10

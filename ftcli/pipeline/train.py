@@ -1,0 +1,88 @@
+"""`ftcli train`: recipe in, adapter or model out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config import Recipe
+from ftcli.config.load import LoadedRecipe
+from ftcli.data.prepare import Prepared
+from ftcli.pipeline import build
+from ftcli.pipeline.fit import fit
+from ftcli.pipeline.lifecycle import RunContext, opened_run, write_token_ledger
+from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
+from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.evaluate.suite import Evaluator
+
+
+def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
+    """Trains the recipe into its run directory and returns a summary.
+
+    Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
+    """
+    report = preflight(loaded, command="train", device=None, offline=session.offline)
+    for finding in report.findings:
+        session.reporter.finding(finding)
+    recipe = loaded.recipe
+    with opened_run(recipe, session, report, "train") as context:
+        if context is None:
+            return complete_result(recipe, session)
+        return _train(recipe, session, report, context)
+
+
+def _train(recipe: Recipe, session: Session, report: PreflightReport, context: RunContext) -> dict[str, Any]:
+    from ftcli.trainers.sft import build_sft_trainer
+
+    started = time.perf_counter()
+    with context.stop.interruptible("preparing data"):
+        texts = build.texts_of(recipe, report, session)
+        train_data = build.tokenized(recipe, session, texts, "train")
+        eval_data = build.tokenized(recipe, session, texts, "eval")
+        write_token_ledger(context, {"train": train_data.ledgers, "eval": eval_data.ledgers})
+    with context.stop.interruptible("loading the model"):
+        built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
+        evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
+    summary = fit(
+        recipe,
+        context,
+        texts,
+        built,
+        lambda hooks, scratch: build_sft_trainer(
+            recipe,
+            built.model,
+            texts.tokenizer,
+            train_data.sequences,
+            report.plan,
+            hooks,
+            device=built.device,
+            scratch_dir=scratch,
+        ),
+        (lambda: evaluator.loss(built.model)) if recipe.data.eval else None,
+    )
+    with context.stop.interruptible("evaluating"):
+        final = evaluator.loss(built.model)
+        if final:
+            context.write_line({"step": summary["steps"], **{f"eval_{name}": value for name, value in final.items()}})
+            session.reporter.info(f"held-out loss {final['loss']:.4f}, token accuracy {final['token_accuracy']:.1%}")
+        samples = sample_rows(evaluator, built.model) if recipe.data.eval else []
+    write_train_evaluation(context.directory, final, samples)
+    return {**summary, "eval": final, "seconds": time.perf_counter() - started}
+
+
+def _evaluator(
+    recipe: Recipe,
+    report: PreflightReport,
+    session: Session,
+    texts: build.Texts,
+    built: build.Built,
+    eval_data: Prepared,
+) -> Evaluator:
+    from ftcli.evaluate.suite import Evaluator
+
+    return Evaluator(
+        recipe, texts.tokenizer, texts.stops, eval_data.sequences, report.plan, built.device, session.reporter
+    )

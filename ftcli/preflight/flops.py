@@ -1,0 +1,87 @@
+"""Floating-point operations of a training step, counted from the model's shape: the arithmetic bound.
+
+One multiply-add is two operations. Per token of a sequence of S tokens, causal, for a linear of weight (out, in):
+forward 2·in·out, gradient of the input 2·in·out, gradient of the weight 2·in·out (full fine-tuning only). Adapters
+of rank r add 2·r·(in+out) forward and twice that backward. Attention has two products forward (QKᵀ, PV) and five
+backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
+with a sliding window. The head has a forward and an input gradient for every supervised position; synthetic
+benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
+Gradient checkpointing adds one more forward of the layers (not of the head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftcli.config import LoraConfig
+from ftcli.preflight.facts import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Operations per token, by part."""
+
+    linear: float
+    adapters: float
+    attention: float
+    head: float
+    recompute: float
+
+    @property
+    def total(self) -> float:
+        """Operations per token of one training step."""
+        return self.linear + self.adapters + self.attention + self.head + self.recompute
+
+
+def step_flops(
+    facts: ModelFacts,
+    lora: LoraConfig | None,
+    *,
+    seq_len: int,
+    num_layers: int | None = None,
+    gradient_checkpointing: bool = False,
+) -> StepFlops | None:
+    """Operations per token of a training step; None for a family whose shape is not known.
+
+    Args:
+        num_layers: Count only this many layers (benchmarks of a shortened model).
+    """
+    shape = facts.shape
+    if shape is None:
+        return None
+    layers = num_layers if num_layers is not None else shape.num_layers
+    linear_forward = 2.0 * sum(x.in_features * x.out_features for x in shape.linears) * layers
+    adapters_forward = 0.0
+    if lora is not None:
+        targets = lora.target_modules
+        adapted = shape.adapted(targets if isinstance(targets, str) else tuple(targets))
+        adapters_forward = 2.0 * lora.r * sum(x.in_features + x.out_features for x in adapted) * layers
+    product = 2.0 * shape.q_width * _mean_keys(facts, seq_len, layers)
+    head_forward = 2.0 * shape.vocab_size * shape.hidden_size
+    weight_gradient = 1.0 if lora is None else 0.0
+    return StepFlops(
+        linear=linear_forward * (2.0 + weight_gradient),
+        adapters=adapters_forward * 3.0,
+        attention=product * 7.0,
+        head=head_forward * (2.0 + weight_gradient),
+        recompute=linear_forward + adapters_forward + product * 2.0 if gradient_checkpointing else 0.0,
+    )
+
+
+def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
+    """Keys that a query sees on average, summed over layers."""
+    causal = (seq_len + 1) / 2
+    window = facts.sliding_window
+    if window is None or window >= seq_len:
+        return causal * layers
+    windowed = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+    types = facts.raw.get("layer_types") or _layer_types(facts, layers)
+    sliding = sum(kind == "sliding_attention" for kind in types[:layers])
+    return windowed * sliding + causal * (layers - sliding)
+
+
+def _layer_types(facts: ModelFacts, layers: int) -> list[str]:
+    """Where config.json leaves them out: Gemma-2 windows every second layer from the first on, others all."""
+    if facts.model_type == "gemma2":
+        return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    return ["sliding_attention"] * layers

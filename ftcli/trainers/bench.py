@@ -1,0 +1,105 @@
+"""Times the real training step: the trainer of `ftcli train`, on synthetic tokens."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ftcli.data.load import Row
+from ftcli.data.prepare import Tokens
+
+#: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
+MATMUL_CUDA = (8192, 8192, 8192)
+MATMUL_CPU = (1024, 1024, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of each step in order; the first includes whatever is set up lazily."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def first(self) -> float:
+        """Seconds of the first step."""
+        return self.seconds[0]
+
+    @property
+    def steady(self) -> tuple[float, ...]:
+        """Steps after the first."""
+        return self.seconds[1:] or self.seconds
+
+    @property
+    def median(self) -> float:
+        """Median seconds of the steady steps."""
+        return statistics.median(self.steady)
+
+
+class StepTimer(TrainerCallback):  # type: ignore[misc]
+    """Takes the time at the end of each step, when the device has finished it.
+
+    Waiting for the device once a step lets no work of the next step overlap: the times are upper bounds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[float] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock: weights are on the device, nothing has run."""
+        self._mark()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Takes the time of a step. Peak memory counts from the first step on."""
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._marks.append(time.perf_counter())
+
+    def times(self) -> StepTimes:
+        """What was measured so far."""
+        return StepTimes(tuple(b - a for a, b in zip(self._marks, self._marks[1:], strict=False)))
+
+
+def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[Tokens]:
+    """``rows`` sequences of ``seq_len`` random ids, every position but the first supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (rows, seq_len), generator=generator).tolist()
+    return [Tokens(Row("synthetic", i + 1, {}), row, [-100, *row[1:]]) for i, row in enumerate(ids)]
+
+
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
+    """Operations per second of a large dense product of random numbers in ``dtype`` (median of ``repeats``)."""
+    m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
+    left = torch.randn((m, k), device=device, dtype=dtype)
+    right = torch.randn((k, n), device=device, dtype=dtype)
+    seconds = [_timed_product(left, right, device) for _ in range(repeats + 3)][3:]
+    return 2.0 * m * k * n / statistics.median(seconds)
+
+
+def _timed_product(left: torch.Tensor, right: torch.Tensor, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.mm(left, right)
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1000.0
+    began = time.perf_counter()
+    torch.mm(left, right)
+    return time.perf_counter() - began
+
+
+def spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """Fastest and slowest."""
+    return min(seconds), max(seconds)
