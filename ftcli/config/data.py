@@ -29,7 +29,7 @@ class DatasetConfig(Section):
     max_rows: Count | None = Field(default=None, description="Use the first rows only.")
 
 
-Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand)]
+Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_input_type=str | DatasetConfig)]
 
 
 class DataConfig(Section):

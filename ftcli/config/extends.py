@@ -1,0 +1,96 @@
+"""`extends`: a recipe on top of another. Maps merge, lists and single values replace."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config.secrets import is_secret_key, is_secret_value
+from ftcli.config.source import read_text
+from ftcli.config.tree import Leaf, Section, Sequence, Tree, merge
+from ftcli.config.yaml import parse_file
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+
+#: A chain of recipes longer than this is a mistake.
+MAX_CHAIN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A recipe with everything that it extends, and what is wrong in those files that did not stop the reading."""
+
+    tree: Tree
+    findings: tuple[Finding, ...]
+
+
+def read_merged(path: Path) -> Merged:
+    """Read `path` and what it extends. Raises FtcliError with what was found until reading could not go on."""
+    return _read(path, None, ())
+
+
+def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merged:
+    parsed = parse_file(read_text(path, named_by=named_by), str(path))
+    findings = [*parsed.findings, *secrets_in(parsed.tree)]
+    assert isinstance(parsed.tree, Section)  # parse_file promises it
+    entries = dict(parsed.tree.entries)
+    extends = entries.pop("extends", None)
+    tree = Section(parsed.tree.origin, entries)
+    if extends is None:
+        return Merged(tree, tuple(findings))
+    try:
+        target = _target(extends.value, path)
+        base = _read(target, extends.value.origin, _extended(chain, path, target, extends.value.origin))
+    except FtcliError as error:
+        raise FtcliError([*findings, *error.findings], error.exit_code) from None
+    return Merged(merge(base.tree, tree), (*base.findings, *findings))
+
+
+def _target(value: Tree, path: Path) -> Path:
+    if not isinstance(value, Leaf) or not isinstance(value.value, str) or not value.value.strip():
+        help = "write `extends: base.yaml`, one file; that file may itself extend another"
+        raise _error("FT121", "`extends` must be the path of one recipe", value.origin, help)
+    return Path(os.path.normpath(path.parent / value.value))
+
+
+def _extended(chain: tuple[Path, ...], path: Path, target: Path, origin: Origin) -> tuple[Path, ...]:
+    """The chain with `path` in it, or the error of extending `target` from there."""
+    chain = (*chain, path)
+    resolved = [link.resolve() for link in chain]
+    if target.resolve() in resolved:
+        start = resolved.index(target.resolve())
+        round_trip = " -> ".join(str(link) for link in (*chain[start:], target))
+        raise _error("FT123", f"`extends` goes in a circle: {round_trip}", origin, "remove one `extends` of these")
+    if len(chain) >= MAX_CHAIN:
+        raise _error("FT124", f"more than {MAX_CHAIN} recipes extend one another", origin, "merge some of them")
+    return chain
+
+
+def secrets_in(tree: Tree, key: str = "") -> list[Finding]:
+    """A finding (FT209) for every secret, without showing it."""
+    if isinstance(tree, Section):
+        found = []
+        for name, entry in tree.entries.items():
+            if is_secret_key(name) and not _is_empty(entry.value):
+                found.append(_secret(f"`{name}` is a secret, and recipes are copied into run directories", entry.key))
+            else:
+                found += secrets_in(entry.value, name)
+        return found
+    if isinstance(tree, Sequence):
+        return [finding for item in tree.items for finding in secrets_in(item, key)]
+    if isinstance(tree.value, str) and is_secret_value(tree.value):
+        return [_secret(f"the value of `{key}` looks like an access token", tree.origin)]
+    return []
+
+
+def _is_empty(tree: Tree) -> bool:
+    return isinstance(tree, Leaf) and tree.value is None
+
+
+def _secret(message: str, origin: Origin) -> Finding:
+    help = "remove it, and revoke it if the file was shared; use `hf auth login`, `wandb login` or HF_TOKEN instead"
+    return Finding("FT209", message, origin, help)
+
+
+def _error(code: str, message: str, origin: Origin, help: str) -> FtcliError:
+    return FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)

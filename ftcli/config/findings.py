@@ -1,0 +1,247 @@
+"""What pydantic refuses, as findings in the recipe's own words: every problem of the schema at once.
+
+Codes FT201 to FT212; see docs/errors.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ftcli.config import suggest
+from ftcli.config.origins import Origins, Path
+from ftcli.config.recipe import Recipe
+from ftcli.config.scalars import number_hint
+from ftcli.config.schema import Node, RecipeSchema
+from ftcli.config.secrets import is_secret_key, mask
+from ftcli.config.tree import Leaf, Section, Sequence, Tree, describe_kind, plain
+from ftcli.errors import Finding
+
+_RANGE = {
+    "greater_than": "more than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
+}
+_SHAPE = ("string_pattern_mismatch", "string_too_short", "string_too_long")
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One error of pydantic at a path of the recipe (union branches and other tags removed)."""
+
+    path: Path
+    kind: str
+    tagged: bool
+    message: str
+
+
+def validate(tree: Tree, origins: Origins) -> tuple[Recipe | None, tuple[Finding, ...]]:
+    """The recipe, or None and the findings. Findings may come with a recipe: empty sections are refused as well."""
+    blanks = _blank_sections(tree)
+    try:
+        recipe = Recipe.model_validate(plain(tree))
+    except ValidationError as error:
+        problems = [_located(details, tree) for details in error.errors(include_url=False)]
+        writer = _Writer(tree, origins, RecipeSchema())
+        told = [writer.finding(problem) for problem in _merged(problems) if problem.path not in blanks]
+        return None, (*_blank_findings(blanks, origins), *(finding for finding in told if finding is not None))
+    return recipe, _blank_findings(blanks, origins)
+
+
+def _blank_sections(tree: Tree) -> tuple[Path, ...]:
+    """Known sections with nothing under them. ``lora:`` could mean adapters with defaults or none at all."""
+    if not isinstance(tree, Section):
+        return ()
+    sections = {name for name in Recipe.model_fields if name != "version"}
+    values = ((name, entry.value) for name, entry in tree.entries.items() if name in sections)
+    return tuple((name,) for name, value in values if isinstance(value, Leaf) and value.blank)
+
+
+def _blank_findings(blanks: Iterable[Path], origins: Origins) -> tuple[Finding, ...]:
+    findings = []
+    for (name,) in blanks:
+        optional = " or `lora: null` for full fine-tuning" if name == "lora" else ""
+        help = f"write `{name}: {{}}` for its defaults{optional}, or remove the line"
+        findings.append(Finding("FT210", f"section `{name}` has nothing under it", origins.key((name,)), help))
+    return tuple(findings)
+
+
+def _located(details: ErrorDetails, tree: Tree) -> _Problem:
+    """The error with those parts of its location that are in the recipe; the rest are names of union branches."""
+    path: list[str] = []
+    node: Tree | None = tree
+    tagged = False
+    for number, part in enumerate(details["loc"], start=1):
+        last = number == len(details["loc"])
+        if isinstance(node, Section) and str(part) in node.entries:
+            node = node.entries[str(part)].value
+            path.append(str(part))
+        elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node.items):
+            node = node.items[part]
+            path.append(str(part))
+        elif last and details["type"] == "missing":
+            path.append(str(part))
+        else:
+            tagged = True
+    return _Problem(tuple(path), details["type"], tagged, details["msg"])
+
+
+def _merged(problems: list[_Problem]) -> list[_Problem]:
+    """One problem for a path. Where a union failed, the branch that got furthest into the value speaks."""
+    kept: dict[Path, _Problem] = {}
+    for problem in problems:
+        kept.setdefault(problem.path, problem)
+    deeper = [problem.path for problem in kept.values() if problem.tagged]
+
+    def outdone(problem: _Problem) -> bool:
+        length = len(problem.path)
+        return problem.tagged and any(len(path) > length and path[:length] == problem.path for path in deeper)
+
+    return [problem for problem in kept.values() if not outdone(problem)]
+
+
+class _Writer:
+    """Problems to findings."""
+
+    def __init__(self, tree: Tree, origins: Origins, schema: RecipeSchema) -> None:
+        self._tree = tree
+        self._origins = origins
+        self._schema = schema
+
+    def finding(self, problem: _Problem) -> Finding | None:
+        """None where another finding says it already (secrets)."""
+        if problem.kind == "extra_forbidden":
+            return self._unknown(problem.path)
+        if problem.kind == "missing":
+            return self._missing(problem.path)
+        return self._refused(problem)
+
+    def _unknown(self, path: Path) -> Finding | None:
+        if is_secret_key(path[-1]):
+            return None
+        said = suggest.unknown_key(path, self._schema)
+        return Finding(said.code, said.message, self._origins.key(path), said.help)
+
+    def _missing(self, path: Path) -> Finding:
+        node = self._schema.at(path)
+        help = None
+        if node is not None:
+            about = self._schema.resolve(node).get("description", "").partition("\n")[0]
+            help = f"it is {self._schema.describe(node)}: {about}"
+        if path == ("version",):
+            help = "add the line `version: 1`"
+        return Finding("FT203", f"{_dotted(path)} is missing", self._origins.key(path), help)
+
+    def _refused(self, problem: _Problem) -> Finding:
+        path = problem.path
+        origin = self._origins.at(path)
+        node = self._schema.at(path)
+        value = _value_at(self._tree, path)
+        if node is None or value is None:
+            return Finding("FT212", f"{_dotted(path)}: {problem.message}", origin, "see docs/recipes.md")
+        shown = mask(describe_kind(value))
+        if path == ("version",) and isinstance(value, Leaf) and isinstance(value.value, int):
+            return Finding("FT211", f"recipe format {shown} is not known to this ftcli", origin, "it reads version: 1")
+        code, help = self._judged(problem, node, value)
+        if code == "FT208":
+            what = "must not be empty" if problem.kind == "string_too_short" else f"cannot be {shown}"
+            return Finding(code, f"{_dotted(path)} {what}", origin, help)
+        return Finding(code, f"{_dotted(path)} must be {self._expected(problem, node)}, not {shown}", origin, help)
+
+    def _expected(self, problem: _Problem, node: Node) -> str:
+        expected = self._schema.describe(node)
+        return f"{expected}, finite" if problem.kind == "finite_number" else expected
+
+    def _judged(self, problem: _Problem, node: Node, value: Tree) -> tuple[str, str | None]:
+        """The code and the help of a value that is not allowed."""
+        choices = self._schema.choices(node)
+        word = value.value if isinstance(value, Leaf) else None
+        if problem.kind in _RANGE:
+            return "FT206", _range_help(problem, node, self._schema)
+        if problem.kind == "finite_number":
+            return "FT207", "NaN and infinity are never settings; write the number that you mean"
+        if problem.kind in _SHAPE:
+            return "FT208", _shape_help(problem.path, self._schema.variants(node))
+        if choices and isinstance(word, str) and not _wants_list(node, value, self._schema):
+            return "FT205", suggest.word(problem.path, word, choices)
+        return "FT204", _type_help(node, value, self._schema) or self._schema.resolve(node).get("description")
+
+
+def _wants_list(node: Node, value: Tree, schema: RecipeSchema) -> bool:
+    return not isinstance(value, Leaf) and any(part.get("type") == "array" for part in schema.variants(node))
+
+
+def _range_help(problem: _Problem, node: Node, schema: RecipeSchema) -> str:
+    bound = problem.message.rpartition(" ")[2]
+    return f"use {_RANGE[problem.kind]} {bound}" + _default_of(node, schema)
+
+
+def _default_of(node: Node, schema: RecipeSchema) -> str:
+    default = schema.resolve(node).get("default")
+    return f" (the default is {default})" if isinstance(default, int | float | str) and default != "" else ""
+
+
+def _shape_help(path: Path, variants: Iterable[Node]) -> str:
+    pattern = next((part["pattern"] for part in variants if "pattern" in part), None)
+    if path == ("run", "name"):
+        return "letters, digits, `.`, `_` and `-`, at most 100, beginning with a letter or digit"
+    if path and path[-1] == "file":
+        return "write path/to/rewards.py:function_name"
+    return f"it must match {pattern}" if pattern else "write some text, or remove the line"
+
+
+def _type_help(node: Node, value: Tree, schema: RecipeSchema) -> str | None:
+    """What to write instead, where that can be told from what stands there."""
+    kinds = {part.get("type") for part in schema.variants(node)}
+    if not isinstance(value, Leaf):
+        return "remove the brackets or dashes" if isinstance(value, Sequence) and "array" not in kinds else None
+    if value.value is None:
+        return "write a value, or remove the line for the default"
+    if "array" in kinds:
+        return f"write a list: [{value.text}]"
+    if "object" in kinds:
+        return "its keys go on lines of their own below it, indented"
+    if "boolean" in kinds:
+        return _boolean_help(value)
+    if kinds & {"integer", "number"}:
+        return _number_help(value, whole="number" not in kinds)
+    if kinds == {"string"}:
+        return f'in quotes it is text: "{value.text}"'
+    return None
+
+
+def _boolean_help(value: Leaf) -> str:
+    word = str(value.value).lower()
+    if word in ("yes", "on", "y", "1", "true"):
+        return "write true (without quotes)"
+    if word in ("no", "off", "n", "0", "false"):
+        return "write false (without quotes)"
+    return "write true or false"
+
+
+def _number_help(value: Leaf, *, whole: bool) -> str | None:
+    if isinstance(value.value, float) and whole:
+        return f"write {int(value.value)}" if value.value.is_integer() else "write a whole number"
+    if isinstance(value.value, str):
+        return number_hint(value.value)
+    return None
+
+
+def _value_at(tree: Tree, path: Path) -> Tree | None:
+    node: Tree = tree
+    for part in path:
+        if isinstance(node, Section) and part in node.entries:
+            node = node.entries[part].value
+        elif isinstance(node, Sequence) and part.isdecimal() and int(part) < len(node.items):
+            node = node.items[int(part)]
+        else:
+            return None
+    return node
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path)

@@ -1,0 +1,63 @@
+"""A recipe file to a validated :class:`Recipe` that knows where every value came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config.dump import dump_recipe
+from ftcli.config.extends import read_merged
+from ftcli.config.findings import validate
+from ftcli.config.origins import Origins
+from ftcli.config.overrides import Override, apply_overrides
+from ftcli.config.recipe import Recipe
+from ftcli.errors import ExitCode, Finding, FtcliError
+
+__all__ = ["LoadedRecipe", "Override", "dump_recipe", "load_recipe"]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, the origin of its values, and the file it was read from."""
+
+    recipe: Recipe
+    origins: Origins
+    path: Path
+
+
+def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
+    """Read, merge, override and validate. ``run.name`` and ``run.output_dir`` are never None in the result.
+
+    Raises FtcliError (exit RECIPE): the first problem that keeps a file from being read as YAML, or all others
+    together: duplicate keys, secrets, overrides that cannot be applied, and everything the models refuse.
+    """
+    merged = read_merged(path)
+    tree, refused = apply_overrides(merged.tree, overrides)
+    origins = Origins(tree)
+    recipe, invalid = validate(tree, origins)
+    findings = [*merged.findings, *refused, *invalid]
+    if recipe is None or findings:
+        raise FtcliError(sorted(findings, key=_reading_order), ExitCode.RECIPE)
+    return LoadedRecipe(_with_run_defaults(recipe, path), origins, path)
+
+
+def _reading_order(finding: Finding) -> tuple[bool, str, int, int]:
+    """Findings of files from top to bottom, then those of options."""
+    origin = finding.origin
+    if origin is None or origin.source.startswith("--"):
+        return (True, "", 0, 0)
+    return (False, origin.source, origin.line or 0, origin.column or 0)
+
+
+def _with_run_defaults(recipe: Recipe, path: Path) -> Recipe:
+    name = recipe.run.name or _name_from(path)
+    output_dir = recipe.run.output_dir or f"runs/{name}"
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name, "output_dir": output_dir})})
+
+
+def _name_from(path: Path) -> str:
+    """The file's stem with everything that `run.name` does not allow replaced."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:100]
+    return name or "run"

@@ -1,0 +1,56 @@
+"""Where every value of a loaded recipe came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from ftcli.config.tree import Section, Sequence, Tree
+from ftcli.errors import Origin
+
+Path = tuple[str, ...]
+
+
+class Origins:
+    """Finds the place of a value by its path, ``data.train.0.path`` or the same as a tuple."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._values: dict[Path, Origin] = {}
+        self._keys: dict[Path, Origin] = {}
+        self._collect(tree, ())
+
+    def at(self, path: str | Items[str | int]) -> Origin | None:
+        """Where the value stands, or else its nearest ancestor that was written down; at last the file itself."""
+        return self._nearest(self._values, _parts(path))
+
+    def key(self, path: str | Items[str | int]) -> Origin | None:
+        """Where the key stands (list items: the item), or else the nearest ancestor's."""
+        return self._nearest(self._keys, _parts(path))
+
+    def explicit(self, path: str | Items[str | int]) -> bool:
+        """Whether the recipe or an override says something at this path, rather than a default standing there."""
+        return _parts(path) in self._values
+
+    def _collect(self, tree: Tree, path: Path) -> None:
+        self._values[path] = tree.origin
+        self._keys.setdefault(path, tree.origin)
+        if isinstance(tree, Section):
+            for name, entry in tree.entries.items():
+                self._keys[(*path, name)] = entry.key
+                self._collect(entry.value, (*path, name))
+        elif isinstance(tree, Sequence):
+            for index, item in enumerate(tree.items):
+                self._collect(item, (*path, str(index)))
+
+    @staticmethod
+    def _nearest(table: dict[Path, Origin], path: Path) -> Origin | None:
+        for length in range(len(path), -1, -1):
+            found = table.get(path[:length])
+            if found is not None:
+                return found
+        return None
+
+
+def _parts(path: str | Items[str | int]) -> Path:
+    if isinstance(path, str):
+        return tuple(path.split(".")) if path else ()
+    return tuple(str(part) for part in path)

@@ -1,0 +1,89 @@
+"""Did you mean: the nearest key, the right section, or our name for what another tool calls it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from ftcli.config.dialect_values import VALUES
+from ftcli.config.dialects import FOREIGN_IN, foreign
+from ftcli.config.origins import Path
+from ftcli.config.schema import RecipeSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The words of a finding."""
+
+    code: str
+    message: str
+    help: str
+
+
+def unknown_key(path: Path, schema: RecipeSchema) -> Said:
+    """What to say about a key that does not exist: FT201, or FT202 where another tool has it."""
+    name, section = path[-1], _section(path[:-1])
+    parent = schema.at(path[:-1])
+    siblings = list(schema.properties(parent)) if parent is not None else []
+    where = f" in {section}" if section else ""
+    wanted = name.lower().replace("-", "_").replace(" ", "_")
+    if wanted in siblings:
+        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
+    everywhere = list(schema.keys())
+    known = foreign(section, wanted)
+    homes = [key for key in everywhere if key.rpartition(".")[2] == wanted]
+    if homes and (section, wanted) not in FOREIGN_IN:
+        return Said("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
+    if known is not None:
+        return _foreign(name, known.tools, known.target, known.note)
+    near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)
+    if near:
+        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{near[0]}`?")
+    leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    near = get_close_matches(wanted, leaves, n=1, cutoff=0.75)
+    if near:
+        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{leaves[near[0]]}`?")
+    return Said("FT201", f"unknown key `{name}`{where}", _list_of(siblings, section))
+
+
+def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
+    """Help for a word that is none of `choices`."""
+    said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())
+    if said is None:
+        near = get_close_matches(given.lower(), choices, n=1, cutoff=0.55)
+        said = near[0] if near else None
+    return f"did you mean `{said}`?" if said is not None else "choose one of these words"
+
+
+def _homes(name: str, homes: list[str]) -> str:
+    if homes == [name]:
+        return f"`{name}` is a section of its own: begin its line in the first column"
+    shown = " or ".join(f"`{key}`" for key in homes[:3])
+    section = homes[0].rpartition(".")[0]
+    return f"did you mean {shown}?" + (f" It belongs in section `{section}`" if len(homes) == 1 else "")
+
+
+def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Said:
+    if target is None:
+        return Said("FT202", f"`{name}` ({tools}) has no counterpart here", note or "remove it")
+    message = f"`{name}` ({tools}) is `{target}` here"
+    section, _, rest = target.partition(".")
+    key, value = rest.partition(":")[::2]
+    if not rest:
+        help = f"write a section `{section}`"
+    else:
+        written = f"{key.rpartition('.')[2]}:{value or ' ...'}"
+        inner = ".".join((section, *key.split(".")[:-1]))
+        help = f"write `{written}` in section `{inner}`"
+    return Said("FT202", message, f"{help}; {note}" if note else help)
+
+
+def _section(path: Path) -> str:
+    """The path without list positions."""
+    return ".".join(part for part in path if not part.isdecimal())
+
+
+def _list_of(siblings: list[str], section: str) -> str:
+    if not siblings:
+        return "see docs/recipes.md"
+    return f"keys of {section or 'a recipe'}: {', '.join(siblings)}"

@@ -1,0 +1,93 @@
+"""A recipe as it was written: values together with where each one stands. Immutable; merging makes new trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ftcli.errors import Origin
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One scalar. ``text`` is how it was written; ``quoted`` values are always text."""
+
+    origin: Origin
+    value: Scalar
+    text: str
+    quoted: bool = False
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing at all was written (``lora:``), unlike an explicit ``null``."""
+        return self.value is None and self.text == ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A list."""
+
+    origin: Origin
+    items: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key's value, and where the key stands."""
+
+    key: Origin
+    value: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A mapping with text keys, in the order in which they were written."""
+
+    origin: Origin
+    entries: Mapping[str, Entry]
+
+
+Tree = Leaf | Sequence | Section
+
+
+def plain(tree: Tree) -> Any:
+    """The values alone: dicts, lists and scalars."""
+    if isinstance(tree, Section):
+        return {key: plain(entry.value) for key, entry in tree.entries.items()}
+    if isinstance(tree, Sequence):
+        return [plain(item) for item in tree.items]
+    return tree.value
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """`over` on top of `base`: maps merge key by key, everything else (lists too) is replaced."""
+    if not (isinstance(base, Section) and isinstance(over, Section)):
+        return over
+    entries = dict(base.entries)
+    for key, entry in over.entries.items():
+        below = entries.get(key)
+        entries[key] = entry if below is None else replace(entry, value=merge(below.value, entry.value))
+    return Section(over.origin, entries)
+
+
+def describe_kind(tree: Tree) -> str:
+    """What a person would call this value in a sentence: ``text `abc` ``, ``the number 3``, ``a list``."""
+    if isinstance(tree, Section):
+        return "a section"
+    if isinstance(tree, Sequence):
+        return "a list"
+    if tree.value is None:
+        return "nothing" if tree.blank else "null"
+    if isinstance(tree.value, bool):
+        return str(tree.value).lower()
+    if isinstance(tree.value, int | float):
+        return _clip(tree.text)
+    return f"text `{_clip(str(tree.value))}`"
+
+
+def _clip(text: str, limit: int = 60) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

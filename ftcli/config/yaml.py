@@ -1,0 +1,215 @@
+"""YAML text to a tree that knows its lines and columns.
+
+PyYAML scans and composes; what its nodes mean is decided here. Stricter than YAML: one document, a mapping at the top,
+text keys, no duplicate keys, no tags, no merge keys, bounded nesting and aliases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import yaml
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from ftcli.config import scalars
+from ftcli.config.secrets import mask
+from ftcli.config.source import lines_of
+from ftcli.config.syntax import syntax_finding
+from ftcli.config.tree import Entry, Leaf, Section, Sequence, Tree
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+
+#: Recipes nest about five deep and hold about a hundred values.
+MAX_DEPTH = 32
+MAX_NODES = 10_000
+
+_AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A tree, and what is wrong in it that did not stop the reading."""
+
+    tree: Tree
+    findings: tuple[Finding, ...]
+
+
+def parse_file(text: str, source: str) -> Parsed:
+    """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with."""
+    parsed = _parse(text, source)
+    if not isinstance(parsed.tree, Section):
+        blank = isinstance(parsed.tree, Leaf) and parsed.tree.value is None
+        if blank:
+            message, code, help = "holds comments only", "FT105", "`ftcli recipes list` shows recipes to start from"
+        else:
+            message, code = "a recipe is a list of `key: value` lines at its top level", "FT119"
+            help = "start with `version: 1`; a space follows each colon"
+        raise FtcliError.single(code, message, origin=parsed.tree.origin, help=help, exit_code=ExitCode.RECIPE)
+    root = Section(Origin(source), parsed.tree.entries)
+    return Parsed(root, parsed.findings)
+
+
+def parse_value(text: str, label: str) -> Parsed:
+    """Parse the value of an option; every origin in it is the option's label, which has no lines."""
+    origin = Origin(label)
+    if not text.strip():
+        return Parsed(Leaf(origin, None, ""), ())
+    return _parse(text, label, fixed=origin)
+
+
+def _parse(text: str, source: str, fixed: Origin | None = None) -> Parsed:
+    lines = [mask(line) for line in lines_of(text)]
+    places = _Places(source, lines, fixed)
+    try:
+        node = cast("_AnyNode | None", _Composer(text, places).get_single_node())
+    except yaml.YAMLError as error:
+        finding = syntax_finding(error, places.point)
+        raise FtcliError([finding], ExitCode.RECIPE) from None
+    if node is None:
+        return Parsed(Leaf(places.point(0, 0), None, ""), ())
+    converter = _Converter(places)
+    tree = converter.tree(node)
+    return Parsed(tree, tuple(converter.findings))
+
+
+class _Places:
+    """Marks of PyYAML to origins."""
+
+    def __init__(self, source: str, lines: list[str], fixed: Origin | None) -> None:
+        self._source = source
+        self._lines = lines
+        self._fixed = fixed
+
+    def point(self, line: int, column: int, length: int = 1) -> Origin:
+        """An origin from zero-based line and column."""
+        if self._fixed is not None:
+            return self._fixed
+        line = min(line, len(self._lines) - 1)
+        return Origin(self._source, line + 1, column + 1, self._lines[line], length)
+
+    def of(self, node: yaml.Node) -> Origin:
+        start, end = node.start_mark, node.end_mark
+        if isinstance(node, yaml.ScalarNode):
+            whole = len(self._lines[min(start.line, len(self._lines) - 1)].rstrip())
+            stop = end.column if end.line == start.line else whole
+            return self.point(start.line, start.column, max(1, stop - start.column))
+        return self.point(start.line, start.column)
+
+
+class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
+    """PyYAML's composer without its own ideas of types, with bounds, and refusing tags."""
+
+    def __init__(self, text: str, places: _Places) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self._places = places
+        self._depth = 0
+        self._count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
+        self._count += 1
+        if self._depth >= MAX_DEPTH:
+            self._refuse("FT115", f"nested more than {MAX_DEPTH} deep", mark, "recipes nest about five deep")
+        if self._count > MAX_NODES:
+            self._refuse("FT116", f"more than {MAX_NODES:,} values", mark, "put long lists into data files")
+        if getattr(event, "tag", None) not in (None, "!"):
+            self._refuse("FT117", f"YAML tags such as `{event.tag}` have no meaning in a recipe", mark, "remove it")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _refuse(self, code: str, message: str, mark: yaml.Mark, help: str) -> None:
+        origin = self._places.point(mark.line, mark.column)
+        raise FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+
+
+class _Converter:
+    """Nodes to trees. Collects findings; raises only where aliases would make the tree endless."""
+
+    def __init__(self, places: _Places) -> None:
+        self.findings: list[Finding] = []
+        self._places = places
+        self._count = 0
+        self._open: set[int] = set()
+
+    def tree(self, node: _AnyNode, introduced_by: Origin | None = None) -> Tree:
+        """`introduced_by`: the key before a value, which is where a block of lines is said to stand."""
+        origin = self._places.of(node)
+        self._guard(node, origin)
+        if isinstance(node, yaml.ScalarNode):
+            return self._leaf(node, origin, introduced_by)
+        if introduced_by is not None and not node.flow_style:
+            origin = introduced_by
+        self._open.add(id(node))
+        made: Tree
+        if isinstance(node, yaml.MappingNode):
+            made = self._section(node, origin)
+        else:
+            made = Sequence(origin, tuple(self.tree(item) for item in node.value))
+        self._open.discard(id(node))
+        return made
+
+    def _guard(self, node: yaml.Node, origin: Origin) -> None:
+        self._count += 1
+        if id(node) in self._open:
+            self._refuse("an anchor (`&`) contains its own alias (`*`)", origin)
+        if self._count > MAX_NODES:
+            self._refuse(f"aliases (`*`) expand to more than {MAX_NODES:,} values", origin)
+
+    @staticmethod
+    def _refuse(message: str, origin: Origin) -> None:
+        help = "write the values out, or use `extends`"
+        raise FtcliError.single("FT116", message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+
+    @staticmethod
+    def _leaf(node: yaml.ScalarNode, origin: Origin, introduced_by: Origin | None) -> Leaf:
+        if node.style is not None:
+            return Leaf(origin, node.value, node.value, quoted=True)
+        if node.value == "" and introduced_by is not None:
+            origin = introduced_by
+        return Leaf(origin, scalars.resolve(node.value), node.value)
+
+    def _section(self, node: yaml.MappingNode, origin: Origin) -> Section:
+        entries: dict[str, Entry] = {}
+        for key_node, value_node in node.value:
+            key_origin = self._places.of(key_node)
+            key = self._key(key_node, key_origin)
+            value = self.tree(value_node, introduced_by=key_origin)
+            if key is None:
+                continue
+            if key in entries:
+                first = entries[key].key
+                where = f"line {first.line}" if first.line is not None else "before"
+                self._find("FT113", f"duplicate key `{key}`", key_origin, f"it stands already in {where}; keep one")
+                continue
+            entries[key] = Entry(key_origin, value)
+        return Section(origin, entries)
+
+    def _key(self, node: yaml.Node, origin: Origin) -> str | None:
+        if not isinstance(node, yaml.ScalarNode):
+            self._find("FT114", "a key must be text, not a list or a map", origin, "braces and brackets need quotes")
+            return None
+        if node.style is not None:
+            return str(node.value)
+        if node.value == "<<":
+            help = "use `extends: base.yaml`, or write the keys out"
+            self._find("FT118", "merge keys (`<<`) have no meaning in a recipe", origin, help)
+            return None
+        if not isinstance(scalars.resolve(node.value), str):
+            shown = node.value or "(nothing)"
+            self._find("FT114", f"a key must be text, not {shown}", origin, f'in quotes it is text: "{node.value}"')
+            return None
+        return str(node.value)
+
+    def _find(self, code: str, message: str, origin: Origin, help: str) -> None:
+        self.findings.append(Finding(code, message, origin, help))
