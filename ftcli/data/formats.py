@@ -10,7 +10,7 @@ from ftcli.config.data import Format
 from ftcli.data.load import Row, data_error, raise_findings
 from ftcli.errors import Finding, Origin
 
-Layout = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
+Layout = Literal["messages", "prompt_completion", "prompt_answer", "alpaca", "sharegpt", "text"]
 Message = dict[str, Any]
 
 _SHAREGPT_ROLES = {
@@ -26,6 +26,7 @@ _REQUIRED: dict[Layout, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
+    "prompt_answer": ("prompt", "answer"),
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
@@ -99,7 +100,24 @@ def _example(row: Row, layout: Layout) -> Example:
         if fields.get("input"):
             user = f"{user}\n\n{_text(fields['input'], 'input')}"
         return Example(row, messages=_turns(user, _text(fields["output"], "output"), fields.get("system")))
+    if layout == "prompt_answer":
+        return Example(row, messages=(*_asked(fields["prompt"]), _answer(fields["answer"])))
     return _prompt_completion(row)
+
+
+def _asked(prompt: Any) -> tuple[Message, ...]:
+    """A bare prompt as a chat: a string is a user's turn, since chat models are asked through their template."""
+    if isinstance(prompt, str) and prompt:
+        return ({"role": "user", "content": prompt},)
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        return tuple(prompt)
+    raise _Misfit("`prompt` must be a string or a list of messages")
+
+
+def _answer(answer: Any) -> Message:
+    if isinstance(answer, str | int | float) and not isinstance(answer, bool) and answer != "":
+        return {"role": "assistant", "content": str(answer)}
+    raise _Misfit("'answer' must be a string or a number")
 
 
 def _prompt_completion(row: Row) -> Example:
@@ -172,18 +190,14 @@ def prompts_of(rows: Sequence[Row], requested: Format) -> list[Prompt]:
 
     Raises FtcliError as :func:`to_examples`, and FT414 for a prompt that is neither string nor messages.
     """
-    if requested == "auto" and "prompt" in rows[0].fields and "completion" not in rows[0].fields:
+    fields = rows[0].fields
+    if requested == "auto" and "prompt" in fields and not {"completion", "answer"} & set(fields):
         return [_bare_prompt(row) for row in rows]
     return [to_prompt(example) for example in to_examples(rows, requested)[1]]
 
 
 def _bare_prompt(row: Row) -> Prompt:
-    value = row.fields.get("prompt")
-    answer = row.fields.get("answer")
-    reference = answer if isinstance(answer, str) else None if answer is None else str(answer)
-    if isinstance(value, str) and value:
-        # A bare string is a user's turn: chat models are asked through their template.
-        return Prompt(row, ({"role": "user", "content": value},), None, reference)
-    if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-        return Prompt(row, tuple(value), None, reference)
-    raise data_error("FT414", "`prompt` must be a string or a list of messages", Origin(row.source, row.number))
+    try:
+        return Prompt(row, _asked(row.fields.get("prompt")), None, None)
+    except _Misfit as misfit:
+        raise data_error("FT414", str(misfit), Origin(row.source, row.number)) from misfit

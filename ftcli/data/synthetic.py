@@ -144,12 +144,6 @@ def _join(rng: Random) -> Exchange:
     return Exchange(f"join: {one} {other}", one + other)
 
 
-def _count(rng: Random) -> Exchange:
-    letter = rng.choice(LETTERS)
-    word = "".join(letter if rng.random() < 0.4 else rng.choice(LETTERS) for _ in range(rng.randint(3, 7)))
-    return Exchange(f"count {letter}: {word}", str(word.count(letter)))
-
-
 def _max(rng: Random) -> Exchange:
     numbers = _digits(rng)
     return Exchange(f"max: {_line(numbers)}", str(max(numbers)))
@@ -158,11 +152,6 @@ def _max(rng: Random) -> Exchange:
 def _min(rng: Random) -> Exchange:
     numbers = _digits(rng)
     return Exchange(f"min: {_line(numbers)}", str(min(numbers)))
-
-
-def _add(rng: Random) -> Exchange:
-    one, other = rng.randrange(50), rng.randrange(10)
-    return Exchange(f"{one} + {other} =", str(one + other))
 
 
 def _after(rng: Random) -> Exchange:
@@ -186,10 +175,8 @@ PRETRAINING: Mapping[str, Task] = {
     "pair": Task(4.0, _pair),
     "swap": Task(1.0, _swap),
     "join": Task(1.0, _join),
-    "count": Task(1.0, _count),
     "max": Task(1.0, _max),
     "min": Task(1.0, _min),
-    "add": Task(1.0, _add),
     "after": Task(0.5, _after),
     "pick": Task(1.0, _pick),
 }

@@ -23,6 +23,7 @@ def rows(*fields: dict[str, Any]) -> list[Row]:
         ({"messages": CHAT}, "messages"),
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "sharegpt"),
         ({"prompt": "q", "completion": "a"}, "prompt_completion"),
+        ({"prompt": "q", "answer": "a"}, "prompt_answer"),
         ({"instruction": "q", "output": "a"}, "alpaca"),
         ({"text": "t"}, "text"),
     ],
@@ -65,6 +66,8 @@ def test_unknown_columns_name_what_was_expected() -> None:
         ({"conversations": [{"from": "robot", "value": "q"}]}, "unknown role 'robot'"),
         ({"prompt": "q", "completion": [CHAT[1]]}, "both be strings"),
         ({"prompt": "q", "completion": ""}, "not empty"),
+        ({"prompt": "q", "answer": True}, "a string or a number"),
+        ({"prompt": 3, "answer": "a"}, "a string or a list of messages"),
         ({"text": 7}, "must be a string"),
     ],
 )
@@ -84,10 +87,16 @@ def test_prompts_keep_the_last_answer_as_reference() -> None:
     assert (plain.text, plain.reference) == ("1+1=", "2")
 
 
-def test_bare_prompts_take_the_answer_column() -> None:
+def test_prompts_with_an_answer_column_are_questions_with_a_reference() -> None:
     prompt = prompts_of(rows({"prompt": "q", "answer": 4}), "auto")[0]
     assert prompt.messages == ({"role": "user", "content": "q"},)
     assert prompt.reference == "4"
+    chat = [{"role": "user", "content": "q"}]
+    assert prompts_of(rows({"prompt": chat, "answer": "4"}), "auto")[0].messages == tuple(chat)
+
+
+def test_bare_prompts_have_no_reference() -> None:
+    assert prompts_of(rows({"prompt": "q"}), "auto")[0].reference is None
     with pytest.raises(FtcliError, match="FT414"):
         prompts_of(rows({"prompt": 5}), "auto")
 

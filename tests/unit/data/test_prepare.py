@@ -161,9 +161,7 @@ def test_end_at_stop_masks_what_follows_and_reports_absence() -> None:
 
 
 def test_collator_pads_right_and_masks_padding() -> None:
-    batch = PaddingCollator(0)(
-        [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [-100]}]
-    )
+    batch = PaddingCollator(0)([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [-100]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
