@@ -114,7 +114,19 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         ValueError: ``value`` holds NaN or infinity, which JSON does not have (see :func:`finite`).
     """
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_bytes(path, json_bytes(value, indent=2))
+
+
+def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
+    """``value`` as JSON in UTF-8, with a newline at the end.
+
+    Half of a surrogate pair, which data can hold and UTF-8 cannot, becomes ``\\udXXX``: JSON's own escape for it.
+
+    Raises:
+        ValueError: ``value`` holds NaN or infinity.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def finite(value: Any) -> Any:

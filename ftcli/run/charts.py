@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ftcli.run.html import Html, escape, join, tag
 
 WIDTH, HEIGHT = 560, 280
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40
 #: Points drawn at most; beyond that each stretch of steps is drawn as its lowest and its highest value.
 DRAWN_POINTS = 400
 #: From this many points on, a smoothed line is drawn over the raw one.
@@ -69,9 +69,9 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1000:
+    if 1000 <= size < 1e12:
         return f"{value:,.0f}"
-    if size < 1e-3 or size >= 1e15:
+    if size < 1e-3 or size >= 1e12:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.4g}"
@@ -115,6 +115,7 @@ def line_chart(
     from_zero: bool = False,
     show: Callable[[float], str] = number,
     marks: Iterable[int] = (),
+    steps: tuple[int, int] | None = None,
 ) -> Html | None:
     """A chart with its title and legend, or None when no series has a single value.
 
@@ -122,11 +123,12 @@ def line_chart(
         from_zero: Let the value axis begin at 0.
         show: Renders a value in the hover text.
         marks: Steps at which the run was resumed, drawn as dashed lines.
+        steps: First and last step of the step axis, so that charts of one run line up; those of the series if None.
     """
     shown = [one for one in series if one.finite]
     if not shown:
         return None
-    axes = _axes(shown, from_zero)
+    axes = _axes(shown, from_zero, steps)
     body = [
         _grid(axes),
         *(tag("line", **_vertical(axes, step), class_="mark") for step in marks if _inside(axes, step)),
@@ -140,8 +142,8 @@ def line_chart(
     return tag("figure", tag("figcaption", tag("b", title), legend), drawing)
 
 
-def _axes(series: Sequence[Series], from_zero: bool) -> Axes:
-    steps = [step for one in series for step, _ in one.points]
+def _axes(series: Sequence[Series], from_zero: bool, limits: tuple[int, int] | None) -> Axes:
+    steps = [*(step for one in series for step, _ in one.points), *(limits or ())]
     values = [value for one in series for _, value in one.finite]
     low, high = min(values), max(values)
     y_ticks = round_ticks(min(0.0, low) if from_zero else low, high)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.atomic import finite, storage_errors, write_bytes
+from ftcli.run.atomic import finite, json_bytes, storage_errors, write_bytes
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -75,9 +75,9 @@ class MetricsWriter:
         Raises:
             FtcliError: FT723 or FT724 when it cannot be written.
         """
-        line = json.dumps(finite({"step": step, **values}), ensure_ascii=False, allow_nan=False) + "\n"
+        line = json_bytes(finite({"step": step, **values}))
         with storage_errors(self.path):
-            self._file.write(line.encode("utf-8"))
+            self._file.write(line)
             self._file.flush()
 
     def sync(self) -> None:

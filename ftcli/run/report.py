@@ -18,7 +18,7 @@ from ftcli import __version__
 from ftcli.errors import FtcliError
 from ftcli.run import report_sections as sections
 from ftcli.run.atomic import storage_errors, write_text
-from ftcli.run.charts import Series, line_chart, number
+from ftcli.run.charts import Series, line_chart
 from ftcli.run.clock import utc_now
 from ftcli.run.directory import RunDirectory
 from ftcli.run.html import Html, join, tag
@@ -31,12 +31,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A curve of the report: its title and the metrics it draws, by their names on the page."""
+    """A curve of the report: its title and the metrics it draws, by their names on the page; values in ``unit``."""
 
     title: str
     metrics: Mapping[str, str]
     from_zero: bool = False
     smooth: bool = False
+    unit: float = 1.0
 
 
 CHARTS = (
@@ -46,6 +47,7 @@ CHARTS = (
     Chart("Learning rate", {"learning_rate": "learning rate"}, from_zero=True),
     Chart("Gradient norm", {"grad_norm": "gradient norm before clipping"}, from_zero=True, smooth=True),
     Chart("Throughput, tokens/s", {"tokens_per_second": "tokens/s"}, from_zero=True),
+    Chart("Peak memory, GiB", {"peak_memory_bytes": "peak memory"}, from_zero=True, unit=2.0**30),
     Chart("Reward deviation within groups", {"reward_std": "standard deviation"}, from_zero=True, smooth=True),
     Chart("Completion length, tokens", {"completions/mean_length": "mean length"}, from_zero=True, smooth=True),
     Chart("KL to the base model", {"kl": "KL"}, from_zero=True, smooth=True),
@@ -132,10 +134,14 @@ def _notices(status: Status | None, notices: Sequence[str]) -> Html:
 
 def _charts(metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Html | None:
     resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
+    steps = [int(row["step"]) for row in metrics]
+    limits = (min(steps), max(steps)) if steps else None
     figures = []
     for chart in CHARTS:
-        series = [Series(label, _points(metrics, key), chart.smooth) for key, label in chart.metrics.items()]
-        drawn = line_chart(chart.title, series, from_zero=chart.from_zero, show=number, marks=filter(None, resumed))
+        series = [
+            Series(label, _points(metrics, key, chart.unit), chart.smooth) for key, label in chart.metrics.items()
+        ]
+        drawn = line_chart(chart.title, series, from_zero=chart.from_zero, marks=filter(None, resumed), steps=limits)
         figures += [drawn] if drawn is not None else []
     if not figures:
         return None
@@ -143,9 +149,10 @@ def _charts(metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -
     return join([tag("div", *figures, class_="charts"), tag("p", note, class_="soft") if note else ""])
 
 
-def _points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float | None]]:
-    rows = [row for row in metrics if key in row]
-    return [(int(row["step"]), _number_or_none(row[key])) for row in sorted(rows, key=lambda row: int(row["step"]))]
+def _points(metrics: Sequence[Mapping[str, Any]], key: str, unit: float) -> list[tuple[int, float | None]]:
+    rows = sorted((row for row in metrics if key in row), key=lambda row: int(row["step"]))
+    values = [(int(row["step"]), _number_or_none(row[key])) for row in rows]
+    return [(step, None if value is None else value / unit) for step, value in values]
 
 
 def _number_or_none(value: object) -> float | None:

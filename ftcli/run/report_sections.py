@@ -130,9 +130,9 @@ def _change(before: Any, after: Any, sign: int, show: Any) -> Html:
         return tag("span", "–")
     difference = after - before
     kind = "better" if difference * sign > 0 else "worse" if difference * sign < 0 else None
-    return tag(
-        "span", f"{'+' if difference > 0 else '−' if difference < 0 else ''}{show(abs(difference))}", class_=kind
-    )
+    prefix = "+" if difference > 0 else "−" if difference < 0 else ""
+    size = f"{100 * abs(difference):.1f} points" if show is _percent else show(abs(difference))
+    return tag("span", f"{prefix}{size}", class_=kind)
 
 
 def samples(rows: object) -> Html | None:
@@ -185,7 +185,7 @@ def _ledger_bar(dataset: Mapping[str, Any]) -> Html:
     bar = [tag("span", class_=c, style=f"width:{100 * v / total:.2f}%", title=f"{v:,.0f}") for c, v in shares if v > 0]
     caption = [
         tag("span", dataset.get("name", "")),
-        tag("span", f"{(kept - masked) / total:.1%} trained", class_="soft"),
+        tag("span", f"{(kept - masked) / total:.1%} of all tokens trained", class_="soft"),
     ]
     return tag("div", tag("p", *caption), tag("div", *bar, class_="bar"), class_="ledger")
 
@@ -229,11 +229,11 @@ def provenance(manifest: Mapping[str, Any]) -> Html | None:
     kernels = _maps(manifest.get("kernels"))
     shown = {k: v for k, v in manifest.items() if k not in ("kernels", "processes", "format", "data", "libraries")}
     rows = [[key, _plain(value)] for key, value in _flat(shown)]
-    cards = [tag("div", tag("h3", "Run"), table([], rows, class_="mono"), class_="card")]
+    cards = [tag("div", tag("h3", "run"), table([], rows, class_="mono"), class_="card")]
     libraries = _map(manifest, "libraries")
     if libraries:
         body = table([], [[k, v] for k, v in libraries.items()], class_="mono")
-        cards.append(tag("div", tag("h3", "Libraries"), body, class_="card"))
+        cards.append(tag("div", tag("h3", "libraries"), body, class_="card"))
     parts = [tag("div", *cards, class_="columns")]
     data = _maps(manifest.get("data"))
     if data:
@@ -245,15 +245,14 @@ def provenance(manifest: Mapping[str, Any]) -> Html | None:
         parts.append(_fold(f"Kernels, {len(kernels):,} layers", body))
     processes = _maps(manifest.get("processes"))
     if len(processes) > 1:
-        rows = [
-            [p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")] for p in processes
-        ]
-        parts.append(_fold("Processes of this run", table(["Started", "From step", "Device", "ftcli"], rows)))
+        parts.append(_fold("Processes of this run", _processes(processes)))
     return join(parts)
 
 
 def _processes(processes: Sequence[Mapping[str, Any]]) -> Html:
-    rows = [(p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")) for p in processes]
+    rows: list[tuple[object, ...]] = [
+        (p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")) for p in processes
+    ]
     return table(["Started", "From step", "Device", "ftcli"], rows)
 
 
@@ -279,7 +278,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(_plain(item) for item in value) or "–"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items() if item is not None) or "–"
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items() if item not in (None, {})) or "–"
     return str(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_json_with_nan_is_refused_and_finite_makes_it_null(tmp_path: Path) -> No
         atomic.write_json(tmp_path / "x.json", {"loss": float("nan")})
     values = {"a": [float("nan"), 1.5], "b": {"c": float("-inf")}, "d": "nan"}
     assert atomic.finite(values) == {"a": [None, 1.5], "b": {"c": None}, "d": "nan"}
+
+
+def test_half_a_surrogate_pair_survives_as_json(tmp_path: Path) -> None:
+    text = "zo\u00eb \ud800 \U0001f600"
+    atomic.write_json(tmp_path / "x.json", [text])
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == [text]
 
 
 def test_replacing_a_folder_leaves_only_the_new_content(tmp_path: Path) -> None:

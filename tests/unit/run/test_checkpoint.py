@@ -92,7 +92,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
 def test_rotation_keeps_the_newest(checkpoints: Checkpoints) -> None:
     for step in (1, 2, 3, 10):
         save(checkpoints, step)
-    assert [p.name for p in checkpoints.rotate(2)] == ["step-00000001", "step-00000002"]
+    checkpoints.rotate(2)
     assert [step_of(p) for p in checkpoints.list_complete()] == [3, 10]
     assert names(checkpoints.root) == ["step-00000003", "step-00000010"]
 
@@ -108,7 +108,7 @@ def test_rotation_never_deletes_the_only_good_one(checkpoints: Checkpoints, keep
 
 def test_rotation_without_any_good_one_deletes_nothing(checkpoints: Checkpoints) -> None:
     os.truncate(save(checkpoints, 3) / "model.safetensors", 1)
-    assert checkpoints.rotate(1) == ()
+    checkpoints.rotate(1)
     assert checkpoints.path(3).exists()
 
 

@@ -1,0 +1,215 @@
+"""report.html: complete, offline, and safe against what models say."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ftcli.config import Recipe
+from ftcli.run.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
+from ftcli.run.directory import RunDirectory, open_run
+from ftcli.run.html import Html, escape, join, tag
+from ftcli.run.ledger import DatasetTokens, Evaluation, Sample, Scores, TaskScore, write_evaluation, write_tokens
+from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
+from ftcli.run.metrics import MetricsWriter
+from ftcli.run.report import render_report, write_report
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
+
+
+class Page(HTMLParser):
+    """Every element and attribute of a page, and whether all elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self.elements}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    raw = {
+        "version": 1,
+        "run": {"name": "demo"},
+        "model": {"name_or_path": "bundled:tiny-gemma2"},
+        "lora": {"r": 8},
+        "train": {"learning_rate": 0.003},
+    }
+    text = yaml.safe_dump(Recipe.model_validate(raw).model_dump(mode="json"))
+    with open_run(tmp_path / "run", "auto", text) as opened:
+        directory = opened.directory
+        manifest = build_manifest(
+            command="train",
+            recipe_yaml=text,
+            device={"name": "NVIDIA H200"},
+            seeds={"seed": 42},
+            dtype_plan={"compute": "bfloat16"},
+            kernels=[{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": HOSTILE}],
+            data=[Fingerprint(HOSTILE, 10, "ab" * 32)],
+        )
+        manifest["processes"].append({**manifest["processes"][0], "from_step": 2})
+        write_manifest(directory.manifest_path, manifest)
+        with MetricsWriter(directory.metrics_path) as metrics:
+            for step in (1, 2, 3, 4):
+                loss = float("nan") if step == 3 else 2.0 / step
+                metrics.write(step, {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 900.0})
+            metrics.write(4, {"eval_loss": 0.75})
+        write_tokens(directory.tokens_path, [DatasetTokens(HOSTILE, "train", 9, 8, 1, 0, 100, 90, 10, 40, 12)])
+        scores = [Scores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))]
+        samples = (Sample(HOSTILE, "right", HOSTILE, "right", HOSTILE), Sample("p", None, "", None))
+        write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
+        opened.finish(6, message=f"diverged {HOSTILE}")
+    return directory
+
+
+def test_nothing_that_data_or_models_say_becomes_markup(run: RunDirectory) -> None:
+    text = write_report(run).read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.names() & {"script", "img", "iframe", "object", "link", "a", "form", "input", "base"}
+    assert not [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
+    assert "alert(1)" in "".join(page.text)  # it is shown, as text
+    assert "␀␛[2J" in text
+    assert not re.search("[\x00-\x08\x1b\u202e\ud800]", text)
+
+
+def test_the_page_loads_nothing_and_forbids_scripts(run: RunDirectory) -> None:
+    text = render_report(run)
+    page = Page(text)
+    policies = [a.get("content") or "" for n, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policies
+    assert policies[0].startswith("default-src 'none'")
+    assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & set(a)]
+    style = next(piece for piece in page.text if "--page" in piece)
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "prefers-color-scheme: dark" in style
+
+
+def test_the_page_shows_curves_settings_evaluation_tokens_samples_and_the_failure(run: RunDirectory) -> None:
+    text = "".join(Page(render_report(run)).text)
+    for expected in (
+        "demo",
+        "failed",
+        "diverged",
+        "LoRA r=8",
+        "NVIDIA H200",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "loss was not finite at step 3".replace("loss", "training"),
+        "Exact match, 40 rows",
+        "5.0% → 90.0%",
+        "+85.0 points",
+        "as the reference",
+        "(empty)",
+        "50.0% of all tokens trained",
+        "0.003",
+        "A dashed line marks where the run was resumed.",
+    ):
+        assert expected in text, expected
+
+
+def test_settings_that_differ_from_their_default_are_marked(run: RunDirectory) -> None:
+    text = render_report(run)
+    assert '<span class="set">0.003</span>' in text
+    assert '<span class="set">8</span>' in text
+    assert '<span class="set">linear</span>' not in text
+
+
+def test_a_run_without_files_still_gives_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"garbage\n")
+    (tmp_path / "eval.json").write_text("[1, 2]")
+    (tmp_path / "tokens.json").write_text("{")
+    text = "".join(Page(render_report(RunDirectory(tmp_path))).text)
+    assert "The curves are missing: FT727" in text
+    assert "The settings are missing" in text
+
+
+def test_long_runs_stay_small_and_keep_their_peaks(run: RunDirectory) -> None:
+    with MetricsWriter(run.metrics_path) as metrics:
+        for step in range(1, 20001):
+            metrics.write(step, {"loss": 99.0 if step == 7777 else 1.0 + step % 7})
+    text = render_report(run)
+    assert len(text) < 500_000
+    assert "training: 99" in text
+
+
+def test_escaping_is_the_default_and_survives_a_careless_join() -> None:
+    assert escape("<b>&'\"") == "&lt;b&gt;&amp;&#x27;&quot;"
+    assert tag("p", "<i>", tag("b", "x")) == "<p>&lt;i&gt;<b>x</b></p>"
+    careless = tag("b", "x") + "<script>"  # a plain string again
+    assert not isinstance(careless, Html)
+    assert tag("p", careless) == "<p>&lt;b&gt;x&lt;/b&gt;&lt;script&gt;</p>"
+    assert join(["<", Html("<br/>")]) == "&lt;<br/>"
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (1.23, 1.24), (-5, 5), (0, 1e-9), (3e9, 7e9), (2, 2), (0, 0), (-1e-4, 3e5)]
+)
+def test_ticks_are_round_even_and_cover_the_range(low: float, high: float) -> None:
+    ticks = round_ticks(low, high)
+    slack = 1e-6 * (high - low)  # less than a pixel
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= high - slack
+    assert 2 <= len(ticks) <= 12
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert max(steps) == pytest.approx(min(steps), rel=1e-6)
+    assert f"{steps[0]:.6e}"[0] in "125"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12345.6, "12,346"), (0.0123, "0.0123"), (1.5e-5, "1.5e-5"), (-2.0, "-2"), (1e20, "1e20")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_all_points_lie_inside_the_drawing() -> None:
+    points = [(step, (-1.0) ** step * step**3) for step in range(1, 100)]
+    chart = line_chart("x", [Series("a", points), Series("b", [(5, 1.0)])], marks=[50, 1000])
+    assert chart is not None
+    for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'points="([^"]+)"', chart))):
+        assert 0 <= float(pair[0]) <= WIDTH
+        assert 0 <= float(pair[1]) <= HEIGHT
+    assert chart.count('class="mark"') == 1
+
+
+def test_a_chart_without_values_is_left_out() -> None:
+    assert line_chart("x", [Series("a", []), Series("b", [(1, None)])]) is None
+
+
+def test_smoothing_is_not_biased_towards_zero_at_the_start() -> None:
+    assert [value for _, value in smoothed([(i, 3.0) for i in range(5)])] == pytest.approx([3.0] * 5)
+
+
+def test_thinning_keeps_order_and_extremes() -> None:
+    points = [(i, float(i % 10)) for i in range(5000)] + [(5000, 1e6)]
+    thin = thinned(points, 100)
+    assert len(thin) <= 100
+    assert [step for step, _ in thin] == sorted(step for step, _ in thin)
+    assert thin[-1] == (5000, 1e6)
