@@ -1,8 +1,8 @@
 """Generated text tasks: what the bundled tiny model was pre-trained on, and what the smoke recipes teach it.
 
-`python -m ftcli.data.synthetic pretrain --rows 60000 --seed 0 --out train.jsonl` writes chat rows in the `messages` format.
-Everything follows from the seed. Whether a prompt is held out follows from the prompt alone (`held_out`), so a training
-file and an evaluation file share no prompt, whatever their seeds and sizes.
+`python -m ftcli.data.synthetic pretrain --rows 20000 --out train.jsonl.gz` writes chat rows; `mirror` and `pick`
+write the rows of the smoke recipes. Everything follows from the seed. Whether a prompt is held out follows from the
+prompt alone (`held_out`), so a training file and an evaluation file share no prompt, whatever their seeds and sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ CONSONANTS = "bcdfghjklmnprstvwz"
 
 #: One prompt in this many is held out for evaluation.
 HELD_OUT_ONE_IN = 20
+
+#: Longest training row of pre-training, in tokens of the byte-level tokenizer with its chat template.
+ROW_TOKENS = 96
+
+#: What the chat template adds to one exchange: `<start_of_turn>user\n`, `<end_of_turn>\n`, `<start_of_turn>model\n` and
+#: `<end_of_turn>\n`, where each special token is one and each letter is one.
+TEMPLATE_TOKENS = 17
 
 Row = dict[str, object]
 
@@ -180,3 +187,109 @@ PRETRAINING: Mapping[str, Task] = {
     "after": Task(0.5, _after),
     "pick": Task(1.0, _pick),
 }
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+
+def mirror(rng: Random) -> Exchange:
+    """The smoke task: a word, then the same word backwards. New to the model, but made of two things it can do."""
+    word = _word(rng, 3, 6)
+    return Exchange(f"mirror: {word}", word + word[::-1])
+
+
+def pick_largest(rng: Random) -> Exchange:
+    """The GRPO task: pre-training's `pick`, of which only the largest number is now right."""
+    prompt = _pick(rng).prompt
+    return Exchange(prompt, max(prompt.removeprefix("pick: ").split()))
+
+
+def draw(task: Callable[[Random], Exchange], rng: Random, *, evaluation: bool) -> Exchange:
+    """One exchange from the training or the evaluation side of the split."""
+    while True:
+        exchange = task(rng)
+        if held_out(exchange.prompt) == evaluation:
+            return exchange
+
+
+def _mixture(rng: Random) -> Exchange:
+    tasks = list(PRETRAINING.values())
+    return rng.choices(tasks, [task.weight for task in tasks])[0].draw(rng)
+
+
+def pretraining_rows(rng: Random, count: int, *, evaluation: bool) -> Iterator[Row]:
+    """`count` rows in the `messages` format.
+
+    Training rows hold as many exchanges as fit into `ROW_TOKENS`, so that a batch wastes little on padding; evaluation
+    rows hold one, so that each is judged by itself.
+    """
+    waiting: Exchange | None = None
+    for _ in range(count):
+        first = waiting or draw(_mixture, rng, evaluation=evaluation)
+        exchanges, tokens, waiting = [first], 1 + _tokens(first), None
+        while not evaluation:
+            candidate = draw(_mixture, rng, evaluation=evaluation)
+            tokens += _tokens(candidate)
+            if tokens > ROW_TOKENS:
+                waiting = candidate
+                break
+            exchanges.append(candidate)
+        yield {"messages": [message for exchange in exchanges for message in _messages(exchange)]}
+
+
+def task_rows(task: Callable[[Random], Exchange], rng: Random, count: int, *, evaluation: bool) -> list[Exchange]:
+    """`count` exchanges of one task with different prompts.
+
+    Raises ValueError when the task does not have that many.
+    """
+    found: dict[str, Exchange] = {}
+    for _ in range(200 * count):
+        exchange = draw(task, rng, evaluation=evaluation)
+        found.setdefault(exchange.prompt, exchange)
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"the task has fewer than {count} different prompts on this side of the split")
+
+
+def rows(kind: str, count: int, seed: int, *, evaluation: bool) -> Iterator[Row]:
+    """The rows of one data set: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward."""
+    rng = Random(f"{kind} {'evaluation' if evaluation else 'training'} {seed}")
+    if kind == "pretrain":
+        yield from pretraining_rows(rng, count, evaluation=evaluation)
+    elif kind == "mirror":
+        for exchange in task_rows(mirror, rng, count, evaluation=evaluation):
+            yield {"messages": _messages(exchange)}
+    else:
+        for exchange in task_rows(pick_largest, rng, count, evaluation=evaluation):
+            yield {"prompt": exchange.prompt, "answer": exchange.answer}
+
+
+def _tokens(exchange: Exchange) -> int:
+    return len(exchange.prompt) + len(exchange.answer) + TEMPLATE_TOKENS
+
+
+def _messages(exchange: Exchange) -> list[dict[str, str]]:
+    return [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.answer}]
+
+
+def write_rows(path: Path, content: Iterator[Row]) -> None:
+    """Write JSON Lines, compressed if the name ends in `.gz`: the same rows always give the same bytes of text."""
+    text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in content).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write one data set as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m ftcli.data.synthetic", description=__doc__)
+    parser.add_argument("kind", choices=("pretrain", "mirror", "pick"))
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluation", action="store_true", help="write held-out prompts")
+    parser.add_argument("--out", type=Path, required=True, help="a .jsonl or .jsonl.gz file")
+    options = parser.parse_args(arguments)
+    write_rows(options.out, rows(options.kind, options.rows, options.seed, evaluation=options.evaluation))
+
+
+if __name__ == "__main__":
+    main()
