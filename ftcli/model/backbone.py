@@ -44,7 +44,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Sums over supervised tokens: ``loss`` in nats (over ``num_items`` when given), top-1 ``correct``, and ``count``."""
+    """Over supervised tokens: ``loss`` in nats (over ``num_items`` when given), top-1 ``correct``, ``count``."""
 
     loss: Tensor
     correct: Tensor | None
@@ -127,8 +127,12 @@ def next_token_loss(
 def forward_loss(
     model: PreTrainedModel | PeftModel, batch: dict[str, Tensor], *, num_items: Tensor | int | None = None
 ) -> TokenLoss:
-    """Loss of one batch: ``input_ids``, ``attention_mask``, ``labels`` of shape (batch, seq_len)."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right.
+
+    No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
+    at the end changes nothing that is supervised, and attention stays dense (its fastest form).
+    """
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}
     return next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"], num_items=num_items)
 
 

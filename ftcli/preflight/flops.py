@@ -77,7 +77,7 @@ def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
     windowed = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
     types = facts.raw.get("layer_types") or _layer_types(facts, layers)
     sliding = sum(kind == "sliding_attention" for kind in types[:layers])
-    return windowed * sliding + causal * (layers - sliding)
+    return float(windowed * sliding + causal * (layers - sliding))
 
 
 def _layer_types(facts: ModelFacts, layers: int) -> list[str]:

@@ -89,7 +89,8 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int =
 
 def _timed_product(left: torch.Tensor, right: torch.Tensor, device: torch.device) -> float:
     if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
         torch.mm(left, right)
         end.record()
