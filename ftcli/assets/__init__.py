@@ -1,0 +1,14 @@
+"""Files that ship with ftcli: model configs, the tiny model, tokenizers, chat templates, sample data."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def asset(*parts: str) -> Path:
+    """The path of a file or folder below ``ftcli/assets``; it need not exist.
+
+    ftcli is installed as plain files (hatchling wheels are always unpacked), so the path is a real one.
+    """
+    return Path(str(files("ftcli.assets").joinpath(*parts)))

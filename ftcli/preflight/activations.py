@@ -1,0 +1,216 @@
+"""Bytes that autograd keeps for the backward pass of one decoder layer, term by term.
+
+Legend, all per token unless said otherwise: H hidden_size, I intermediate_size, Q = heads · head_dim,
+K = kv_heads · head_dim, n heads, S sequence length, r LoRA rank. Bytes of an element: p in the residual stream (the
+parameters' dtype), c in matrix products (the compute dtype), 4 in float32.
+
+What plain transformers with PEFT keeps:
+
+===============  ===================================================================================================
+norm of width W  4W + 4: the float32 input and its rsqrt. When its weight is trained also the normalised value:
+                 pW before the weight (Llama style), 4W in float32 (Gemma style).
+linear input     Kept once for each linear that needs its input for a gradient: all under full fine-tuning, the adapted
+                 ones under LoRA. Under autocast each linear casts (PEFT: to float32 and back), so each keeps its own
+                 c·W; without autocast one 4W is shared by the linears that read the same tensor.
+LoRA             c·r for each adapted linear (the output of A); dropout adds W bytes of mask and a float32 copy's cast.
+attention, sdpa  c(2Q + 2Q) + 4n: query, repeated key and value, output, log-sum-exp; and the mask, turned into c·S of
+                 bias in every layer. Without padding (one row) no mask, and key and value stay K wide: c(2Q + 2K) + 4n.
+                 The output is the input of o as well and counted once, unless PEFT's cast made a copy.
+attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4 + c) for the softmax in float32 and its
+                 cast (4 alone when c = 4), and n·S·c more for the tanh of capped scores.
+gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs.
+===============  ===================================================================================================
+
+Rotary embeddings and residual additions keep nothing. With ``gradient_checkpointing`` a layer keeps its input (p·H)
+and all of the above lives for one layer at a time. Checked against torch's saved-tensor hooks in
+tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
+
+A later policy (fused kernels) is another :class:`ActivationPolicy` in :data:`POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ftcli.preflight.families import Linear, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the terms depend on besides the model's shape.
+
+    ``adapted`` are the linears with adapters of rank ``rank`` (empty under full fine-tuning); ``softcap`` says whether
+    scores are capped, ``padded`` whether rows of a batch may differ in length; ``bytes_residual`` is p and
+    ``bytes_compute`` is c of the legend.
+    """
+
+    seq_len: int
+    bytes_residual: int
+    bytes_compute: int
+    autocast: bool
+    adapted: tuple[Linear, ...]
+    rank: int
+    dropout: bool
+    full: bool
+    softcap: bool
+    padded: bool
+
+
+Term = Callable[[ModelShape, Setting], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPolicy:
+    """How a layer is run. Each callable answers bytes per token.
+
+    ``kept`` is what one layer keeps for backward, by part. ``forward_peak`` is the most that a layer holds at once
+    when nothing is kept (evaluation). ``backward_peak`` is what a layer's backward allocates on top of what is kept.
+    """
+
+    kept: Mapping[str, Term]
+    forward_peak: Term
+    backward_peak: Term
+
+    def layer_bytes(self, shape: ModelShape, setting: Setting) -> float:
+        """Bytes per token that one layer keeps."""
+        return sum(term(shape, setting) for term in self.kept.values())
+
+
+def _norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
+    kept = 4 * width + 4
+    if setting.full:
+        kept += (4 if shape.family.gemma_norm else element) * width
+    return kept
+
+
+def _norms(shape: ModelShape, setting: Setting) -> float:
+    total = shape.family.norms * _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
+    if shape.family.qk_norm:
+        heads = shape.num_heads + shape.num_kv_heads
+        total += heads * _norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
+    if shape.family.sub_norms:
+        total += _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_compute)
+        total += _norm_bytes(shape.intermediate_size, shape, setting, setting.bytes_compute)
+    return total
+
+
+#: Linears that read the same tensor.
+_INPUT_GROUPS = (
+    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj", "gate_up_proj"),
+    ("down_proj",),
+)
+
+
+def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
+    linears = shape.linears if setting.full else setting.adapted
+    if setting.autocast:
+        return float(sum(setting.bytes_compute * linear.in_features for linear in linears))
+    groups = {leaf: group for group in _INPUT_GROUPS for leaf in group}
+    widths = {groups.get(linear.leaf, (linear.leaf,)): linear.in_features for linear in linears}
+    return float(setting.bytes_compute * sum(widths.values()))
+
+
+def _lora(shape: ModelShape, setting: Setting) -> float:
+    kept = float(setting.bytes_compute * setting.rank * len(setting.adapted))
+    if setting.dropout:
+        kept += sum(linear.in_features for linear in setting.adapted)
+        if not setting.autocast:  # without a cast the dropped-out input is a tensor of its own for each linear
+            kept += 4 * sum(linear.in_features for linear in setting.adapted) - _linear_inputs(shape, setting)
+    return kept
+
+
+def _attention_sdpa(shape: ModelShape, setting: Setting) -> float:
+    key_value = shape.q_width + setting.seq_len // 2 if setting.padded else shape.kv_width
+    output = 0 if _output_is_counted(shape, setting) else shape.q_width
+    return setting.bytes_compute * (shape.q_width + 2 * key_value + output) + 4 * shape.num_heads
+
+
+def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
+    """Whether another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
+
+    o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and for Phi-3, whose queries are a
+    concatenation: the output takes over their memory layout, which o_proj cannot read.
+    """
+    if shape.family.sub_norms:
+        return setting.bytes_compute == 4
+    if shape.family.fused or setting.full:
+        return not shape.family.fused
+    return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
+
+
+def _attention_eager(shape: ModelShape, setting: Setting) -> float:
+    c = setting.bytes_compute
+    score = 4 + (c if c != 4 else 0) + (c if setting.softcap else 0)
+    return c * 3 * shape.q_width + shape.num_heads * setting.seq_len * score
+
+
+def _mlp(shape: ModelShape, setting: Setting) -> float:
+    return setting.bytes_compute * 3 * shape.intermediate_size
+
+
+def _mlp_forward(shape: ModelShape, setting: Setting) -> float:
+    return setting.bytes_compute * (4 * shape.intermediate_size + 2 * shape.hidden_size)
+
+
+def _mlp_backward(shape: ModelShape, setting: Setting) -> float:
+    # The gradient of down's input arrives twice (base and adapter), the adapter's by way of float32, before gate's and
+    # up's gradients are formed from it.
+    copies = 4 if setting.full or not setting.autocast else 5
+    return shape.intermediate_size * (setting.bytes_compute * copies + (4 if setting.autocast else 0))
+
+
+def _eager_forward(shape: ModelShape, setting: Setting) -> float:
+    # Scores and their scaled or capped successor, then the float32 softmax with its float32 input.
+    scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
+    return max(scores, _mlp_forward(shape, setting))
+
+
+def _eager_backward(shape: ModelShape, setting: Setting) -> float:
+    # Gradients of the probabilities (c), of the softmax (4) and of its input (4), then of the scores (c).
+    scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
+    return max(scores, _mlp_backward(shape, setting))
+
+
+def _sdpa_forward(shape: ModelShape, setting: Setting) -> float:
+    return max(_attention_sdpa(shape, setting), _mlp_forward(shape, setting))
+
+
+def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
+    return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
+
+
+def _plain(attention: Term, forward: Term, backward: Term) -> ActivationPolicy:
+    kept = {
+        "norms": _norms,
+        "linear inputs": _linear_inputs,
+        "adapters": _lora,
+        "attention": attention,
+        "gated MLP": _mlp,
+    }
+    return ActivationPolicy(MappingProxyType(kept), forward, backward)
+
+
+#: By attention backend: models run as transformers and PEFT write them.
+POLICIES: Mapping[str, ActivationPolicy] = MappingProxyType(
+    {
+        "eager": _plain(_attention_eager, _eager_forward, _eager_backward),
+        "sdpa": _plain(_attention_sdpa, _sdpa_forward, _sdpa_backward),
+    }
+)
+
+
+def kept_bytes(
+    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: bool
+) -> float:
+    """Bytes that a whole forward pass over ``rows`` full rows keeps, the final norm included, the loss not.
+
+    The first layer of a LoRA model keeps a norm less, since embeddings need no gradient; that is left in.
+    """
+    tokens = rows * setting.seq_len
+    layer = shape.hidden_size * setting.bytes_residual if checkpointing else policy.layer_bytes(shape, setting)
+    final = _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
+    return tokens * (shape.num_layers * layer + final)

@@ -1,0 +1,216 @@
+"""The machine: a table of GPUs that can be asked for by name, and the one that is here.
+
+Only :func:`probe_device` asks the hardware, and only it imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from ftcli.errors import ExitCode, FtcliError
+
+_GIB = 2**30
+_KIB = 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What a machine can do.
+
+    Attributes:
+        name: As in ``--as``, or the driver's name of the GPU that is here.
+        kind: ``cuda`` or ``cpu``.
+        capability: CUDA compute capability; None on a CPU.
+        memory_bytes: What torch reports as total: the nominal size less what the driver and ECC keep. RAM on a CPU,
+            the container's limit counted in; None where it cannot be found out.
+        free_bytes: What is free now; None for a device that was only named.
+        shared_memory_bytes: Most shared memory that one block can ask for; None on a CPU.
+        multiprocessors: SMs, or CPU cores that this process may use.
+        dense_tflops: Published dense matmul rate with 16-bit inputs and float32 accumulation; None when not in the
+            table.
+        bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
+        probed: True for the machine that is here.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    capability: tuple[int, int] | None
+    memory_bytes: int | None
+    shared_memory_bytes: int | None
+    multiprocessors: int
+    dense_tflops: float | None = None
+    bandwidth_gb_per_s: float | None = None
+    free_bytes: int | None = None
+    probed: bool = False
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Native bfloat16: capability 8.0 or more. A CPU computes it too, slowly; torch says yes on a T4 as well,
+        where it is emulated, which is why torch is not asked.
+        """
+        return self.kind == "cpu" or (self.capability is not None and self.capability >= (8, 0))
+
+    @property
+    def has_float8(self) -> bool:
+        """float8 tensor cores: capability 8.9 or more."""
+        return self.capability is not None and self.capability >= (8, 9)
+
+    @property
+    def available_bytes(self) -> int | None:
+        """Memory that a run may count on: what is free, or all of a device that was only named."""
+        return self.free_bytes if self.free_bytes is not None else self.memory_bytes
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], gib: float, shared_kib: int, sms: int, tflops: float, gb_per_s: float
+) -> DeviceFacts:
+    return DeviceFacts(
+        name=name,
+        kind="cuda",
+        capability=capability,
+        memory_bytes=int(gib * _GIB),
+        shared_memory_bytes=shared_kib * _KIB,
+        multiprocessors=sms,
+        dense_tflops=tflops,
+        bandwidth_gb_per_s=gb_per_s,
+    )
+
+
+# Memory is what torch.cuda.get_device_properties reports, a little under the name on the box. Shared memory is the
+# opt-in limit of a block (CUDA programming guide). Rates and bandwidths are the vendor's: dense, SXM if there is one.
+GPUS: Mapping[str, DeviceFacts] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
+            _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
+            _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
+            _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
+            _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
+            _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
+            _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
+            _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
+            _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
+        )
+    }
+)
+DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
+
+
+def named_device(name: str) -> DeviceFacts:
+    """The device that ``--as NAME`` means; ``cpu`` has this machine's memory and cores.
+
+    Raises FtcliError FT506 (exit 2) for a name that is not in the table.
+    """
+    key = name.strip().lower()
+    if key == "cpu":
+        return replace(cpu_device(), probed=False)
+    if key in GPUS:
+        return GPUS[key]
+    close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.4)
+    known = ", ".join(DEVICE_NAMES)
+    raise FtcliError.single(
+        "FT506",
+        f"unknown device {name!r}",
+        exit_code=ExitCode.RECIPE,
+        help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
+    )
+
+
+def probe_device() -> DeviceFacts:
+    """The first CUDA device of this machine, or its CPU when there is none. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return cpu_device()
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    known = _published(properties.name)
+    return DeviceFacts(
+        name=properties.name,
+        kind="cuda",
+        capability=(properties.major, properties.minor),
+        memory_bytes=total,
+        # torch's stubs lack the attribute; builds that lack it too state the smaller limit without opt-in.
+        shared_memory_bytes=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        multiprocessors=properties.multi_processor_count,
+        dense_tflops=known.dense_tflops if known else None,
+        bandwidth_gb_per_s=known.bandwidth_gb_per_s if known else None,
+        free_bytes=free,
+        probed=True,
+    )
+
+
+def cpu_device() -> DeviceFacts:
+    """This machine's CPU: RAM within the container's limit, and the cores that this process may use. No torch."""
+    total, free = _ram()
+    return DeviceFacts(
+        name="cpu",
+        kind="cpu",
+        capability=None,
+        memory_bytes=total,
+        shared_memory_bytes=None,
+        multiprocessors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        free_bytes=free,
+        probed=True,
+    )
+
+
+def _published(driver_name: str) -> DeviceFacts | None:
+    """The table's entry for a driver's name such as ``NVIDIA H100 80GB HBM3`` or ``Tesla T4``."""
+    words = driver_name.lower().replace("-", " ").split()
+    if "a100" in words:
+        return GPUS["a100-80gb" if any(w.startswith("80gb") for w in words) else "a100-40gb"]
+    joined = "".join(words)
+    return next((gpu for key, gpu in GPUS.items() if key in words or (key == "rtx4090" and key in joined)), None)
+
+
+def _ram() -> tuple[int | None, int | None]:
+    """(total, available) bytes of RAM, each at most the control group's limit; None where the system does not say."""
+    fields = _meminfo(Path("/proc/meminfo"))
+    total = fields.get("MemTotal") or _sysconf_total()
+    free = fields.get("MemAvailable")
+    limit = _cgroup_bytes(Path("/sys/fs/cgroup/memory.max"))
+    if limit is None or (total is not None and limit >= total):
+        return total, free
+    # Page cache counts as used in a control group but is given back on demand, so only anonymous memory is taken off.
+    used = _cgroup_stat(Path("/sys/fs/cgroup/memory.stat"), "anon")
+    return limit, min(limit - used, free) if free is not None else limit - used
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {key: int(rest.split()[0]) * _KIB for key, _, rest in pairs if rest.split() and rest.split()[0].isdigit()}
+
+
+def _sysconf_total() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _cgroup_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)

@@ -1,0 +1,73 @@
+"""What a run writes, in bytes, and how much room there is."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config import Recipe
+from ftcli.preflight.families import ModelShape
+from ftcli.preflight.memory import optimizer_state_bytes, trained_parameters
+
+#: Tokenizer, states of random generators, metrics and the report.
+_SMALL_FILES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskEstimate:
+    """Bytes on disk: one checkpoint, how many stand there at most, and the result.
+
+    A new checkpoint is complete before the oldest is removed, so one more than ``checkpoint.keep_last`` exists for a
+    while. ``free_bytes`` is None where it was not looked at.
+    """
+
+    checkpoint_bytes: int
+    checkpoints: int
+    result_bytes: int
+    free_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Most that the run directory holds at once."""
+        return self.checkpoint_bytes * self.checkpoints + self.result_bytes
+
+
+def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) -> DiskEstimate:
+    """What training writes. Adapters, and all parameters under full fine-tuning, are saved in float32."""
+    trained = trained_parameters(recipe, shape)
+    weights = 4 * trained.elements
+    # Without periodic checkpoints one is written when the run is interrupted.
+    count = recipe.checkpoint.keep_last + 1 if recipe.checkpoint.every_steps is not None else 1
+    state = optimizer_state_bytes(recipe.train.optim, trained)
+    return DiskEstimate(weights + state + _SMALL_FILES, count, weights + _SMALL_FILES, free_bytes)
+
+
+def existing_ancestor(path: Path) -> Path:
+    """``path`` or the nearest of its parents that exists (in any form)."""
+    path = path.expanduser().absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free bytes for this user on the disk of an existing folder; None where the system does not say."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why nothing can be written into an existing folder, or None. Writes a file without a name, which leaves nothing.
+
+    Permission bits are not asked: they do not know of read-only and full disks, nor of the superuser.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"ftcli")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

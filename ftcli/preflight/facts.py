@@ -1,0 +1,231 @@
+"""What is known of a model before anything is loaded: its config.json, read and understood. No torch, no weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.assets import asset
+from ftcli.config import ModelConfig
+from ftcli.errors import Origin
+from ftcli.preflight.families import ModelShape, shape_of
+from ftcli.preflight.source import (
+    BUNDLED,
+    ConfigSource,
+    Fetch,
+    fetch_from_hub,
+    find_config,
+    looks_local,
+    preflight_error,
+)
+from ftcli.preflight.tokenizer import TokenizerFacts, inspect_tokenizer
+from ftcli.preflight.weights import Weights, inspect_weights
+
+if TYPE_CHECKING:
+    from ftcli.config.origins import Origins
+
+#: Positions are scaled from ``original_max_position_embeddings`` by ``factor`` in these; others scale the limit itself.
+_ROPE_FROM_ORIGINAL = ("llama3", "yarn", "longrope", "su")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """``rope_scaling`` of a config: positions beyond ``original`` are reached by scaling."""
+
+    kind: str
+    factor: float | None
+    original: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as its config.json describes it.
+
+    ``raw`` is the file's content. ``shape`` is None for a family that ftcli has no arithmetic for.
+    ``max_positions`` is what the model can attend to in tokens, rope scaling counted in (None: the config does not
+    say). ``tokenizer`` and ``weights`` are None where their files are not on this machine, so nothing was looked at.
+    """
+
+    name: str
+    source: str
+    folder: Path
+    raw: dict[str, Any]
+    model_type: str
+    shape: ModelShape | None
+    max_positions: int | None
+    sliding_window: int | None
+    rope_scaling: RopeScaling | None
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    vocab_size: int | None
+    quantization: str | None
+    tokenizer: TokenizerFacts | None
+    weights: Weights | None
+
+    @property
+    def parameters(self) -> int | None:
+        """Parameter count, or None for an unknown family."""
+        return self.shape.parameters if self.shape is not None else None
+
+
+def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
+    """The facts of ``model``; at most one small file is downloaded, and none with ``offline``.
+
+    Raises FtcliError (exit 3): FT303-FT308 from :func:`ftcli.preflight.source.find_config`, FT305 also for values that
+    make no model, FT309 for a model that is not a causal language model known to transformers, FT321 for a folder
+    without a tokenizer.
+    """
+    found = find_config(model, offline=offline, origin=origins.at("model.name_or_path"), fetch=fetch)
+    return facts_of(found, model, origins)
+
+
+def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> ModelFacts:
+    """The facts in a config that was found. Raises as :func:`read_facts` does."""
+    origin = origins.at("model.name_or_path")
+    raw = found.values
+    model_type = _supported_type(raw, model.name_or_path, origin)
+    shape = _shape(raw, found, origin)
+    eos = raw.get("eos_token_id")
+    return ModelFacts(
+        name=model.name_or_path,
+        source=found.kind,
+        folder=found.folder,
+        raw=raw,
+        model_type=model_type,
+        shape=shape,
+        max_positions=_max_positions(raw),
+        sliding_window=_sliding_window(raw),
+        rope_scaling=_rope_scaling(raw),
+        attn_logit_softcapping=_number(raw, "attn_logit_softcapping", 50.0 if model_type == "gemma2" else None),
+        final_logit_softcapping=_number(raw, "final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
+        bos_token_id=_token_id(raw.get("bos_token_id")),
+        eos_token_ids=tuple(t for t in (eos if isinstance(eos, list) else [eos]) if isinstance(t, int)),
+        pad_token_id=_token_id(raw.get("pad_token_id")),
+        vocab_size=_token_id(raw.get("vocab_size")),
+        quantization=_quantization(raw),
+        tokenizer=_tokenizer(model, found, origins),
+        weights=inspect_weights(found.folder) if found.is_local else None,
+    )
+
+
+def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) -> str:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise preflight_error("FT305", f"config.json of {name} has no model_type", origin)
+    architectures = raw.get("architectures")
+    names = [str(a) for a in architectures] if isinstance(architectures, list) else []
+    causal = not names or any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)
+    if raw.get("is_encoder_decoder") or not causal or isinstance(raw.get("text_config"), dict):
+        what = names[0] if names else model_type
+        raise preflight_error(
+            "FT309",
+            f"{name} is a {what}; ftcli trains causal language models only",
+            origin,
+            help="choose a text model, such as google/gemma-2-2b-it",
+        )
+    if not _transformers_knows(model_type):
+        raise preflight_error(
+            "FT309",
+            f"the installed transformers knows no model_type {model_type!r} ({name})",
+            origin,
+            help="upgrade transformers; models that need trust_remote_code are not supported",
+        )
+    return model_type
+
+
+def _transformers_knows(model_type: str) -> bool:
+    # Looks for the folder that holds the model's code: importing transformers' own table would take seconds.
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return True
+    models = Path(next(iter(spec.submodule_search_locations))) / "models"
+    stem = model_type.replace("-", "_").lower()
+    return any((models / name).is_dir() for name in (stem, stem.removesuffix("_text")))
+
+
+def _shape(raw: dict[str, Any], found: ConfigSource, origin: Origin | None) -> ModelShape | None:
+    path = found.folder / "config.json"
+    try:
+        return shape_of(raw)
+    except KeyError as missing:
+        raise preflight_error("FT305", f"{path} has no {missing.args[0]}", origin) from missing
+    except ValueError as problem:
+        raise preflight_error("FT305", f"{path}: {problem}", origin) from problem
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers 4 wrote rope_scaling, transformers 5 writes rope_parameters; Gemma-3 has one set a layer type.
+    for key in ("rope_scaling", "rope_parameters"):
+        value = raw.get(key)
+        if isinstance(value, dict):
+            return value["full_attention"] if isinstance(value.get("full_attention"), dict) else value
+    return {}
+
+
+def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling | None:
+    rope = _rope(raw)
+    kind = rope.get("rope_type") or rope.get("type")
+    if not isinstance(kind, str) or kind == "default":
+        return None
+    original = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    return RopeScaling(kind, _number(rope, "factor"), original if isinstance(original, int) else None)
+
+
+def _max_positions(raw: Mapping[str, Any]) -> int | None:
+    stated = raw.get("max_position_embeddings")
+    limit = stated if isinstance(stated, int) and stated > 0 else None
+    scaling = _rope_scaling(raw)
+    if limit is None or scaling is None or scaling.factor is None:
+        return limit
+    if scaling.kind in _ROPE_FROM_ORIGINAL:
+        return max(limit, int((scaling.original or 0) * scaling.factor))
+    return int(limit * scaling.factor)
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    window = raw.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool) or raw.get("use_sliding_window") is False:
+        return None
+    layer_types = raw.get("layer_types")
+    if isinstance(layer_types, list) and "sliding_attention" not in layer_types:
+        return None
+    return window
+
+
+def _quantization(raw: Mapping[str, Any]) -> str | None:
+    value = raw.get("quantization_config")
+    if not isinstance(value, dict):
+        return None
+    return str(value.get("quant_method") or "unknown")
+
+
+def _tokenizer(model: ModelConfig, found: ConfigSource, origins: Origins) -> TokenizerFacts | None:
+    named = model.tokenizer
+    if named == "bytes":
+        folder = asset("tokenizers", "bytes")
+    elif named is not None and named.startswith(BUNDLED):
+        folder = asset("models", named.removeprefix(BUNDLED))
+    elif named is not None and looks_local(named):
+        folder = Path(named).expanduser()
+    elif named is None and found.is_local:
+        folder = found.folder
+    else:
+        return None
+    return inspect_tokenizer(folder, origins.at("model.tokenizer" if named is not None else "model.name_or_path"))
+
+
+def _token_id(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
+    if key not in raw:
+        return default
+    value = raw[key]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,198 @@
+"""What transformers builds from a config.json: linear layers, norms and parameter counts, computed without torch.
+
+One :class:`Family` a ``model_type``. The numbers are tested against models that transformers builds on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One linear layer of a decoder layer: PEFT's module path below the layer, and its logical shape."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weight and bias elements."""
+        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name, as in ``lora.target_modules``."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one ``model_type`` is built.
+
+    ``norms`` counts RMSNorms of width hidden_size in a layer; ``qk_norm`` adds one of width head_dim for queries and
+    one for keys; ``sub_norms`` are BitNet's (width hidden_size and intermediate_size). ``gemma_norm``: the norm
+    multiplies by (1 + weight) in float32 before it casts back. ``fused``: qkv and gate_up are single layers.
+    ``bias``: where biases stand (``config`` asks ``attention_bias``). ``tied`` and ``head_dim`` are transformers'
+    defaults for configs that leave the keys out, as published ones do.
+    """
+
+    norms: int = 2
+    qk_norm: bool = False
+    sub_norms: bool = False
+    gemma_norm: bool = False
+    fused: bool = False
+    bias: Literal["config", "qkv", "none"] = "none"
+    tied: bool = False
+    head_dim: int | None = None
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(bias="config"),
+        "mistral": Family(),
+        "qwen2": Family(bias="qkv"),
+        "qwen3": Family(bias="config", qk_norm=True, head_dim=128),
+        "gemma": Family(bias="config", gemma_norm=True, tied=True, head_dim=256),
+        "gemma2": Family(bias="config", norms=4, gemma_norm=True, tied=True, head_dim=256),
+        "gemma3_text": Family(bias="config", norms=4, qk_norm=True, gemma_norm=True, tied=True, head_dim=256),
+        "phi3": Family(fused=True),
+        "bitnet": Family(bias="config", sub_norms=True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Everything about a model's size that memory depends on. Counts are elements, not bytes."""
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    linears: tuple[Linear, ...]
+
+    @property
+    def q_width(self) -> int:
+        """Features of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key heads together (and of all value heads)."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def linear_parameters(self) -> int:
+        """Elements of the linear layers of all decoder layers, without embeddings and head."""
+        return self.num_layers * sum(linear.parameters for linear in self.linears)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the token embedding (and of the head, when it is not tied)."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Elements of all norm weights."""
+        layer = self.family.norms * self.hidden_size
+        if self.family.qk_norm:
+            layer += 2 * self.head_dim
+        if self.family.sub_norms:
+            layer += self.hidden_size + self.intermediate_size
+        return self.num_layers * layer + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All elements, each counted once."""
+        return self.linear_parameters + self.embedding_parameters + self.norm_parameters
+
+    def adapted(self, target_modules: str | tuple[str, ...]) -> tuple[Linear, ...]:
+        """The layer's linears that PEFT would adapt: all, or those whose name is or ends in a target."""
+        if isinstance(target_modules, str):
+            return self.linears
+        return tuple(linear for linear in self.linears if any(_matches(linear.name, t) for t in target_modules))
+
+
+def _matches(name: str, target: str) -> bool:
+    path = f"model.layers.0.{name}"
+    return path == target or path.endswith(f".{target}")
+
+
+def shape_of(config: Config) -> ModelShape | None:
+    """The shape of the model that ``config`` describes; None for a family that ftcli does not know.
+
+    Raises:
+        KeyError: A key that transformers has no usable default for is missing; its args hold the name.
+        ValueError: A value is not a positive whole number, or the heads do not divide.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    hidden = _whole(config, "hidden_size")
+    intermediate = _whole(config, "intermediate_size")
+    heads = _whole(config, "num_attention_heads")
+    kv_heads = _whole(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if family.head_dim is None and config.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads)
+    tied = config.get("tie_word_embeddings")
+    return ModelShape(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=_whole(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_whole(config, "vocab_size"),
+        tied=family.tied if tied is None else bool(tied),
+        linears=_linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim),
+    )
+
+
+def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv: int) -> tuple[Linear, ...]:
+    if family.fused:
+        return (
+            Linear("self_attn.qkv_proj", hidden, q + 2 * kv),
+            Linear("self_attn.o_proj", q, hidden),
+            Linear("mlp.gate_up_proj", hidden, 2 * inner),
+            Linear("mlp.down_proj", inner, hidden),
+        )
+    asked = family.bias == "config" and bool(config.get("attention_bias"))
+    qkv_bias = asked or family.bias == "qkv"
+    mlp_bias = config.get("model_type") == "llama" and bool(config.get("mlp_bias"))
+    return (
+        Linear("self_attn.q_proj", hidden, q, qkv_bias),
+        Linear("self_attn.k_proj", hidden, kv, qkv_bias),
+        Linear("self_attn.v_proj", hidden, kv, qkv_bias),
+        Linear("self_attn.o_proj", q, hidden, asked),
+        Linear("mlp.gate_proj", hidden, inner, mlp_bias),
+        Linear("mlp.up_proj", hidden, inner, mlp_bias),
+        Linear("mlp.down_proj", inner, hidden, mlp_bias),
+    )
+
+
+def _whole(config: Config, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise KeyError(key)
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}, not a positive whole number")
+    return value

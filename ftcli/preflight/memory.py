@@ -1,0 +1,287 @@
+"""How many bytes a run needs, in parts, before anything is loaded. Pure arithmetic on a recipe and a model's shape.
+
+The run passes through phases, and each phase holds some of the parts at once; the largest phase is the estimate.
+
+==============  ======================================================================================================
+forward         everything persistent, all kept activations, and one chunk of logits in the loss
+backward        everything persistent, all kept activations, and what one layer's backward allocates (with
+                gradient_checkpointing: one layer's activations, computed again)
+optimizer step  everything persistent and the optimizer's temporaries; activations are gone
+evaluation      weights, adapters and optimizer state; one layer at a time, no gradients; the key-value cache where
+                answers are generated
+generation      GRPO: the same with the cache of a whole generation batch
+==============  ======================================================================================================
+
+Activations come from :mod:`ftcli.preflight.activations`. The loss works on chunks of rows whose logits stay under 1 GiB
+(``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ftcli.config import Recipe
+from ftcli.preflight.activations import POLICIES, ActivationPolicy, Setting, kept_bytes
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.families import ModelShape
+from ftcli.preflight.precision import DtypePlan
+
+Work = Literal["train", "grpo", "eval"]
+
+#: CUDA context, cuBLAS workspaces and loaded kernels; on a CPU the interpreter with torch and transformers.
+_RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 1100 * 2**20}
+#: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
+_FRAGMENTATION = 0.05
+# As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
+_LOSS_WORKSPACE_BYTES = 2**30
+_LOSS_TORCH_COPIES = 4
+_LOSS_ROW_MULTIPLE = 128
+_VOCAB_SLAB = 16384
+_TRL_TILE_BYTES = 2048 * 4096 * 4
+#: Bytes of optimizer state for one trained parameter.
+_OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by part and by phase.
+
+    ``parts`` maps each part's name to bytes. ``phases`` maps each phase to the names of the parts it holds at once.
+    ``peak`` is the phase that needs most and ``total_bytes`` what it needs.
+    """
+
+    parts: Mapping[str, int]
+    phases: Mapping[str, tuple[str, ...]]
+
+    def phase_bytes(self, phase: str) -> int:
+        """Bytes that are needed at once in a phase."""
+        return sum(self.parts[name] for name in self.phases[phase])
+
+    @property
+    def peak(self) -> str:
+        """Name of the phase that needs most."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the run needs at its peak."""
+        return self.phase_bytes(self.peak)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; all sizes in bytes."""
+        return {
+            "total_bytes": self.total_bytes,
+            "peak": self.peak,
+            "parts": dict(self.parts),
+            "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
+            "peak_parts": list(self.phases[self.peak]),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: elements, and the matrices (rows, columns, how many) for optimizers that factor them."""
+
+    elements: int
+    matrices: tuple[tuple[int, int, int], ...]
+
+
+def attention_backend(recipe: Recipe, facts: ModelFacts) -> str:
+    """The backend that ``model.attention`` comes to: `auto` is eager where scores are capped, else sdpa."""
+    if recipe.model.attention != "auto":
+        return recipe.model.attention
+    return "eager" if facts.attn_logit_softcapping else "sdpa"
+
+
+def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
+    """What the recipe trains: all parameters, or adapters and ``modules_to_save``."""
+    if recipe.lora is None:
+        layer = [(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
+        tables = [(shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2)]
+        return Trained(shape.parameters, tuple(layer + tables))
+    rank, layers = recipe.lora.r, shape.num_layers
+    matrices: list[tuple[int, int, int]] = []
+    for linear in shape.adapted(recipe.lora.target_modules):
+        matrices += [(rank, linear.in_features, layers), (linear.out_features, rank, layers)]
+    for name in recipe.lora.modules_to_save:
+        if name in ("lm_head", "embed_tokens"):
+            matrices.append((shape.vocab_size, shape.hidden_size, 1))
+        matrices += [(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
+    return Trained(sum(rows * columns * count for rows, columns, count in matrices), tuple(matrices))
+
+
+def optimizer_state_bytes(optim: str, trained: Trained) -> int:
+    """Bytes of the optimizer's state: two float32 moments for AdamW, sums of rows and columns for Adafactor."""
+    if optim == "adafactor":
+        return sum(4 * (rows + columns) * count for rows, columns, count in trained.matrices)
+    return _OPTIMIZER_BYTES[optim] * trained.elements
+
+
+def estimate_memory(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work
+) -> MemoryEstimate | None:
+    """The estimate for one kind of work; None for a model family that ftcli has no arithmetic for.
+
+    ``work`` is ``train`` (also for bench), ``grpo``, or ``eval`` (also for export, which holds the weights).
+    """
+    shape = facts.shape
+    policy = POLICIES.get(attention_backend(recipe, facts))
+    if shape is None or policy is None:
+        return None
+    arithmetic = _Arithmetic(recipe, facts, shape, plan, device, policy)
+    parts = {"weights": shape.parameters * plan.parameter_bytes, **arithmetic.persistent(work)}
+    held = tuple(parts)
+    phases: dict[str, tuple[str, ...]] = {}
+    if work != "eval":
+        rows = recipe.train.per_device_train_batch_size
+        parts |= arithmetic.training(work, rows)
+        phases["forward"] = (*held, "activations", "loss workspace")
+        phases["backward"] = (*held, "activations", "backward workspace")
+        phases["optimizer step"] = (*held, "optimizer workspace")
+    at_rest = tuple(name for name in held if name not in ("gradients", "autocast copies"))
+    if work == "grpo":
+        parts["generation"] = arithmetic.generation(
+            recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps,
+            arithmetic.seq_len(work),
+        )
+        phases["generation"] = (*at_rest, "generation")
+    if work == "eval" or recipe.data.eval or recipe.eval.tasks:
+        parts["evaluation"] = arithmetic.evaluation()
+        phases["evaluation"] = (*at_rest, "evaluation")
+    shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
+    parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
+    phases = {phase: (*names, "runtime") for phase, names in phases.items()}
+    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases))
+
+
+def activation_setting(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, seq_len: int, *, padded: bool) -> Setting:
+    """What the activation terms depend on. ``padded``: rows of a batch may differ in length."""
+    lora = recipe.lora
+    adapted = facts.shape.adapted(lora.target_modules) if lora is not None and facts.shape is not None else ()
+    return Setting(
+        seq_len=seq_len,
+        bytes_residual=plan.parameter_bytes,
+        bytes_compute=plan.compute_bytes,
+        autocast=plan.autocast,
+        adapted=adapted,
+        rank=lora.r if lora is not None else 0,
+        dropout=lora is not None and lora.dropout > 0,
+        full=lora is None,
+        softcap=bool(facts.attn_logit_softcapping),
+        padded=padded,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arithmetic:
+    """The terms of one estimate; every method answers bytes."""
+
+    recipe: Recipe
+    facts: ModelFacts
+    shape: ModelShape
+    plan: DtypePlan
+    device: DeviceFacts
+    policy: ActivationPolicy
+
+    def seq_len(self, work: Work) -> int:
+        """Longest row in tokens."""
+        if work == "grpo" and self.recipe.grpo is not None:
+            return self.recipe.grpo.max_prompt_length + self.recipe.grpo.max_completion_length
+        return self.recipe.data.max_seq_len
+
+    def setting(self, seq_len: int, *, padded: bool) -> Setting:
+        return activation_setting(self.recipe, self.facts, self.plan, seq_len, padded=padded)
+
+    def persistent(self, work: Work) -> dict[str, int]:
+        """What lives through a whole step beside the base weights."""
+        lora = self.recipe.lora
+        trained = trained_parameters(self.recipe, self.shape)
+        parts: dict[str, int] = {}
+        if lora is not None:
+            parts["adapters"] = 4 * trained.elements
+        if work == "eval":
+            return parts
+        if self.plan.autocast:
+            # Autocast keeps a cast copy of each trained matrix until the forward pass ends.
+            cast = trained.elements if lora is not None else self.shape.linear_parameters
+            parts["autocast copies"] = self.plan.compute_bytes * cast
+        parts["gradients"] = 4 * trained.elements
+        parts["optimizer"] = optimizer_state_bytes(self.recipe.train.optim, trained)
+        if work == "grpo" and lora is None and self.recipe.grpo is not None and self.recipe.grpo.beta > 0:
+            parts["reference model"] = self.shape.parameters * self.plan.parameter_bytes
+        return parts
+
+    def training(self, work: Work, rows: int) -> dict[str, int]:
+        """Short-lived parts of one micro-batch of ``rows`` rows."""
+        seq_len = self.seq_len(work)
+        tokens = rows * seq_len
+        setting = self.setting(seq_len, padded=rows > 1)
+        layer = tokens * self.policy.layer_bytes(self.shape, setting)
+        backward = tokens * self.policy.backward_peak(self.shape, setting)
+        checkpointing = self.recipe.train.gradient_checkpointing
+        kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=checkpointing)
+        if checkpointing:
+            backward += layer
+        trained = trained_parameters(self.recipe, self.shape)
+        foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
+        return {
+            "activations": int(kept) + self.hidden_states(tokens) + self.masks(tokens, seq_len),
+            "loss workspace": self.grpo_loss(tokens) if work == "grpo" else self.loss(tokens, training=True),
+            "backward workspace": int(backward),
+            "optimizer workspace": 4 * trained.elements if foreach else 0,
+        }
+
+    def hidden_states(self, tokens: int) -> int:
+        """The backbone's output, and its gradient that the loss computes in the forward pass."""
+        return 2 * tokens * self.shape.hidden_size * self.plan.parameter_bytes
+
+    def masks(self, tokens: int, seq_len: int) -> int:
+        """Attention masks, made once and shared by all layers; one more where some layers are windowed."""
+        kinds = 2 if self.facts.sliding_window else 1
+        element = self.plan.parameter_bytes if self.policy is POLICIES["eager"] else 1
+        return tokens * seq_len * element * kinds
+
+    def loss(self, tokens: int, *, training: bool) -> int:
+        vocabulary, element = self.shape.vocab_size, self.plan.compute_bytes
+        on_gpu = self.device.kind == "cuda"
+        most = _LOSS_WORKSPACE_BYTES // (vocabulary * element * (1 if on_gpu else _LOSS_TORCH_COPIES))
+        most = max(most // _LOSS_ROW_MULTIPLE * _LOSS_ROW_MULTIPLE, _LOSS_ROW_MULTIPLE)
+        rows = min(tokens, most)
+        needed = rows * vocabulary * (element if on_gpu else element + _LOSS_TORCH_COPIES * 4)
+        if self.plan.parameter_bytes != element:
+            needed += vocabulary * self.shape.hidden_size * element  # the head, cast
+        if training and self._head_is_trained():
+            needed += 4 * self.shape.hidden_size * (vocabulary + min(vocabulary, _VOCAB_SLAB))
+        return needed
+
+    def _head_is_trained(self) -> bool:
+        lora = self.recipe.lora
+        return lora is None or "lm_head" in lora.modules_to_save
+
+    def grpo_loss(self, tokens: int) -> int:
+        """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
+        return _TRL_TILE_BYTES + tokens * self.shape.hidden_size * (2 * self.plan.compute_bytes + 4)
+
+    def evaluation(self) -> int:
+        """The larger of a forward pass with loss and of generating, for one evaluation batch."""
+        recipe = self.recipe
+        rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len
+        tokens = rows * seq_len
+        setting = self.setting(seq_len, padded=rows > 1)
+        hidden = 3 * tokens * self.shape.hidden_size * self.plan.parameter_bytes + self.masks(tokens, seq_len)
+        layer = int(tokens * self.policy.forward_peak(self.shape, setting))
+        scoring = hidden + max(layer, self.loss(tokens, training=False))
+        return max(scoring, self.generation(rows, seq_len)) if recipe.eval.tasks else scoring
+
+    def generation(self, rows: int, seq_len: int) -> int:
+        """Key-value cache of ``rows`` sequences of ``seq_len`` tokens, and a forward pass over all of them."""
+        cache = 2 * rows * seq_len * self.shape.num_layers * self.shape.kv_width * self.plan.parameter_bytes
+        setting = self.setting(seq_len, padded=rows > 1)
+        tokens = rows * seq_len
+        prefill = tokens * self.policy.forward_peak(self.shape, setting) + self.masks(tokens, seq_len)
+        logits = rows * self.shape.vocab_size * (4 + self.plan.compute_bytes)
+        return cache + int(prefill) + logits

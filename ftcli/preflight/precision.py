@@ -1,0 +1,63 @@
+"""One precision plan for the whole run: which dtype parameters, adapters and arithmetic have. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftcli.config import Recipe
+from ftcli.preflight.device import DeviceFacts
+
+#: Bytes of one element of each dtype that a plan can name.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypePlan:
+    """Dtypes by torch's names.
+
+    ``parameter`` is the base model's, ``adapter`` that of LoRA's matrices (None: full fine-tuning), ``compute`` that
+    of the matrix products. ``autocast`` says whether products are cast to ``compute``. ``reason`` is one clause for
+    people: why this compute dtype.
+    """
+
+    parameter: str
+    adapter: str | None
+    compute: str
+    autocast: bool
+    reason: str
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of one base parameter."""
+        return DTYPE_BYTES[self.parameter]
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one element in a matrix product."""
+        return DTYPE_BYTES[self.compute]
+
+
+def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
+    """The plan of a recipe on a device.
+
+    LoRA keeps the frozen base in the compute dtype and its adapters in float32; full fine-tuning keeps all parameters
+    in float32, since an update is often smaller than half a bfloat16 step. Either computes under autocast unless the
+    compute dtype is float32. What the device lacks is not corrected here: ``checks.machine`` reports it.
+    """
+    compute, reason = _compute(recipe.model.dtype, device)
+    autocast = compute != "float32"
+    if recipe.lora is not None:
+        return DtypePlan(compute, "float32", compute, autocast, reason)
+    return DtypePlan("float32", None, compute, autocast, reason)
+
+
+def _compute(asked: str, device: DeviceFacts) -> tuple[str, str]:
+    if asked != "auto":
+        return asked, "the recipe asks for it"
+    if device.kind == "cpu":
+        return "float32", "a CPU is fastest and exact in float32"
+    capability = device.capability or (0, 0)
+    stated = f"{device.name} has compute capability {capability[0]}.{capability[1]}"
+    if device.has_bfloat16:
+        return "bfloat16", f"{stated}, and bfloat16 needs 8.0"
+    return "float32", f"{stated}, and bfloat16 needs 8.0"

@@ -1,0 +1,214 @@
+"""Finds a model's config.json: bundled, in a local folder, in the Hub's cache, or on the Hub. Never weights.
+
+The order is bundled model, local folder, bundled config of a known Hub id, cache, Hub. ``huggingface_hub`` is imported
+only for the last two.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from ftcli.assets import asset
+from ftcli.config import ModelConfig
+from ftcli.errors import ExitCode, FtcliError, Origin
+
+BUNDLED = "bundled:"
+_MAX_CONFIG_BYTES = 16 * 2**20
+_PROBE_SECONDS = 3.0
+
+SourceKind = Literal["bundled model", "local folder", "bundled config", "hub cache", "hub"]
+
+#: ``fetch(repo_id, revision, offline)`` answers the local path of the repository's config.json.
+Fetch = Callable[[str, str | None, bool], Path]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """A config.json that was found.
+
+    ``folder`` holds it; ``values`` is its content with the alias's own values laid over (instruct models share the
+    base model's file and differ in their stop tokens).
+    """
+
+    kind: SourceKind
+    folder: Path
+    values: dict[str, Any]
+
+    @property
+    def is_local(self) -> bool:
+        """True when tokenizer and weights stand beside the config (or are missing for good)."""
+        return self.kind in ("bundled model", "local folder")
+
+
+def preflight_error(code: str, message: str, origin: Origin | None, help: str | None = None) -> FtcliError:
+    """A single finding with exit status 3."""
+    return FtcliError.single(code, message, exit_code=ExitCode.PREFLIGHT, origin=origin, help=help)
+
+
+def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
+    """The local path of a Hub repository's config.json, from the cache or downloaded.
+
+    Raises huggingface_hub's errors; ConnectionError at once when the Hub cannot be reached, instead of after half a
+    minute of retries.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, "config.json", revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        if offline:
+            raise
+    _require_connection(constants.ENDPOINT)
+    return Path(hf_hub_download(repo_id, "config.json", revision=revision))
+
+
+def _require_connection(endpoint: str) -> None:
+    if urllib.request.getproxies():
+        return  # a direct connection proves nothing where a proxy is in use
+    url = urlsplit(endpoint)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=_PROBE_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"{endpoint} does not answer ({error})") from error
+
+
+def find_config(
+    model: ModelConfig, *, offline: bool, origin: Origin | None, fetch: Fetch = fetch_from_hub
+) -> ConfigSource:
+    """The config of ``model.name_or_path``.
+
+    Raises FtcliError (exit 3): FT303 no such model, FT304 no config.json, FT305 not a JSON object, FT306 offline and
+    not cached, FT307 gated, FT308 the Hub does not answer.
+    """
+    name = model.name_or_path
+    if name.startswith(BUNDLED):
+        return _bundled_model(name, origin)
+    if looks_local(name):
+        return _folder(Path(name).expanduser(), origin)
+    known = bundled_configs()
+    if model.revision is None and name in known:
+        folder, overlay = known[name]
+        return ConfigSource("bundled config", folder, {**read_json(folder / "config.json", origin), **overlay})
+    try:
+        path = fetch(name, model.revision, offline)
+    except (OSError, ValueError) as error:
+        raise hub_error(error, model, origin, offline=offline) from error
+    return ConfigSource("hub cache" if offline else "hub", path.parent, read_json(path, origin))
+
+
+def looks_local(name: str) -> bool:
+    """True for a name that means a path: it exists, or no Hub id is written like it."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).expanduser().exists()
+
+
+def bundled_configs() -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Hub ids whose config.json ships with ftcli, each with its folder and the values laid over it."""
+    root = asset("configs")
+    known: dict[str, tuple[Path, dict[str, Any]]] = {
+        folder.name.replace("--", "/", 1): (folder, {}) for folder in root.iterdir() if folder.is_dir()
+    }
+    aliases = json.loads((root / "aliases.json").read_text(encoding="utf-8"))
+    for alias, values in aliases.items():
+        overlay = {key: value for key, value in values.items() if key != "config"}
+        known[alias] = (root / values["config"], overlay)
+    return known
+
+
+def read_json(path: Path, origin: Origin | None, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file. Raises FtcliError FT305 (exit 3) for anything else."""
+    try:
+        if path.stat().st_size > limit:
+            raise preflight_error("FT305", f"{path} is larger than {limit >> 20} MiB", origin)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise preflight_error(
+            "FT305", f"{path} cannot be read as JSON: {error}", origin, help="restore the file from where it came"
+        ) from error
+    if not isinstance(value, dict):
+        raise preflight_error("FT305", f"{path} must hold a JSON object, not a {type(value).__name__}", origin)
+    return value
+
+
+def _bundled_model(name: str, origin: Origin | None) -> ConfigSource:
+    stem = name.removeprefix(BUNDLED)
+    root = asset("models")
+    names = sorted(f.name for f in root.iterdir() if f.is_dir()) if root.is_dir() else []
+    if stem not in names:
+        close = get_close_matches(stem, names, 1)
+        hint = f"did you mean {BUNDLED}{close[0]}?" if close else f"bundled are: {', '.join(names) or 'none'}"
+        raise preflight_error("FT303", f"ftcli bundles no model named {stem!r}", origin, help=hint)
+    found = _folder(root / stem, origin)
+    return ConfigSource("bundled model", found.folder, found.values)
+
+
+def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
+    if folder.is_file():
+        raise preflight_error("FT303", f"{folder} is a file", origin, help="name the folder that holds config.json")
+    if not folder.is_dir():
+        raise preflight_error("FT303", f"no model folder at {folder.absolute()}", origin)
+    path = folder / "config.json"
+    if not path.is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise preflight_error(
+            "FT304",
+            f"{folder} holds no config.json",
+            origin,
+            help="this is an adapter: name its base model, or merge it first with `ftcli export`"
+            if adapter
+            else "name a folder in transformers' layout",
+        )
+    return ConfigSource("local folder", folder, read_json(path, origin))
+
+
+def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, offline: bool) -> FtcliError:
+    """What a failure of :func:`fetch_from_hub` means for the user. ``error`` is one of huggingface_hub's."""
+    from huggingface_hub import errors as hub
+
+    name = model.name_or_path
+    elsewhere = "or name a local folder in model.name_or_path"
+    match error:
+        case hub.HFValidationError():
+            return preflight_error(
+                "FT303", f"{name!r} is neither a folder here nor a Hub id", origin, help="write OWNER/NAME"
+            )
+        case hub.GatedRepoError():
+            page = f"https://huggingface.co/{name}"
+            return preflight_error(
+                "FT307", f"{name} is gated", origin, help=f"ask for access at {page}, then `hf auth login`"
+            )
+        case hub.RepositoryNotFoundError():
+            close = get_close_matches(name, bundled_configs(), 1, cutoff=0.8)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"check the spelling; private ones need a login, {elsewhere}"
+            )
+            return preflight_error("FT303", f"the Hub has no model {name}", origin, help=hint)
+        case hub.RevisionNotFoundError():
+            return preflight_error(
+                "FT303", f"{name} has no revision {model.revision!r}", origin, help="check model.revision"
+            )
+        case hub.LocalEntryNotFoundError() if offline:
+            return preflight_error(
+                "FT306",
+                f"{name} is not in the local cache, and --offline forbids to ask the Hub",
+                origin,
+                help=f"run once without --offline, {elsewhere}",
+            )
+        case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
+            return preflight_error(
+                "FT304", f"{name} holds no config.json", origin, help="choose one in transformers' layout"
+            )
+        case _:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return preflight_error(
+                "FT308", f"the Hub cannot be asked about {name}: {reason}", origin, help=f"try again, {elsewhere}"
+            )

@@ -1,0 +1,75 @@
+"""Looks at a tokenizer's files in a local folder, without loading the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftcli.errors import Origin
+from ftcli.preflight.source import preflight_error, read_json
+
+_MAX_TOKENIZER_BYTES = 256 * 2**20
+_OTHER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """A tokenizer whose files are on this machine.
+
+    ``size`` is one more than its largest id; None where only other files than tokenizer.json say it.
+    """
+
+    folder: Path
+    size: int | None
+    has_chat_template: bool
+    eos_token: str | None
+    pad_token: str | None
+
+
+def inspect_tokenizer(folder: Path, origin: Origin | None) -> TokenizerFacts:
+    """The facts of the tokenizer in ``folder``.
+
+    Raises FtcliError (exit 3): FT321 when there is none, FT305 when a file of it is not JSON.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file() and not any((folder / name).is_file() for name in _OTHER_FILES):
+        raise preflight_error(
+            "FT321",
+            f"no tokenizer in {folder}",
+            origin,
+            help="copy the model's tokenizer files into it, name another with model.tokenizer, or use `bytes`",
+        )
+    config = read_json(path, origin) if path.is_file() else {}
+    specials = folder / "special_tokens_map.json"
+    config = {**(read_json(specials, origin) if specials.is_file() else {}), **config}
+    return TokenizerFacts(
+        folder=folder,
+        size=_size(folder / "tokenizer.json", origin),
+        has_chat_template=bool(config.get("chat_template")) or (folder / "chat_template.jinja").is_file(),
+        eos_token=_text(config.get("eos_token")),
+        pad_token=_text(config.get("pad_token")),
+    )
+
+
+def _size(path: Path, origin: Origin | None) -> int | None:
+    if not path.is_file():
+        return None
+    values = read_json(path, origin, limit=_MAX_TOKENIZER_BYTES)
+    model = values.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids: list[int] = []
+    if isinstance(vocab, dict):
+        ids.extend(i for i in vocab.values() if isinstance(i, int))
+    elif isinstance(vocab, list):
+        ids.append(len(vocab) - 1)
+    added = values.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and isinstance(token.get("id"), int):
+            ids.append(token["id"])
+    return max(ids) + 1 if ids else None
+
+
+def _text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) and text else None

@@ -1,0 +1,44 @@
+"""Looks at the weight files of a local model folder, without reading the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which weights a folder holds.
+
+    ``files`` are its safetensors files. ``missing`` are shards that its index names and that are not there.
+    ``pickle_only`` is True when there are weights, but only in pickle files, which ftcli does not load.
+    """
+
+    files: tuple[Path, ...]
+    missing: tuple[str, ...]
+    pickle_only: bool
+
+    @property
+    def complete(self) -> bool:
+        """True when the folder holds every weight in safetensors."""
+        return bool(self.files) and not self.missing
+
+
+def inspect_weights(folder: Path) -> Weights:
+    """What weights are in ``folder``. A broken index counts as naming no shards: loading reports it exactly."""
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    named = _indexed(folder / "model.safetensors.index.json")
+    present = {path.name for path in files}
+    pickles = any(folder.glob("pytorch_model*.bin"))
+    return Weights(files, tuple(sorted(named - present)), pickle_only=pickles and not files and not named)
+
+
+def _indexed(path: Path) -> set[str]:
+    if not path.is_file():
+        return set()
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name) for name in weight_map.values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()

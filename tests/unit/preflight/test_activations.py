@@ -1,0 +1,186 @@
+"""The activation arithmetic against what torch's autograd really keeps, for every family and precision plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftcli.preflight.activations import POLICIES, Setting, kept_bytes
+from ftcli.preflight.families import shape_of
+from ftcli.preflight.precision import DtypePlan
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA2 = {"sliding_window": 64, "query_pre_attn_scalar": 16}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gemma2": GEMMA2,
+    "gemma3_text": {**GEMMA2, "sliding_window_pattern": 2},
+    "phi3": {"hidden_size": 64},
+    "bitnet": {"hidden_size": 64},
+}
+PLANS = {
+    "lora-float32": DtypePlan("float32", "float32", "float32", False, "test"),
+    "lora-bfloat16": DtypePlan("bfloat16", "float32", "bfloat16", True, "test"),
+    "full-float32": DtypePlan("float32", None, "float32", False, "test"),
+    "full-bfloat16": DtypePlan("float32", None, "bfloat16", True, "test"),
+}
+# A length that is no width of any weight, so that activations cannot be taken for cast copies of weights.
+BATCH, SEQ_LEN, RANK = 2, 72, 4
+
+
+def build(
+    family: str, attention: str, plan: DtypePlan, layers: int, *, dropout: float = 0.0, targets: Any = "all-linear"
+) -> Any:
+    sizes = {key: value for key, value in config_of(family, layers).items() if key != "model_type"}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = model.to(getattr(torch, plan.parameter)).train()
+    if plan.adapter is None:
+        return model
+    lora = peft.LoraConfig(
+        r=RANK,
+        lora_dropout=dropout,
+        target_modules=list(targets) if targets != "all-linear" else targets,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, lora).train()
+
+
+@contextmanager
+def saved_storages(model: torch.nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """Every storage that autograd keeps within the block, parameters and buffers excluded."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            kept.setdefault(pointer, tensor)  # holding it keeps the address from being given out again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def measured_bytes(model: Any, plan: DtypePlan, *, batch: int = BATCH) -> int:
+    """Bytes kept by the backbone's forward pass; adapters' and weights' cast copies are not activations."""
+    ids = torch.randint(3, 97, (batch, SEQ_LEN))
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, -3:] = 0
+    base = model.get_base_model() if plan.adapter else model
+    with saved_storages(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=plan.autocast):
+        base.model(input_ids=ids, attention_mask=mask, use_cache=False)
+    weights = {tuple(p.shape) for p in model.parameters()}
+    weights |= {shape[::-1] for shape in weights}
+    copies = [t for t in kept.values() if tuple(t.shape) in weights]
+    return sum(t.untyped_storage().nbytes() for t in kept.values()) - sum(t.untyped_storage().nbytes() for t in copies)
+
+
+def config_of(family: str, layers: int) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **OF_FAMILY.get(family, {}), "num_hidden_layers": layers}
+
+
+def setting_of(
+    family: str, plan: DtypePlan, *, batch: int = BATCH, dropout: float = 0.0, targets: Any = "all-linear"
+) -> Setting:
+    shape = shape_of(config_of(family, 1))
+    assert shape is not None
+    return Setting(
+        seq_len=SEQ_LEN,
+        bytes_residual=plan.parameter_bytes,
+        bytes_compute=plan.compute_bytes,
+        autocast=plan.autocast,
+        adapted=shape.adapted(targets) if plan.adapter else (),
+        rank=RANK if plan.adapter else 0,
+        dropout=dropout > 0,
+        full=plan.adapter is None,
+        softcap=family == "gemma2",
+        padded=batch > 1,
+    )
+
+
+def predicted_bytes(family: str, attention: str, plan: DtypePlan, *, batch: int = BATCH, **options: Any) -> float:
+    """What the table says that one layer keeps."""
+    shape = shape_of(config_of(family, 1))
+    assert shape is not None
+    setting = setting_of(family, plan, batch=batch, **options)
+    return batch * SEQ_LEN * POLICIES[attention].layer_bytes(shape, setting)
+
+
+CASES = [
+    (family, attention, plan)
+    for family, attention in [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("mistral", "sdpa"),
+        ("qwen2", "sdpa"),
+        ("qwen3", "sdpa"),
+        ("gemma", "sdpa"),
+        ("gemma2", "eager"),
+        ("gemma3_text", "eager"),
+        ("gemma3_text", "sdpa"),
+        ("phi3", "sdpa"),
+        ("bitnet", "sdpa"),
+    ]
+    for plan in PLANS
+]
+
+
+@pytest.mark.parametrize(("family", "attention", "plan"), CASES)
+def test_one_more_layer_keeps_what_the_table_says(family: str, attention: str, plan: str) -> None:
+    # The difference of two depths is exactly one layer, free of embeddings and the final norm.
+    dtypes = PLANS[plan]
+    sizes = [measured_bytes(build(family, attention, dtypes, layers), dtypes) for layers in (2, 3)]
+    predicted = predicted_bytes(family, attention, dtypes)
+    assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
+
+
+@pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
+def test_a_single_row_needs_no_mask_and_no_repeated_heads(plan: str) -> None:
+    dtypes = PLANS[plan]
+    sizes = [measured_bytes(build("llama", "sdpa", dtypes, layers), dtypes, batch=1) for layers in (2, 3)]
+    predicted = predicted_bytes("llama", "sdpa", dtypes, batch=1)
+    assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
+
+
+@pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
+def test_adapters_on_some_layers_only_keep_only_their_inputs(plan: str) -> None:
+    dtypes, targets = PLANS[plan], ("q_proj", "v_proj")
+    sizes = [measured_bytes(build("gemma2", "eager", dtypes, n, targets=targets), dtypes) for n in (2, 3)]
+    predicted = predicted_bytes("gemma2", "eager", dtypes, targets=targets)
+    assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
+    assert predicted < 0.95 * predicted_bytes("gemma2", "eager", dtypes)
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_whole_model_is_within_ten_percent(family: str, attention: str, plan: str, checkpointing: bool) -> None:
+    dtypes, layers = PLANS[plan], 6
+    model = build(family, attention, dtypes, layers)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if dtypes.adapter:
+            model.enable_input_require_grads()
+    shape = shape_of(config_of(family, layers))
+    assert shape is not None
+    kept = kept_bytes(shape, setting_of(family, dtypes), POLICIES[attention], BATCH, checkpointing=checkpointing)
+    assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
