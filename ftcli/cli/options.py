@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli.request import CommonOptions
+from ftcli.errors import ExitCode, FtcliError, Origin
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
@@ -74,6 +75,30 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
     from ftcli.config.load import load_recipe
 
     return load_recipe(Path(path), changes)
+
+
+def run_directory(path: str, label: str) -> Path:
+    """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml."""
+    folder = Path(path)
+    if not (folder / "recipe.yaml").is_file():
+        problem = "holds no recipe.yaml, so it is no run directory" if folder.is_dir() else "is not a directory"
+        raise FtcliError.single(
+            "FT154",
+            f"{path} {problem}",
+            exit_code=ExitCode.RECIPE,
+            origin=Origin(f"{label} {path}" if label.startswith("-") else label),
+            help="name the directory that `ftcli train` wrote, as in runs/smoke",
+        )
+    return folder
+
+
+def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Path]:
+    """A run's recipe and directory, from the run directory itself or from the recipe that names it."""
+    if Path(target).is_dir():
+        folder = run_directory(target, "command line")
+        return load(str(folder / "recipe.yaml"), changes), folder
+    loaded = load(target, changes)
+    return loaded, Path(str(loaded.recipe.run.output_dir))
 
 
 def _quoted(text: str) -> str:

@@ -9,24 +9,22 @@ import yaml
 from ftcli.config import scalars
 from ftcli.config.recipe import Recipe
 
+_TAG = "tag:yaml.org,2002:"
+
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes exactly the text that our loader would take for something else."""
+    """Quotes text that our loader would take for something else, and text that a YAML 1.1 reader would."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
-        if kind is not yaml.ScalarNode or not implicit[0]:
-            return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
-        found = scalars.resolve(value)
+        found = scalars.resolve(value) if kind is yaml.ScalarNode and implicit[0] else ""
         if found is None:
-            return "tag:yaml.org,2002:null"
-        if isinstance(found, bool):
-            return "tag:yaml.org,2002:bool"
-        if isinstance(found, int | float):
-            return "tag:yaml.org,2002:int" if isinstance(found, int) else "tag:yaml.org,2002:float"
-        return "tag:yaml.org,2002:str"
+            return _TAG + "null"
+        if isinstance(found, str):
+            return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        return _TAG + type(found).__name__
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:float", _float_text(data))
+        return self.represent_scalar(_TAG + "float", _float_text(data))
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -42,8 +40,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _float_text(value: float) -> str:
-    """The shortest decimal that reads back as the same float, and as a float."""
+    """The shortest decimal that reads back as the same float, here and in YAML 1.1 (which wants a point: 1.0e-08)."""
     text = repr(value)
     if text in ("inf", "-inf", "nan"):
-        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[text]
-    return text
+        return text.replace("inf", ".inf").replace("nan", ".nan")
+    mantissa, exponent, power = text.partition("e")
+    return text if not exponent or "." in mantissa else f"{mantissa}.0e{power}"

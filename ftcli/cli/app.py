@@ -1,0 +1,158 @@
+"""The `ftcli` command: parse, run, and one place that maps every outcome to text and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from ftcli import __version__
+from ftcli.cli import failure, render, usage
+from ftcli.cli.commands import bench, check, doctor, evaluate, export, grpo, recipes, train
+from ftcli.cli.environment import library_environment, open_session, results_only_on_stdout, style_for
+from ftcli.cli.request import Request, Result
+from ftcli.errors import ExitCode, Finding
+
+_PLAIN_HELP = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+
+_EPILOG = (
+    "\b\nExamples:\n"
+    "  ftcli recipes list\n"
+    "  ftcli check recipes/gemma2-9b.yaml --as h100\n"
+    "  ftcli train recipes/smoke.yaml\n"
+    "  ftcli eval recipes/smoke.yaml --run runs/smoke\n"
+)
+
+#: What a shell reports for a program that wrote into a closed pipe.
+_BROKEN_PIPE = 141
+
+
+def build_app() -> typer.Typer:
+    """The commands and their options."""
+    app = typer.Typer(
+        name="ftcli",
+        help="Fine-tune language models from YAML recipes, checked before anything is built.",
+        epilog=_EPILOG,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=_PLAIN_HELP,
+        no_args_is_help=False,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(f"ftcli {__version__}")
+            raise typer.Exit
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    for name, command in (
+        ("train", train.train),
+        ("eval", evaluate.evaluate),
+        ("grpo", grpo.grpo),
+        ("export", export.export),
+        ("check", check.check),
+        ("bench", bench.bench),
+        ("doctor", doctor.doctor),
+    ):
+        app.command(name, context_settings=_PLAIN_HELP)(command)
+    app.add_typer(recipes.build_app(_PLAIN_HELP), name="recipes")
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one invocation came to. ``told`` are the findings that its reporter has printed already."""
+
+    exit_code: int
+    findings: tuple[Finding, ...] = ()
+    told: tuple[Finding, ...] = ()
+    result: Result | None = None
+    text: str | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return the exit status. Prints everything itself; raises nothing."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _forgive_encodings()
+    try:
+        status = _main(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more when it closes stdout.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        return _BROKEN_PIPE
+    return status
+
+
+def _main(words: list[str]) -> int:
+    parsed = _parse(words)
+    if isinstance(parsed, int):
+        return parsed
+    if isinstance(parsed, _Answer):
+        _tell(parsed, command=None, json="--json" in words)
+        return parsed.exit_code
+    answer = _run(parsed, words)
+    if parsed.raw and answer.text is not None:
+        typer.echo(answer.text)
+    else:
+        _tell(answer, command=parsed.command, json=parsed.options.json)
+    return answer.exit_code
+
+
+def _parse(words: list[str]) -> Request | _Answer | int:
+    """The request, the answer to a usage error, or a status when all is said (help, version)."""
+    command = typer.main.get_command(build_app())
+    names = getattr(command, "commands", {})
+    if words and not words[0].startswith("-") and words[0] not in names:
+        return _Answer(int(ExitCode.RECIPE), (usage.unknown_command(words[0], names),))
+    try:
+        made = command.main(args=words, prog_name="ftcli", standalone_mode=False)
+    except TyperException as error:
+        return _Answer(int(ExitCode.RECIPE), (usage.usage_finding(error, words),))
+    return made if isinstance(made, Request) else int(made or 0)
+
+
+def _run(request: Request, words: list[str]) -> _Answer:
+    session, reporter = open_session(request.options, words)
+    try:
+        with results_only_on_stdout(), library_environment(session):
+            result = request.action(session)
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place where everything ends
+        failed = failure.describe(error, command=session.command, debug=session.debug)
+        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
+    text = request.render(result) if request.render is not None else render.result_text(result)
+    return _Answer(int(ExitCode.OK), (), tuple(reporter.findings), result, text)
+
+
+def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
+    """Findings to stderr and the result to stdout; with `json` the document to stdout instead of the result."""
+    if answer.findings:
+        typer.echo(render.findings_text(answer.findings, style_for(sys.stderr)), err=True)
+    if json:
+        findings = (*answer.told, *answer.findings)
+        typer.echo(render.document(command, answer.exit_code, findings, answer.result))
+    elif answer.text:
+        typer.echo(answer.text)
+
+
+def _forgive_encodings() -> None:
+    """A terminal or log that cannot show a character shows its escape instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

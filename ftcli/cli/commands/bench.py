@@ -1,0 +1,45 @@
+"""`ftcli bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.request import Request, Result
+from ftcli.reporting import Session
+
+
+def bench(
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    batch: Annotated[int | None, typer.Option("--batch", metavar="N", min=1, help="Rows in each step.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", metavar="N", min=2, help="Tokens in each row.")] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=10000, help="Steps to time.")] = 10,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Time the training step.
+
+    The real step of `ftcli train` on synthetic tokens and random weights. Downloads nothing.
+
+    \b
+    Examples:
+      ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
+      ftcli bench recipes/smoke.yaml --steps 5 --json
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli import pipeline
+
+        loaded = options.load(recipe, options.overrides(set_))
+        wanted = pipeline.BenchOptions(batch=batch, seq=seq, layers=layers, steps=steps)
+        return pipeline.bench(loaded, session, wanted)
+
+    return Request("bench", options.common(json, quiet, offline, debug), action)

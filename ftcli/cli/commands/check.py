@@ -1,0 +1,45 @@
+"""`ftcli check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.request import Request, Result
+from ftcli.reporting import Session
+
+
+def check(
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    as_gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="GPU",
+            help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu.",
+        ),
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Say whether a recipe can work here.
+
+    Looks at keys, model, data, GPU, memory and disk. Downloads no weights and builds nothing.
+
+    \b
+    Examples:
+      ftcli check recipes/gemma2-9b.yaml
+      ftcli check recipes/gemma2-9b.yaml --as h100 --offline
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli import pipeline
+
+        return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu)
+
+    return Request("check", options.common(json, quiet, offline, debug), action)

@@ -1,0 +1,42 @@
+"""`ftcli eval`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.request import Request, Result
+from ftcli.reporting import Session
+
+
+def evaluate(
+    recipe: options.RecipeArgument,
+    set_: options.SetOption = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="DIR", help="A finished run, compared with its base model.")
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Evaluate the base model, or a run beside it.
+
+    Loss, perplexity, token accuracy and the tasks of the recipe on held-out data.
+
+    \b
+    Examples:
+      ftcli eval recipes/smoke.yaml
+      ftcli eval recipes/smoke.yaml --run runs/smoke --json
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli import pipeline
+
+        loaded = options.load(recipe, options.overrides(set_))
+        run_dir = options.run_directory(run, "--run") if run is not None else None
+        return pipeline.evaluate(loaded, session, run_dir)
+
+    return Request("eval", options.common(json, quiet, offline, debug), action)

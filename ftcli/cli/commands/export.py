@@ -1,0 +1,40 @@
+"""`ftcli export`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.request import Request, Result
+from ftcli.reporting import Session
+
+
+def export(
+    target: Annotated[
+        str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe or a run directory.", show_default=False)
+    ],
+    set_: options.SetOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Write a run in other formats.
+
+    The formats are those of the recipe's export section; each is loaded again and compared before it counts.
+
+    \b
+    Examples:
+      ftcli export runs/smoke
+      ftcli export recipes/smoke.yaml --set export.formats=[safetensors]
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli import pipeline
+
+        loaded, run_dir = options.load_run(target, options.overrides(set_))
+        return pipeline.export(loaded, session, run_dir)
+
+    return Request("export", options.common(json, quiet, offline, debug), action)

@@ -1,0 +1,170 @@
+"""`ftcli recipes`: the recipes that ship with the package, and the schema of all recipes."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ftcli.cli import options, render
+from ftcli.cli.request import Request, Result
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.reporting import Session
+
+_EPILOG = (
+    "\b\nExamples:\n"
+    "  ftcli recipes list\n"
+    "  ftcli recipes show gemma2-9b\n"
+    "  ftcli recipes copy gemma2-9b my-recipe.yaml\n"
+    "  ftcli recipes schema > recipe.schema.json\n"
+)
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="A recipe's name, as `ftcli recipes list` has it.", show_default=False)
+]
+
+
+def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
+    """The subcommands of `ftcli recipes`."""
+    app = typer.Typer(
+        help="List, show and copy shipped recipes.",
+        epilog=_EPILOG,
+        rich_markup_mode=None,
+        context_settings=dict(context_settings),
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    for command in (list_, show, copy, schema):
+        app.command(command.__name__.rstrip("_"), context_settings=dict(context_settings))(command)
+    return app
+
+
+def list_(json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+    """List the recipes that ship with ftcli."""
+
+    def action(_: Session) -> Result:
+        recipes = [{"name": path.stem, "about": _about(path), "path": str(path)} for path in shipped().values()]
+        return {"recipes": recipes}
+
+    def shown(result: Result) -> str:
+        width = max((len(entry["name"]) for entry in result["recipes"]), default=0)
+        return "\n".join(f"{entry['name']:<{width}}  {entry['about']}".rstrip() for entry in result["recipes"])
+
+    return Request("recipes list", options.common(json, False, False, debug), action, shown)
+
+
+def show(name: NameArgument, json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+    """Print a recipe."""
+
+    def action(_: Session) -> Result:
+        path = find(name)
+        return {"name": path.stem, "path": str(path), "text": path.read_text(encoding="utf-8")}
+
+    def shown(result: Result) -> str:
+        return str(result["text"]).rstrip("\n")
+
+    return Request("recipes show", options.common(json, False, False, debug), action, shown)
+
+
+def copy(
+    name: NameArgument,
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="Where to; NAME.yaml here when absent.", show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    json: options.JsonOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Copy a recipe to a file of your own."""
+
+    def action(_: Session) -> Result:
+        source = find(name)
+        target = Path(destination) if destination is not None else Path(source.name)
+        if target.is_dir():
+            target = target / source.name
+        _write(source.read_text(encoding="utf-8"), target, force=force)
+        return {"name": source.stem, "path": str(target)}
+
+    def shown(result: Result) -> str:
+        return f"wrote {result['path']}; next: ftcli check {result['path']}"
+
+    return Request("recipes copy", options.common(json, False, False, debug), action, shown)
+
+
+def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+    """Print the JSON Schema of recipes, and nothing else, so that editors can complete and check them."""
+
+    def action(_: Session) -> Result:
+        from ftcli.config.schema import published
+
+        return published()
+
+    def shown(result: Result) -> str:
+        return json_module.dumps(result, indent=2)
+
+    return Request("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes by name: those inside an installed package, or those of the checkout that this package stands in."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "assets" / "recipes"
+    folder = inside if inside.is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find(name: str) -> Path:
+    """The shipped recipe of this name. Raises FtcliError FT152 (exit RECIPE) where there is none."""
+    recipes = shipped()
+    stem = Path(name).name.removesuffix(".yaml").removesuffix(".yml")
+    if stem in recipes:
+        return recipes[stem]
+    near = get_close_matches(stem, recipes, n=1, cutoff=0.5)
+    help = f"did you mean {near[0]}?" if near else f"there are: {', '.join(recipes)}"
+    raise FtcliError.single(
+        "FT152", f"no recipe `{name}` ships with ftcli", exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help
+    )
+
+
+_COMMAND_LINE = Origin("command line")
+
+
+def _write(text: str, target: Path, *, force: bool) -> None:
+    try:
+        with target.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise FtcliError.single(
+            "FT153",
+            f"{target} exists",
+            exit_code=ExitCode.RECIPE,
+            origin=_COMMAND_LINE,
+            help="name another file, or use --force to overwrite it",
+        ) from None
+    except OSError as error:
+        raise FtcliError.single(
+            "FT155",
+            f"{target} cannot be written: {error.strerror}",
+            exit_code=ExitCode.RECIPE,
+            origin=_COMMAND_LINE,
+            help="name a file in a folder that exists and that you may write to",
+        ) from None
+
+
+def _about(path: Path) -> str:
+    """The first comment line of a recipe."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and line.strip("# "):
+            return render.clean(line.lstrip("#").strip())
+        if line.strip() and not line.startswith("#"):
+            break
+    return ""

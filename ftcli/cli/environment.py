@@ -1,0 +1,133 @@
+"""Everything that the process environment says: colours, offline, and what a manifest should record."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from types import MappingProxyType
+
+from ftcli.cli.render import Style
+from ftcli.cli.reporters import CollectingReporter, TerminalReporter
+from ftcli.cli.request import CommonOptions
+from ftcli.reporting import Session
+
+#: Variables that change what a run computes or where it runs. None of them is a secret.
+_RECORDED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "TORCH_COMPILE_DISABLE",
+    "TRITON_INTERPRET",
+    "WANDB_MODE",
+    "WANDB_PROJECT",
+)
+
+
+def style_for(stream: object) -> Style:
+    """Colours on a terminal, unless NO_COLOR is set or the terminal is dumb."""
+    return Style(color=_wants_color(stream))
+
+
+def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, CollectingReporter]:
+    """The session of one invocation, and its reporter, which keeps the findings that it was told."""
+    from ftcli.config.secrets import mask
+
+    terminal = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+    style = style_for(sys.stderr)
+    reporter: CollectingReporter
+    if terminal and not options.quiet:
+        reporter = TerminalReporter(sys.stderr, style, quiet=False, color=_wants_color(sys.stderr))
+    else:
+        reporter = CollectingReporter(sys.stderr, style, quiet=options.quiet)
+    session = Session(
+        reporter=reporter,
+        quiet=options.quiet,
+        json=options.json,
+        offline=options.offline or _flag("HF_HUB_OFFLINE"),
+        debug=options.debug,
+        is_tty=terminal,
+        command=("ftcli", *(mask(word) for word in argv)),
+        environment=recorded(os.environ),
+    )
+    return session, reporter
+
+
+def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables worth recording."""
+    return MappingProxyType({name: environment[name] for name in _RECORDED if name in environment})
+
+
+@contextmanager
+def library_environment(session: Session) -> Iterator[None]:
+    """While a command runs: no network with ``--offline``, no bars of other libraries where there is no terminal.
+
+    Must be entered before transformers or huggingface_hub are imported, which read these variables only then.
+    """
+    wanted = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if session.offline:
+        wanted |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    if not session.is_tty or session.quiet:
+        wanted |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    for name, value in wanted.items():
+        if before[name] is None or name == "HF_HUB_OFFLINE":
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, value_before in before.items():
+            if value_before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value_before
+
+
+@contextmanager
+def results_only_on_stdout() -> Iterator[None]:
+    """While a command runs, everything that any library prints goes to stderr, C code included."""
+    saved = _duplicate_stdout()
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def _duplicate_stdout() -> int | None:
+    """Point file descriptor 1 at stderr and return a copy of what it was; None where these are not the real streams."""
+    try:
+        if sys.stdout.fileno() != 1 or sys.stderr.fileno() != 2:
+            return None
+        sys.stdout.flush()
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return saved
+
+
+def _is_terminal(stream: object) -> bool:
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty()) if callable(isatty) else False
+
+
+def _wants_color(stream: object) -> bool:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")

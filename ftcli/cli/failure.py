@@ -1,0 +1,88 @@
+"""Whatever stops a command, as findings and an exit status."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.errors import ExitCode, Finding, FtcliError
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What to tell, and the status to exit with."""
+
+    findings: tuple[Finding, ...]
+    exit_code: int
+
+
+def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
+    """FtcliError as it is; Ctrl-C, lack of memory and a full disk by their own codes; all else is a bug in ftcli.
+
+    The traceback of a bug is printed with `debug`, and written to a file otherwise.
+    """
+    if isinstance(error, FtcliError):
+        return Failure(error.findings, int(error.exit_code))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure((Finding("FT191", "interrupted", severity="note"),), int(ExitCode.INTERRUPTED))
+    if is_out_of_memory(error):
+        help = (
+            "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
+            "`ftcli check` estimates what fits"
+        )
+        found = Finding("FT192", f"out of memory: {_first_line(error)}", help=help)
+        return Failure((found,), int(ExitCode.OUT_OF_MEMORY))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" at {error.filename}" if error.filename else ""
+        found = Finding(
+            "FT193", f"no space left on the disk{where}", help="free some space; `ftcli train` continues the run"
+        )
+        return Failure((found,), int(ExitCode.PREFLIGHT))
+    return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch (by class name, so that torch need not be imported) or Python ran out of memory."""
+    if isinstance(error, MemoryError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
+    if "OutOfMemoryError" in names:
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "DefaultCPUAllocator" in text)
+
+
+def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:
+    text = "".join(traceback.format_exception(error))
+    message = f"this is a bug in ftcli: {type(error).__name__}: {_first_line(error)}"
+    if debug:
+        print(text, file=sys.stderr)  # noqa: T201
+        return Finding("FT190", message, help="please report it with the traceback above")
+    path = _crash_file(text, command)
+    kept = f"the traceback is in {path}; please report it" if path is not None else "run it again with --debug"
+    return Finding("FT190", message, help=kept)
+
+
+def _crash_file(text: str, command: Sequence[str]) -> Path | None:
+    from ftcli import __version__
+
+    head = f"ftcli {__version__}, Python {platform.python_version()}, {platform.platform()}\n{' '.join(command)}\n\n"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="ftcli-crash-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as stream:
+            stream.write(head + text)
+            return Path(stream.name)
+    except OSError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "(no message)"

@@ -1,0 +1,180 @@
+"""Text for a person and JSON for a script. Pure functions: nothing here prints or reads the environment."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+from ftcli.cli.plain import jsonable
+from ftcli.cli.request import Result
+from ftcli.errors import Finding, Origin
+
+_SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
+
+#: Source lines longer than this are shown around the place that matters.
+_EXCERPT_WIDTH = 120
+
+
+class Style:
+    """Colours on or off."""
+
+    def __init__(self, *, color: bool) -> None:
+        self._color = color
+
+    def paint(self, text: str, code: str) -> str:
+        """`text` in the SGR style `code`, where colours are on."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self._color and text else text
+
+
+def findings_text(findings: Iterable[Finding], style: Style) -> str:
+    """One block for each finding, in the format that the contract promises."""
+    return "\n".join(_block(finding, style) for finding in findings)
+
+
+def _block(finding: Finding, style: Style) -> str:
+    origin = finding.origin
+    source = clean(str(origin)) if origin is not None else "ftcli"
+    label = style.paint(f"{finding.severity}[{finding.code}]", _SEVERITY_STYLE[finding.severity])
+    lines = [f"{style.paint(source, '1')}: {label}: {clean(finding.message)}"]
+    if origin is not None and origin.line is not None and origin.excerpt is not None:
+        lines += _excerpt(origin, style)
+    if finding.help:
+        first, *rest = finding.help.splitlines()
+        lines.append(f"  {style.paint('help', '1;32')}: {clean(first)}")
+        lines += [f"        {clean(line)}" for line in rest]
+    return "\n".join(lines)
+
+
+def _excerpt(origin: Origin, style: Style) -> list[str]:
+    """The source line and the caret line below it."""
+    assert origin.line is not None
+    assert origin.excerpt is not None
+    gutter = f"  {origin.line} | "
+    start = (origin.column or 1) - 1
+    text, start = _clipped(clean(origin.excerpt), start)
+    lines = [style.paint(gutter, "2") + text]
+    if origin.column is not None:
+        length = max(1, min(origin.length, len(text) - start))
+        pad = " " * _cells(text[:start])
+        carets = "^" * max(1, _cells(text[start : start + length]))
+        lines.append(style.paint(" " * (len(gutter) - 2) + "| ", "2") + pad + style.paint(carets, "1;31"))
+    return lines
+
+
+def _clipped(text: str, start: int) -> tuple[str, int]:
+    """At most _EXCERPT_WIDTH characters of `text` around `start`, and where `start` went."""
+    if len(text) <= _EXCERPT_WIDTH:
+        return text, start
+    first = max(0, min(start - _EXCERPT_WIDTH // 3, len(text) - _EXCERPT_WIDTH))
+    head = "..." if first else ""
+    tail = "..." if first + _EXCERPT_WIDTH < len(text) else ""
+    return head + text[first : first + _EXCERPT_WIDTH] + tail, start - first + len(head)
+
+
+def clean(text: str) -> str:
+    """`text` without control characters, which could move the cursor or recolour the terminal."""
+    return "".join(char if unicodedata.category(char) not in ("Cc", "Cf") else " " for char in text)
+
+
+def _cells(text: str) -> int:
+    """Terminal columns that `text` takes."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)
+
+
+def finding_dict(finding: Finding) -> dict[str, Any]:
+    """A finding as plain data."""
+    origin = finding.origin
+    return {
+        "code": finding.code,
+        "severity": finding.severity,
+        "message": finding.message,
+        "help": finding.help,
+        "source": origin.source if origin is not None else None,
+        "line": origin.line if origin is not None else None,
+        "column": origin.column if origin is not None else None,
+        "length": origin.length if origin is not None and origin.line is not None else None,
+    }
+
+
+def document(command: str | None, exit_code: int, findings: Iterable[Finding], result: Result | None) -> str:
+    """The one JSON document of ``--json``."""
+    content: dict[str, Any] = {"ok": exit_code == 0, "exit_code": exit_code, "command": command}
+    content["findings"] = [finding_dict(finding) for finding in findings]
+    if result is not None:
+        content["result"] = jsonable(result)
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def result_text(result: Result) -> str:
+    """Any result as aligned keys and values; nested results are indented, lists of records become tables."""
+    return "\n".join(_lines(jsonable(result), 0))
+
+
+def _lines(record: dict[str, Any], depth: int) -> list[str]:
+    indent = "  " * depth
+    width = max((len(_label(key)) for key, value in record.items() if not _is_nested(value)), default=0)
+    lines = []
+    for key, value in record.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{_label(key)}", *_lines(value, depth + 1)]
+        elif _is_nested(value):
+            lines += [f"{indent}{_label(key)}", *table(value, indent + "  ")]
+        elif value is not None and value not in ([], {}):
+            lines.append(f"{indent}{_label(key):<{width}}  {_value(key, value)}")
+    return lines
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value)
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def table(records: list[dict[str, Any]], indent: str = "") -> list[str]:
+    """Records of the same keys as aligned columns under their names."""
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[_label(key) for key in keys]]
+    rows += [[_value(key, record.get(key)) for key in keys] for record in records]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(keys))]
+    return [
+        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+
+
+def _label(key: str) -> str:
+    for suffix in ("_bytes", "_seconds", "_ms"):
+        key = key.removesuffix(suffix)
+    return key.replace("_", " ")
+
+
+def _value(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_value(key, item) for item in value) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_value(name, item)}" for name, item in value.items()) or "-"
+    if isinstance(value, int | float) and key.endswith("_bytes"):
+        return size(value)
+    if isinstance(value, int | float) and key.endswith("_seconds"):
+        return f"{value:.1f} s"
+    if isinstance(value, float):
+        text = f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{text} ms" if key.endswith(("_ms", "_ms_min", "_ms_max")) else text
+    if isinstance(value, int):
+        return f"{value:,}"
+    return clean(str(value))
+
+
+def size(count: float) -> str:
+    """Bytes in the binary unit that fits."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,87 @@
+"""Command lines that cannot be understood, and what was probably meant. Codes FT150 and FT151."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from types import MappingProxyType
+
+from typer.exceptions import TyperException
+
+from ftcli.errors import Finding, Origin
+
+#: Words of other tools for our commands.
+_OTHER_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
+        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "merge": "export",
+        "merge-lora": "export", "save": "export", "convert": "export", "validate": "check", "lint": "check",
+        "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
+        "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
+        "schema": "recipes schema", "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
+        "help": "--help", "version": "--version",
+    }
+)  # fmt: skip
+
+
+def unknown_command(word: str, commands: Iterable[str]) -> Finding:
+    """FT151 for a first word that is no command."""
+    from ftcli.config.secrets import mask
+
+    known = list(commands)
+    meant = _OTHER_WORDS.get(word.lower())
+    near = [meant] if meant else get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    if word.endswith((".yaml", ".yml")):
+        help = f"a command comes first: `ftcli train {word}` or `ftcli check {word}`"
+    elif near:
+        help = f"did you mean `ftcli {near[0]}`?"
+    else:
+        help = f"commands: {', '.join(known)}"
+    return Finding("FT151", f"no command `{mask(word)}`", Origin("command line"), help)
+
+
+def usage_finding(error: TyperException, argv: Sequence[str]) -> Finding:
+    """FT150 for everything else that the parser refuses."""
+    from ftcli.config.secrets import mask
+
+    message = mask(error.format_message()).rstrip(".").replace("'", "`")
+    message = message[:1].lower() + message[1:]
+    option = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "ftcli"
+    help = f"`{path} --help` shows what it takes"
+    if isinstance(option, str) and "no such option" in message:
+        message = f"no option `{option}`"
+        help = _option_help(option, getattr(error, "possibilities", None) or (), path) or help
+    elif "unexpected extra argument" in message:
+        help = _extra_help(argv) or help
+    return Finding("FT150", message, Origin("command line"), help)
+
+
+def _option_help(option: str, near: Sequence[str], path: str) -> str | None:
+    if path == "ftcli":
+        return f"options come after the command, as in `ftcli train RECIPE {option}`"
+    if near:
+        return f"did you mean {near[0]}?"
+    keys = _keys_named(option.lstrip("-").partition("=")[0])
+    return f"values of a recipe are set by --set {keys[0]}=VALUE" if keys else None
+
+
+def _extra_help(argv: Sequence[str]) -> str | None:
+    """For ``ftcli train recipe.yaml lora.r=8``, as other tools have it."""
+    loose = [word for before, word in pairwise(argv) if "=" in word and before != "--set"]
+    loose = [word for word in loose if not word.startswith("-")]
+    return f"write --set {loose[0]}" if loose else None
+
+
+def _keys_named(name: str) -> list[str]:
+    """Recipe keys of this dotted or plain name, or ours for another tool's."""
+    from ftcli.config.dialects import foreign
+    from ftcli.config.schema import RecipeSchema
+
+    wanted = name.replace("-", "_").lower()
+    keys = list(RecipeSchema().keys())
+    found = [key for key in keys if wanted in (key, key.rpartition(".")[2])]
+    known = foreign("", wanted)
+    return found or ([known.key] if known is not None and known.key is not None else [])
