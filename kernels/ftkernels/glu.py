@@ -78,6 +78,20 @@ def activation_reference(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def glu_backward_torch(dh: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """(dgate beside dup (M, 2 * F), h (M, F)) in dh's dtype, in plain torch without autograd. All inputs (M, F)."""
+    acc = accumulate_dtype(dh.dtype)
+    g, u, d = gate.to(acc), up.to(acc), dh.to(acc)
+    value = activation_reference(g, activation)
+    if activation == "silu":
+        dg = torch.ops.aten.silu_backward(d * u, g)
+    elif activation == "relu2":
+        dg = d * u * 2.0 * F.relu(g)
+    else:
+        dg = torch.ops.aten.gelu_backward(d * u, g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return torch.cat((dg, d * value), dim=1).to(dh.dtype), (value * u).to(dh.dtype)
+
+
 class _Glu(torch.autograd.Function):
     """Saves gate and up."""
 

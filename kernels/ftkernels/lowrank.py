@@ -1,0 +1,315 @@
+"""LoRA projections as data, and the products that every fused LoRA operation shares.
+
+Legend: M rows, I input features, O output features of one projection, P projections that read the same input,
+K their padded rank (a multiple of 16, the largest rank rounded up to a power of two).
+
+    y_p = x @ W_p.T + bias_p + s_p * (x @ A_p.T) @ B_p.T
+
+The adapters of a group are packed once a forward, in the dtype of the products:
+
+    a   (P * K, I)       rows p*K .. p*K + r_p are  s_p * A_p, the rest 0
+    b   (sum O_p, K)     the B_p above each other, columns past r_p 0
+    xa  (M, P * K)       x @ a.T
+
+so one skinny GEMM serves all P, and kernels need no masks over ranks. Backward, with dxa_p = dy_p @ B_p:
+
+    dx  = dxa @ a + dy @ W           delta first, then the base GEMM accumulates onto it
+    dA_p = s_p * dxa_p.T @ x
+    dB_p = dy_p.T @ xa_p             xa carries s_p already
+
+With a norm in front, x = norm(z) = rstd * z * w, and x is neither saved nor formed again:
+
+    dA_p = s_p * ((dxa_p * rstd).T @ z) * w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkernels.device import BackendName, choose_backend, interpreting
+from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
+from ftkernels.norm_parts import (
+    WIDEST_ROW,
+    NormForm,
+    norm_backward,
+    norm_backward_torch,
+    norm_forward,
+    norm_forward_torch,
+)
+from ftkernels.projection import Norm, Projection, dense, joined
+
+# Kernels keep a (rows, K) and a (columns, K) tile beside the data; above this rank a GEMM of its own is the better way.
+_LARGEST_FUSED_RANK = 64
+
+
+def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
+    """[a, b] of every projection in turn: the inputs of an autograd Function."""
+    return [t for p in projections for t in (p.a, p.b)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change between forward and backward of a group, tensors that autograd must see excepted.
+
+    ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own.
+    """
+
+    projections: tuple[Projection, ...]
+    dtype: torch.dtype
+    rank: int
+    norm_form: NormForm | None
+    eps: float
+    triton: bool
+    fused: bool
+    seeds: tuple[int | None, ...]
+
+    @property
+    def out_features(self) -> int:
+        """The sum of the projections' output features."""
+        return sum(p.out_features for p in self.projections)
+
+    @property
+    def drops(self) -> bool:
+        """True when some adapter has dropout."""
+        return any(seed is not None for seed in self.seeds)
+
+    def columns(self) -> list[slice]:
+        """Each projection's columns of the joint output."""
+        edges = [0]
+        for p in self.projections:
+            edges.append(edges[-1] + p.out_features)
+        return [slice(lo, hi) for lo, hi in pairwise(edges)]
+
+    def ranks(self, index: int) -> slice:
+        """Projection ``index``'s columns of xa."""
+        return slice(index * self.rank, (index + 1) * self.rank)
+
+
+def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, backend: BackendName) -> Plan:
+    """Decide dtype, implementation and dropout seeds of one call. Dropout draws from torch's CPU generator."""
+    weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
+    dtype = compute_dtype(x.device.type, x, *weights)
+    triton = choose_backend(x.device, backend).is_triton
+    largest = max(p.rank for p in projections)
+    rank = 0 if largest == 0 else max(16, 1 << (largest - 1).bit_length())
+    return Plan(
+        projections=tuple(projections),
+        dtype=dtype,
+        rank=rank,
+        norm_form=None if norm is None else norm.form,
+        eps=0.0 if norm is None else norm.eps,
+        triton=triton,
+        fused=triton and rank <= _LARGEST_FUSED_RANK and (dtype != torch.float64 or interpreting()),
+        seeds=tuple(
+            int(torch.randint(2**62, ())) if p.dropout > 0.0 and p.a is not None else None for p in projections
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The packed adapters of a group: a (P * K, I), b (sum O, K). Both None when no projection has an adapter."""
+
+    a: Tensor | None
+    b: Tensor | None
+
+
+def pack(plan: Plan, device: torch.device) -> Packed:
+    """Copy the adapters into the packed layout of the module docstring."""
+    if not plan.rank:
+        return Packed(None, None)
+    count, features = len(plan.projections), int(plan.projections[0].weight.shape[1])
+    exact = all(p.rank == plan.rank for p in plan.projections)
+    make = torch.empty if exact else torch.zeros
+    a = make((count * plan.rank, features), dtype=plan.dtype, device=device)
+    b = make((plan.out_features, plan.rank), dtype=plan.dtype, device=device)
+    for index, (p, columns) in enumerate(zip(plan.projections, plan.columns(), strict=True)):
+        if p.a is None or p.b is None:
+            continue
+        start = index * plan.rank
+        # In A's own dtype and rounded once; one launch each.
+        torch.mul(p.a, p.scaling, out=a[start : start + p.rank])
+        b[columns, : p.rank].copy_(p.b)
+    return Packed(a, b)
+
+
+def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
+    if norm_weight is None or plan.norm_form is None:
+        return x.to(plan.dtype), None
+    if plan.triton and x.shape[1] <= WIDEST_ROW:
+        y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype)
+        return y, rstd
+    return norm_forward_torch(x, norm_weight, plan.eps, plan.norm_form, plan.dtype)
+
+
+def project(plan: Plan, packed: Packed, x: Tensor) -> Tensor | None:
+    """xa (M, P * K), or None without adapters; dropout is applied to each adapter's own copy of ``x``."""
+    if packed.a is None:
+        return None
+    if not plan.drops:
+        return torch.mm(x, packed.a.t())
+    xa = x.new_empty((x.shape[0], packed.a.shape[0]))
+    for index in range(len(plan.projections)):
+        ranks = plan.ranks(index)
+        xa[:, ranks] = torch.mm(_dropped(plan, index, x), packed.a[ranks].t())
+    return xa
+
+
+def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
+    """``x`` through the dropout of projection ``index``: the same mask every time it is asked for."""
+    seed = plan.seeds[index]
+    if seed is None:
+        return x
+    keep = 1.0 - plan.projections[index].dropout
+    generator = torch.Generator(device=x.device).manual_seed(seed)
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(keep, generator=generator)
+    return mask.mul_(x).div_(keep)
+
+
+def base_forward(plan: Plan, x: Tensor) -> Tensor:
+    """The frozen projections side by side, (M, sum O): one GEMM where the weights are neighbours in memory."""
+    projections = plan.projections
+    if len(projections) == 1:
+        p = projections[0]
+        return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
+    joint = joined([p.weight for p in projections], plan.dtype)
+    if joint is not None and all(p.bias is None for p in projections):
+        return torch.mm(x, joint.t())
+    if joint is not None and all(p.bias is not None for p in projections):
+        bias = torch.cat([p.bias for p in projections if p.bias is not None]).to(plan.dtype)
+        return torch.addmm(bias, x, joint.t())
+    y = x.new_empty((x.shape[0], plan.out_features))
+    for p, columns in zip(projections, plan.columns(), strict=True):
+        torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
+        if p.bias is not None:
+            y[:, columns] += p.bias.to(plan.dtype)
+    return y
+
+
+def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
+    """``dx + dy @ W`` over all projections, in place on ``dx`` where one is given. dy: (M, sum O)."""
+    projections = plan.projections
+    joint = joined([p.weight for p in projections], plan.dtype)
+    pairs = [(dy, joint)] if joint is not None else None
+    if pairs is None:
+        columns = plan.columns()
+        pairs = [(dy[:, c], dense(p.weight, plan.dtype)) for p, c in zip(projections, columns, strict=True)]
+    for part, weight in pairs:
+        dx = torch.mm(part, weight) if dx is None else add_mm_(dx, part, weight)
+    assert dx is not None
+    return dx
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGrads:
+    """dx (M, I) or None, the norm weight's gradient or None, and [dA, dB] of every projection in turn."""
+
+    dx: Tensor | None
+    d_norm_weight: Tensor | None
+    adapters: list[Tensor | None]
+
+
+def group_backward(
+    plan: Plan,
+    packed: Packed,
+    *,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    rstd: Tensor | None,
+    xa: Tensor | None,
+    dy: Tensor,
+    dxa: Tensor | None,
+    d_pass: Tensor | None,
+    wants: Sequence[bool],
+) -> GroupGrads:
+    """Everything behind dy (M, sum O) in ``plan.dtype``, which is not written.
+
+    x: (M, I) as saved: before the norm when there is one. dxa: (M, P * K) float32, computed here when None.
+    d_pass: (M, I) gradient of the residual that left beside the group, added to dx. ``wants``: for x, the norm weight,
+    then a and b of every projection.
+    """
+    dx = d_norm_weight = None
+    adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
+    if packed.a is not None and packed.b is not None:
+        dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
+        dxa_low = dxa.to(plan.dtype)
+        if wants[0] or wants[1]:
+            dx = _delta_dx(plan, packed.a, dxa_low)
+        _b_grads(plan, dy, xa, adapters, wants[3::2])
+        _a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
+    if wants[0] or wants[1]:
+        dx = base_backward(plan, dy, dx)
+        if norm_weight is not None and rstd is not None and plan.norm_form is not None:
+            backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
+            dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
+        elif d_pass is not None:
+            dx = dx + d_pass
+    return GroupGrads(dx, d_norm_weight, adapters)
+
+
+def adapter_input_grad(plan: Plan, b: Tensor, dy: Tensor) -> Tensor:
+    """dxa (M, P * K) float32: ``dy_p @ B_p`` for every projection."""
+    parts = [mm_accurate(dy[:, c], b[c]) for c in plan.columns()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _delta_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
+    """The adapters' share of dx, through their dropout."""
+    if not plan.drops:
+        return torch.mm(dxa, a)
+    total = None
+    for index in range(len(plan.projections)):
+        ranks = plan.ranks(index)
+        part = _dropped(plan, index, torch.mm(dxa[:, ranks], a[ranks]))
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+def _b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None], wants: Sequence[bool]) -> None:
+    """dB of every projection from one product over all of them; the off-diagonal blocks are thrown away."""
+    if xa is None or not any(wants):
+        return
+    product = mm_accurate(dy.t(), xa)
+    for index, (p, columns) in enumerate(zip(plan.projections, plan.columns(), strict=True)):
+        if p.b is not None and wants[index]:
+            start = index * plan.rank
+            out[2 * index + 1] = product[columns, start : start + p.rank].to(p.b.dtype)
+
+
+def _a_grads(
+    plan: Plan,
+    dxa: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    rstd: Tensor | None,
+    out: list[Tensor | None],
+    wants: Sequence[bool],
+) -> None:
+    """dA of every projection. Behind a norm from the norm's own input, unless dropout needs the output itself."""
+    if not any(wants):
+        return
+    behind_norm = norm_weight is not None and rstd is not None
+    if plan.drops:
+        inputs, _ = enter(plan, x, norm_weight)
+        parts = [
+            mm_accurate(dxa[:, plan.ranks(i)].to(plan.dtype).t(), _dropped(plan, i, inputs))
+            for i in range(len(plan.projections))
+        ]
+        product = torch.cat(parts)
+    elif behind_norm and rstd is not None and norm_weight is not None:
+        product = mm_accurate((dxa * rstd[:, None]).to(plan.dtype).t(), x.to(plan.dtype))
+        product *= norm_weight.to(product.dtype) + (1.0 if plan.norm_form == "gemma" else 0.0)
+    else:
+        product = mm_accurate(dxa.to(plan.dtype).t(), x.to(plan.dtype))
+    for index, p in enumerate(plan.projections):
+        if p.a is not None and wants[index]:
+            start = index * plan.rank
+            out[2 * index] = (product[start : start + p.rank] * p.scaling).to(p.a.dtype)

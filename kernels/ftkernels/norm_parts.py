@@ -1,0 +1,274 @@
+"""The kernels of the RMS norms and their launches, without autograd. Formulas: ``ftkernels.rms_norm``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.device import (
+    accumulate_dtype,
+    on_device_of,
+    rounded,
+    store_dtype,
+    triton_dtype,
+    triton_store_dtype,
+)
+from ftkernels.rows import as_rows
+
+NormForm = Literal["llama", "gemma"]
+
+# A program holds whole rows in registers; wider rows take the torch form.
+WIDEST_ROW = 32768
+# Programs that share the rows when dw is wanted: each leaves one partial row of dw.
+_DW_PROGRAMS = 528
+
+
+def norm_dtype(x: torch.dtype, weight: torch.dtype, form: NormForm) -> torch.dtype:
+    """The dtype of the norm's output."""
+    return x if form == "gemma" else torch.promote_types(x, weight)
+
+
+@triton.jit
+def _row_offsets(rows, INNER, outer_stride, inner_stride):
+    rows = rows.to(tl.int64)
+    return (rows // INNER) * outer_stride + (rows % INNER) * inner_stride
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    res_ptr,
+    w_ptr,
+    y_ptr,
+    sum_ptr,
+    rstd_ptr,
+    M,
+    H,
+    eps,
+    FORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACC: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M)[:, None] & (cols < H)
+    x_at = _row_offsets(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
+    dense = rows.to(tl.int64)[:, None] * H + cols
+    x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
+    if RESIDUAL == "before":
+        # The sum is stored rounded, and it is the stored sum that is normalised.
+        x = (x + tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)).to(ROUND).to(ACC)
+        tl.store(sum_ptr + dense, x.to(sum_ptr.dtype.element_ty), mask=mask)
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + tl.cast(eps, ACC))
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    n = x * rstd[:, None]
+    y = n * (1.0 + w) if FORM == "gemma" else n.to(ROUND).to(ACC) * w
+    if RESIDUAL == "after":
+        y += tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)
+    tl.store(y_ptr + dense, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    w_ptr,
+    rstd_ptr,
+    dsum_ptr,
+    dx_ptr,
+    dw_ptr,
+    M,
+    H,
+    blocks_per_program,
+    FORM: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
+    WANT_DW: tl.constexpr,
+    ACC: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(ACC)
+    if FORM == "gemma":
+        w = 1.0 + w
+    dw = tl.full((1, BLOCK), 0.0, ACC)
+    for block in range(blocks_per_program):
+        rows = (program * blocks_per_program + block) * ROWS + tl.arange(0, ROWS)
+        mask = (rows < M)[:, None] & (cols < H)
+        x_at = _row_offsets(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols
+        dense = rows.to(tl.int64)[:, None] * H + cols
+        dy = tl.load(dy_ptr + dense, mask=mask, other=0.0).to(ACC)
+        x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        n = x * rstd
+        g = dy * w
+        dx = rstd * (g - n * (tl.sum(g * n, axis=1) / H)[:, None])
+        if HAS_DSUM:
+            dx += tl.load(dsum_ptr + dense, mask=mask, other=0.0).to(ACC)
+        tl.store(dx_ptr + dense, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANT_DW:
+            if FORM == "llama":
+                n = n.to(ROUND).to(ACC)
+            dw += tl.sum(dy * n, axis=0)[None, :]
+    if WANT_DW:
+        tl.store(dw_ptr + program.to(tl.int64) * H + cols, dw, mask=cols < H)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(rows a program, padded width, warps): narrow rows share a program, as in the norms over heads."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 2048 // block)
+    return rows, block, max(4, min(16, rows * block // 512))
+
+
+def norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    form: NormForm,
+    *,
+    residual: Tensor | None = None,
+    where: Literal["none", "before", "after"] = "none",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The forward in one launch, no autograd: (y, sum with the residual or None, rstd (M,)). ``out_dtype`` is y's.
+
+    ``where`` says whether the residual is added before the norm, after it, or not at all.
+    """
+    source = as_rows(x)
+    acc = accumulate_dtype(x.dtype)
+    width = x.shape[-1]
+    y_dtype = out_dtype or norm_dtype(x.dtype, weight.dtype, form)
+    if where == "after" and residual is not None:
+        y_dtype = torch.promote_types(y_dtype, residual.dtype)
+    y = torch.empty(x.shape, dtype=store_dtype(y_dtype), device=x.device)
+    rstd = torch.empty(source.count, dtype=acc, device=x.device)
+    total = None
+    if residual is not None and where == "before":
+        total_dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=store_dtype(total_dtype), device=x.device)
+    if source.count and width:
+        rows, block, warps = _tile(width)
+        rounding = x.dtype if total is None else total.dtype
+        with on_device_of(x):
+            _forward_kernel[(triton.cdiv(source.count, rows),)](
+                source.tensor,
+                source.inner,
+                source.outer_stride,
+                source.inner_stride,
+                x if residual is None else residual.contiguous(),
+                weight,
+                y,
+                y if total is None else total,
+                rstd,
+                source.count,
+                width,
+                float(eps),
+                FORM=form,
+                RESIDUAL=where,
+                ACC=triton_dtype(x.dtype),
+                ROUND=triton_store_dtype(rounding),
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+            )
+    if total is not None and residual is not None:
+        total = rounded(total, torch.promote_types(x.dtype, residual.dtype))
+    return rounded(y, y_dtype), total, rstd
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    form: NormForm,
+    *,
+    d_sum: Tensor | None = None,
+    want_dw: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(dx in ``out_dtype`` or x's dtype, dw (H,) float32 or None). ``d_sum``, of x's shape, is added to dx inside."""
+    source = as_rows(x)
+    width = x.shape[-1]
+    acc = accumulate_dtype(x.dtype)
+    dx_dtype = out_dtype or x.dtype
+    dx = torch.empty(x.shape, dtype=store_dtype(dx_dtype), device=x.device)
+    rows, block, warps = _tile(max(width, 1))
+    blocks = triton.cdiv(source.count, rows)
+    each = max(1, triton.cdiv(blocks, _DW_PROGRAMS)) if want_dw else 1
+    programs = triton.cdiv(blocks, each)
+    partial = torch.empty((programs, width) if want_dw else (0,), dtype=acc, device=x.device)
+    if source.count and width:
+        with on_device_of(x):
+            _backward_kernel[(programs,)](
+                dy.contiguous(),
+                source.tensor,
+                source.inner,
+                source.outer_stride,
+                source.inner_stride,
+                weight,
+                rstd,
+                dx if d_sum is None else d_sum.contiguous(),
+                dx,
+                partial,
+                source.count,
+                width,
+                each,
+                FORM=form,
+                HAS_DSUM=d_sum is not None,
+                WANT_DW=want_dw,
+                ACC=triton_dtype(x.dtype),
+                ROUND=triton_store_dtype(x.dtype),
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+            )
+    return rounded(dx, dx_dtype), partial.sum(0) if want_dw else None
+
+
+def norm_forward_torch(
+    x: Tensor, weight: Tensor, eps: float, form: NormForm, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(y in ``out_dtype``, rstd (M,)) of x (M, H) in plain torch, without autograd."""
+    wide = x.to(accumulate_dtype(x.dtype))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
+    n = wide * rstd[:, None]
+    y = n * (1.0 + weight.to(n.dtype)) if form == "gemma" else n.to(x.dtype) * weight
+    return y.to(out_dtype), rstd
+
+
+def norm_backward_torch(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    form: NormForm,
+    *,
+    d_sum: Tensor | None = None,
+    want_dw: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``norm_backward`` in plain torch."""
+    wide = dy.to(rstd.dtype)
+    n = x.to(rstd.dtype) * rstd[:, None]
+    g = wide * (weight.to(n.dtype) + (1.0 if form == "gemma" else 0.0))
+    dx = rstd[:, None] * (g - n * (g * n).mean(-1, keepdim=True))
+    if d_sum is not None:
+        dx = dx + d_sum
+    return dx.to(x.dtype), (wide * n).sum(0) if want_dw else None

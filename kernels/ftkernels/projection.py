@@ -1,0 +1,152 @@
+"""Linear layers with LoRA adapters as data, checked; and their frozen weights, joined where they share an input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkernels.gemm import compute_dtype
+from ftkernels.norm_parts import NormForm
+from ftkernels.rms_norm import rms_norm_reference
+
+
+@runtime_checkable
+class FrozenWeight(Protocol):
+    """A quantised weight: its logical shape (O, I), and itself in a floating dtype on demand."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The (O, I) matrix in ``dtype``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One frozen linear layer with or without a LoRA adapter.
+
+    weight: (O, I), floating, frozen, or a ``FrozenWeight``; bias: (O,) frozen, or None; a: (R, I) and b: (O, R) the
+        adapter,
+    both or neither; scaling: alpha / r, or alpha / sqrt(r) for rsLoRA; dropout: probability on the adapter's input
+    (0 when not training).
+    """
+
+    weight: Tensor | FrozenWeight
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return int(self.weight.shape[0])
+
+    @property
+    def rank(self) -> int:
+        """R, 0 without an adapter."""
+        return 0 if self.a is None else int(self.a.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm in front of projections: weight (I,), eps, and its form (see ``ftkernels.rms_norm``)."""
+
+    weight: Tensor
+    eps: float
+    form: NormForm = "llama"
+
+
+def check_projection(projection: Projection, in_features: int, name: str) -> None:
+    """Refuse a projection that does not fit, before any product is taken.
+
+    Raises:
+        ValueError: naming the projection and the mismatch: packed integers, trainable base weights, shapes, or dropout.
+    """
+    p = projection
+    shape = tuple(p.weight.shape)
+    if isinstance(p.weight, Tensor):
+        if not p.weight.is_floating_point():
+            raise ValueError(
+                f"{name}: a {p.weight.dtype} tensor is not a weight; pass the quantised weight object instead"
+            )
+        if p.weight.requires_grad:
+            raise ValueError(f"{name}: the fused LoRA operations need a frozen base weight")
+    if len(shape) != 2 or shape[1] != in_features:
+        raise ValueError(f"{name}: weight {shape} does not take {in_features} features")
+    if p.bias is not None and (p.bias.shape != shape[:1] or p.bias.requires_grad):
+        raise ValueError(f"{name}: bias must be frozen with shape {shape[:1]}, got {tuple(p.bias.shape)}")
+    if (p.a is None) != (p.b is None):
+        raise ValueError(f"{name}: an adapter needs both A and B")
+    if p.a is not None and p.b is not None:
+        a, b = tuple(p.a.shape), tuple(p.b.shape)
+        if len(a) != 2 or a[1] != in_features or b != (shape[0], a[0]):
+            raise ValueError(f"{name}: A {a} and B {b} do not fit a weight of {shape}")
+    if not 0.0 <= p.dropout < 1.0:
+        raise ValueError(f"{name}: dropout must be in [0, 1), got {p.dropout}")
+
+
+def project_reference(x: Tensor, projection: Projection) -> Tensor:
+    """The layer in plain torch, differentiable: x (..., I) -> (..., O), every product in x's dtype."""
+    p, dtype = projection, x.dtype
+    y = F.linear(x, dense(p.weight, dtype), None if p.bias is None else p.bias.to(dtype))
+    if p.a is None or p.b is None:
+        return y
+    dropped = F.dropout(x, p.dropout) if p.dropout else x
+    return y + F.linear(F.linear(dropped, p.a.to(dtype)), p.b.to(dtype)) * p.scaling
+
+
+def norm_reference(z: Tensor, norm: Norm | None, *projections: Projection) -> Tensor:
+    """What the projections read: norm(z) or z, in the dtype of their products."""
+    weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
+    dtype = compute_dtype(z.device.type, z, *weights)
+    x = z if norm is None else rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
+    return x.to(dtype)
+
+
+def dense(weight: Tensor | FrozenWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as a floating matrix in ``dtype``."""
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
+def joined(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype) -> Tensor | None:
+    """The weights as one (sum O, I) view when they lie one behind the other in one storage, in ``dtype``; else None."""
+    first = weights[0]
+    if not isinstance(first, Tensor) or first.dtype != dtype:
+        return None
+    storage, expected, rows = first.untyped_storage().data_ptr(), first.storage_offset(), 0
+    for weight in weights:
+        if not isinstance(weight, Tensor) or weight.dtype != dtype or not weight.is_contiguous():
+            return None
+        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != expected:
+            return None
+        expected += weight.numel()
+        rows += weight.shape[0]
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def join_weights(parameters: Sequence[Tensor]) -> Tensor:
+    """Move weights that share their input into one buffer, each becoming a view of it; values, names and shapes stay.
+
+    Afterwards the group's base GEMM is one product. Returns the buffer, (sum O, I).
+
+    Raises:
+        ValueError: weights of different input features, dtype or device, or trainable ones.
+    """
+    first = parameters[0]
+    for p in parameters:
+        if p.dim() != 2 or p.shape[1] != first.shape[1] or p.dtype != first.dtype or p.device != first.device:
+            raise ValueError("only matrices of one dtype, device and number of input features can be joined")
+        if p.requires_grad:
+            raise ValueError("only frozen weights can be joined")
+    buffer = torch.cat([p.detach() for p in parameters])
+    for p, part in zip(parameters, buffer.split([p.shape[0] for p in parameters]), strict=True):
+        p.data = part
+    return buffer

@@ -1,0 +1,344 @@
+"""The epilogue of a LoRA QKV projection in one kernel: the adapters' low-rank terms and the rotary embedding.
+
+Legend: M = B * S rows, Hq and Hk heads, D head size, N = (Hq + 2 Hk) * D, K padded rank. For head h of part p (q, k
+or v):
+
+    y_h = rope(y0_h + xa_p @ B_h.T)          rope for q and k only; formulas in ``ftkernels.rope``
+
+and backward, from dq, dk, dv with any strides:
+
+    d_h = rope.T(dy_h),     dxa_p = sum over the heads of p of  d_h @ B_h
+
+dxa is float32: a partial sum a program over its heads, the programs' sums added in a fixed order afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.device import (
+    accumulate_dtype,
+    interpreting,
+    on_device_of,
+    rounded,
+    store_dtype,
+    triton_dtype,
+    triton_store_dtype,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """cos and sin, (B or 1, S, D), last stride 1, and the head counts they turn."""
+
+    cos: Tensor
+    sin: Tensor
+    q_heads: int
+    k_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """D; the whole head is rotated."""
+        return int(self.cos.shape[-1])
+
+
+@triton.jit
+def _forward_kernel(
+    y_ptr,
+    xa_ptr,
+    b_ptr,
+    cos_ptr,
+    cos_batch,
+    cos_token,
+    sin_ptr,
+    sin_batch,
+    sin_token,
+    M,
+    S,
+    q_heads,
+    k_heads,
+    N,
+    heads_each,
+    DELTA: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """In place over y (M, N): a program's rows, ``heads_each`` heads of the q, k and v heads in a row."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    row64 = rows.to(tl.int64)[:, None]
+    row_ok = rows[:, None] < M
+    d = tl.arange(0, BLOCK)
+    d_ok = d[None, :] < HALF
+    mask = row_ok & d_ok
+    k = tl.arange(0, K)
+    c_at = cos_ptr + (row64 // S) * cos_batch + (row64 % S) * cos_token + d[None, :]
+    s_at = sin_ptr + (row64 // S) * sin_batch + (row64 % S) * sin_token + d[None, :]
+    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
+    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
+    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
+    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
+    heads = q_heads + 2 * k_heads
+    for step in range(heads_each):
+        head = tl.program_id(1) * heads_each + step
+        live = head < heads
+        turned = head < q_heads + k_heads
+        part = (head >= q_heads).to(tl.int32) + (head >= q_heads + k_heads).to(tl.int32)
+        y_at = y_ptr + row64 * N + head * (2 * HALF) + d[None, :]
+        x1 = tl.load(y_at, mask=mask & live, other=0.0).to(ACC)
+        x2 = tl.load(y_at + HALF, mask=mask & live, other=0.0).to(ACC)
+        if DELTA:
+            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            b_at = b_ptr + (head * (2 * HALF) + d[None, :]).to(tl.int64) * K + k[:, None]
+            b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
+            b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
+            x1 += tl.dot(xa, b1, input_precision="ieee")
+            x2 += tl.dot(xa, b2, input_precision="ieee")
+        y1 = tl.where(turned, x1 * c1 - x2 * s1, x1)
+        y2 = tl.where(turned, x2 * c2 + x1 * s2, x2)
+        tl.store(y_at, y1.to(y_ptr.dtype.element_ty), mask=mask & live)
+        tl.store(y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
+
+
+@triton.jit
+def _heads_back(
+    dy_ptr,
+    dy_batch,
+    dy_head,
+    dy_token,
+    out_ptr,
+    b_ptr,
+    first_column,
+    first_head,
+    heads_each,
+    heads,
+    rows,
+    M,
+    S,
+    N,
+    c1,
+    c2,
+    s1,
+    s2,
+    TURNED: tl.constexpr,
+    DELTA: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """``heads_each`` heads of one of q, k, v: writes their columns of out, returns their sum of d_h @ B_h, (BM, K)."""
+    row64 = rows.to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK)
+    k = tl.arange(0, K)
+    d_ok = d[None, :] < HALF
+    mask = (rows[:, None] < M) & d_ok
+    dxa = tl.full((BM, K), 0.0, ACC)
+    for step in range(heads_each):
+        head = first_head + step
+        live = head < heads
+        head64 = tl.cast(head, tl.int64)
+        dy_at = dy_ptr + (row64 // S) * dy_batch + head64 * dy_head + (row64 % S) * dy_token + d[None, :]
+        g1 = tl.load(dy_at, mask=mask & live, other=0.0).to(ACC)
+        g2 = tl.load(dy_at + HALF, mask=mask & live, other=0.0).to(ACC)
+        if TURNED:
+            x1 = g1 * c1 + g2 * s2
+            x2 = g2 * c2 - g1 * s1
+        else:
+            x1 = g1
+            x2 = g2
+        column = first_column + head * (2 * HALF)
+        out_at = out_ptr + row64 * N + column + d[None, :]
+        tl.store(out_at, x1.to(out_ptr.dtype.element_ty), mask=mask & live)
+        tl.store(out_at + HALF, x2.to(out_ptr.dtype.element_ty), mask=mask & live)
+        if DELTA:
+            b_at = b_ptr + (column + d[:, None]).to(tl.int64) * K + k[None, :]
+            b_ok = (d[:, None] < HALF) & live
+            b1 = tl.load(b_at, mask=b_ok, other=0.0).to(DOT)
+            b2 = tl.load(b_at + HALF * K, mask=b_ok, other=0.0).to(DOT)
+            dxa += tl.dot(x1.to(DOT), b1, input_precision="ieee")
+            dxa += tl.dot(x2.to(DOT), b2, input_precision="ieee")
+    return dxa
+
+
+@triton.jit
+def _backward_kernel(
+    dq_ptr,
+    dq_batch,
+    dq_head,
+    dq_token,
+    dk_ptr,
+    dk_batch,
+    dk_head,
+    dk_token,
+    dv_ptr,
+    dv_batch,
+    dv_head,
+    dv_token,
+    out_ptr,
+    b_ptr,
+    dxa_ptr,
+    cos_ptr,
+    cos_batch,
+    cos_token,
+    sin_ptr,
+    sin_batch,
+    sin_token,
+    M,
+    S,
+    q_heads,
+    k_heads,
+    N,
+    q_each,
+    k_each,
+    DELTA: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K)."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    split = tl.program_id(1)
+    row64 = rows.to(tl.int64)[:, None]
+    row_ok = rows[:, None] < M
+    d = tl.arange(0, BLOCK)
+    mask = row_ok & (d[None, :] < HALF)
+    c_at = cos_ptr + (row64 // S) * cos_batch + (row64 % S) * cos_token + d[None, :]
+    s_at = sin_ptr + (row64 // S) * sin_batch + (row64 % S) * sin_token + d[None, :]
+    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
+    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
+    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
+    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
+    q_width = q_heads * (2 * HALF)
+    k_width = k_heads * (2 * HALF)
+    dxa_q = _heads_back(
+        dq_ptr, dq_batch, dq_head, dq_token, out_ptr, b_ptr, 0, split * q_each, q_each, q_heads,
+        rows, M, S, N, c1, c2, s1, s2, True, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+    )  # fmt: skip
+    dxa_k = _heads_back(
+        dk_ptr, dk_batch, dk_head, dk_token, out_ptr, b_ptr, q_width, split * k_each, k_each, k_heads,
+        rows, M, S, N, c1, c2, s1, s2, True, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+    )  # fmt: skip
+    dxa_v = _heads_back(
+        dv_ptr, dv_batch, dv_head, dv_token, out_ptr, b_ptr, q_width + k_width, split * k_each, k_each, k_heads,
+        rows, M, S, N, c1, c2, s1, s2, False, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+    )  # fmt: skip
+    if DELTA:
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
+        tl.store(dxa_at, dxa_q, mask=row_ok)
+        tl.store(dxa_at + K, dxa_k, mask=row_ok)
+        tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
+
+
+def _block_rows() -> int:
+    return 64 if interpreting() else 32
+
+
+def _batch_stride(x: Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else 0
+
+
+def qkv_rope_forward(y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary) -> Tensor:
+    """Add the low-rank terms to ``y`` (M, N) and rotate its q and k heads, in place; returns ``y``.
+
+    Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None.
+    """
+    count, width = y.shape
+    heads = rotary.q_heads + 2 * rotary.k_heads
+    half = rotary.head_dim // 2
+    stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
+    bm = _block_rows()
+    each = heads if interpreting() else 4
+    if count:
+        with on_device_of(y):
+            _forward_kernel[(triton.cdiv(count, bm), triton.cdiv(heads, each))](
+                stored,
+                stored if xa is None else xa,
+                stored if b is None else b,
+                rotary.cos,
+                _batch_stride(rotary.cos),
+                rotary.cos.stride(1),
+                rotary.sin,
+                _batch_stride(rotary.sin),
+                rotary.sin.stride(1),
+                count,
+                rotary.cos.shape[1],
+                rotary.q_heads,
+                rotary.k_heads,
+                width,
+                each,
+                DELTA=xa is not None,
+                HALF=half,
+                BLOCK=max(16, triton.next_power_of_2(half)),
+                K=16 if b is None else b.shape[1],
+                ACC=triton_dtype(y.dtype),
+                DOT=triton_store_dtype(y.dtype),
+                BM=bm,
+                num_warps=4,
+            )
+    return rounded(stored, y.dtype)
+
+
+def qkv_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, b: Tensor | None, rotary: Rotary, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """(d (M, N) in ``dtype``, dxa (M, 3 * K) in the accumulation dtype or None) from dq, dk, dv (B, heads, S, D)."""
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    batch, _, seq_len, head_dim = dq.shape
+    count, half = batch * seq_len, head_dim // 2
+    width = (rotary.q_heads + 2 * rotary.k_heads) * head_dim
+    k = 16 if b is None else b.shape[1]
+    bm = _block_rows()
+    splits = 1 if interpreting() else min(4, rotary.k_heads)
+    out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
+    dxa = torch.empty(
+        (splits, count, 3 * k) if b is not None else (1,), dtype=accumulate_dtype(dtype), device=dq.device
+    )
+    if count:
+        with on_device_of(dq):
+            _backward_kernel[(triton.cdiv(count, bm), splits)](
+                dq,
+                *dq.stride()[:3],
+                dk,
+                *dk.stride()[:3],
+                dv,
+                *dv.stride()[:3],
+                out,
+                out if b is None else b,
+                dxa,
+                rotary.cos,
+                _batch_stride(rotary.cos),
+                rotary.cos.stride(1),
+                rotary.sin,
+                _batch_stride(rotary.sin),
+                rotary.sin.stride(1),
+                count,
+                seq_len,
+                rotary.q_heads,
+                rotary.k_heads,
+                width,
+                triton.cdiv(rotary.q_heads, splits),
+                triton.cdiv(rotary.k_heads, splits),
+                DELTA=b is not None,
+                HALF=half,
+                BLOCK=max(16, triton.next_power_of_2(half)),
+                K=k,
+                ACC=triton_dtype(dtype),
+                DOT=triton_store_dtype(dtype),
+                BM=bm,
+                num_warps=4,
+            )
+    return rounded(out, dtype), None if b is None else dxa.sum(0)
