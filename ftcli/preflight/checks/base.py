@@ -1,0 +1,73 @@
+"""What every rule gets and gives: a recipe with the origins of its values in, findings out. Rules are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ftcli.config import Recipe
+from ftcli.config.origins import Origins
+from ftcli.errors import Finding, Severity
+from ftcli.preflight.memory import Work
+
+Command = Literal["train", "eval", "grpo", "export", "check", "bench"]
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A recipe, where its values came from, and the command that is to run."""
+
+    recipe: Recipe
+    origins: Origins
+    command: Command
+
+    @property
+    def work(self) -> Work:
+        """The work that the command comes to; ``check`` looks at what the recipe is for."""
+        if self.command == "grpo" or (self.command == "check" and self.recipe.grpo is not None):
+            return "grpo"
+        return "eval" if self.command in ("eval", "export") else "train"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the recipe's own rows are trained on."""
+        return self.command in ("train", "grpo", "check")
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether rows are read at all."""
+        return self.command not in ("bench", "export")
+
+    def says(self, path: str) -> bool:
+        """Whether the recipe or an override sets this value, rather than a default."""
+        return self.origins.explicit(path)
+
+    def error(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
+        """An error that points at the value of ``path``."""
+        return self._finding(code, path, message, help, "error")
+
+    def warning(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
+        """A warning that points at the value of ``path``."""
+        return self._finding(code, path, message, help, "warning")
+
+    def note(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
+        """A note that points at the value of ``path``."""
+        return self._finding(code, path, message, help, "note")
+
+    def _finding(self, code: str, path: str, message: str, help: str | None, severity: Severity) -> Finding:
+        return Finding(code, message, self.origins.at(path), help, severity)
+
+
+@dataclass(frozen=True, slots=True)
+class NotMade:
+    """A check that could not be made, and why: it is neither passed nor failed."""
+
+    check: str
+    reason: str
+
+
+def shown(value: Any) -> str:
+    """A value as the recipe writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

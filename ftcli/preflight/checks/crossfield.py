@@ -1,0 +1,175 @@
+"""Rules between sections that need the recipe alone: data against training, evaluation, length, schedule."""
+
+from __future__ import annotations
+
+import re
+
+from ftcli.errors import Finding
+from ftcli.preflight.checks.base import Context, Findings
+
+#: Which `data.loss_on` values have a meaning for rows of each layout.
+LOSS_ON = {
+    "messages": ("auto", "assistant", "completion", "all"),
+    "sharegpt": ("auto", "assistant", "completion", "all"),
+    "alpaca": ("auto", "assistant", "completion", "all"),
+    "prompt_completion": ("auto", "assistant", "completion", "all"),
+    "prompt_answer": ("auto", "assistant", "completion", "all"),
+    "text": ("auto", "all"),
+}
+
+
+def check(context: Context) -> Findings:
+    """FT254 to FT259, FT264, FT266 to FT269."""
+    yield from _data(context)
+    yield from _lengths(context)
+    yield from _schedule(context)
+    yield from _tasks(context)
+    yield from _without_effect(context)
+    yield from _export(context)
+
+
+def _data(context: Context) -> Findings:
+    data = context.recipe.data
+    if context.trains and not data.train:
+        yield context.error(
+            "FT254", "data.train", "data.train names no file", help="add one, such as `train: [bundled:sample-chat]`"
+        )
+    if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
+        yield context.error("FT255", "data.eval", "data.eval names no file, so there is nothing to evaluate on")
+    if context.trains and context.recipe.eval.every_steps is not None and not data.eval:
+        yield context.error(
+            "FT255",
+            "eval.every_steps",
+            "eval.every_steps is set, and data.eval names no file to evaluate on",
+            help="name held-out rows in data.eval, or remove eval.every_steps",
+        )
+    if data.format != "auto" and data.loss_on not in LOSS_ON[data.format]:
+        yield loss_on_mismatch(context, data.format)
+
+
+def loss_on_mismatch(context: Context, layout: str) -> Finding:
+    """The finding that ``data.loss_on`` has no meaning for rows of ``layout``."""
+    return context.error(
+        "FT256",
+        "data.loss_on",
+        f"data.loss_on: {context.recipe.data.loss_on} has no meaning for rows of format {layout}",
+        help=f"use one of {', '.join(LOSS_ON[layout])}",
+    )
+
+
+def _lengths(context: Context) -> Findings:
+    recipe = context.recipe
+    if context.command in ("eval", "check") and recipe.eval.tasks:
+        longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
+        if new >= longest:
+            yield context.error(
+                "FT267",
+                "eval.generate.max_new_tokens",
+                f"eval.generate.max_new_tokens {new} leaves no room for a prompt in data.max_seq_len {longest}",
+                help=f"use less than {longest}, or a larger data.max_seq_len",
+            )
+
+
+def _schedule(context: Context) -> Findings:
+    train, steps = context.recipe.train, context.recipe.train.max_steps
+    if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
+        yield context.error(
+            "FT268",
+            "train.warmup_steps",
+            f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
+            "the learning rate would never reach its peak",
+            help="use fewer, or a fraction such as 0.1",
+        )
+
+
+def _tasks(context: Context) -> Findings:
+    recipe = context.recipe
+    names: set[str] = set()
+    for index, task in enumerate(recipe.eval.tasks):
+        path = f"eval.tasks.{index}"
+        name = task.name or task.use
+        if name in names:
+            yield context.error(
+                "FT266",
+                path,
+                f"two eval tasks are named {name!r}; results would overwrite each other",
+                help="add `name:`",
+            )
+        names.add(name)
+        if not task.data and not recipe.data.eval and context.command in ("eval", "check"):
+            yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file")
+        yield from pattern_findings(context, path, uses_pattern=task.use == "regex", pattern=task.pattern)
+
+
+def pattern_findings(context: Context, path: str, *, uses_pattern: bool, pattern: str | None) -> Findings:
+    """FT264: a regex without pattern, a pattern that is no regular expression, or one that nothing reads."""
+    if uses_pattern and pattern is None:
+        yield context.error("FT264", path, "`use: regex` needs a pattern", help="add `pattern:`")
+    elif not uses_pattern and pattern is not None:
+        yield context.error("FT264", f"{path}.pattern", "a pattern is only read by `use: regex`", help="remove it")
+    elif pattern is not None:
+        yield from regex_findings(context, f"{path}.pattern", pattern)
+
+
+def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:
+    """FT264 for what Python's ``re`` does not compile; with ``group`` also for one without a group."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        yield context.error("FT264", path, f"not a regular expression: {error}", help="test it with Python's re")
+        return
+    if group and compiled.groups == 0:
+        yield context.error("FT264", path, "the expression has no group to extract", help="put (...) around the answer")
+
+
+def _without_effect(context: Context) -> Findings:
+    recipe = context.recipe
+    train, generate = recipe.train, recipe.eval.generate
+    if train.lr_scheduler_type == "constant" and train.warmup_steps > 0:
+        yield context.warning(
+            "FT259",
+            "train.warmup_steps",
+            "train.warmup_steps has no effect with lr_scheduler_type: constant",
+            help="use constant_with_warmup",
+        )
+    if context.says("eval.generate.temperature") and not generate.do_sample:
+        yield context.warning(
+            "FT259",
+            "eval.generate.temperature",
+            "eval.generate.temperature has no effect without do_sample",
+            help="add `do_sample: true`, or remove it",
+        )
+    if context.says("quantization.double_quant") and recipe.quantization.method != "nf4":
+        yield context.warning(
+            "FT259", "quantization.double_quant", "quantization.double_quant has no effect without method: nf4"
+        )
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        if context.says(f"train.{name}") and not train.optim.startswith("adamw"):
+            yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
+    yield from _never_reached(context)
+
+
+def _never_reached(context: Context) -> Findings:
+    recipe, steps = context.recipe, context.recipe.train.max_steps
+    origin = context.origins.at("train.max_steps")
+    if steps is None or (origin is not None and origin.source.startswith("--")):
+        return  # a run cut short on the command line is a trial; its recipe is not at fault
+    for path, every in (
+        ("eval.every_steps", recipe.eval.every_steps),
+        ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+    ):
+        if every is not None and every > steps:
+            yield context.warning(
+                "FT259", path, f"{path} {every} is never reached: train.max_steps is {steps}", help="use less"
+            )
+
+
+def _export(context: Context) -> Findings:
+    recipe = context.recipe
+    if recipe.lora is None and "adapter" in recipe.export.formats and context.says("export.formats"):
+        yield context.error(
+            "FT269",
+            f"export.formats.{recipe.export.formats.index('adapter')}",
+            "full fine-tuning has no adapter to export",
+            help="use formats: [safetensors], or add a `lora` section",
+        )

@@ -1,0 +1,155 @@
+"""Rules of the section `grpo`: TRL's batch arithmetic, lengths, and rewards."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from ftcli.config import RewardConfig
+from ftcli.config.training import GrpoConfig
+from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
+
+
+def check(context: Context) -> Findings:
+    """FT260 to FT265 and FT270, and FT451 and FT452 for reward files."""
+    grpo = context.recipe.grpo
+    if context.work != "grpo":
+        return
+    if grpo is None:
+        yield context.error(
+            "FT260", "", "`ftcli grpo` needs the section `grpo`", help="see `ftcli recipes show mistral-7b-grpo`"
+        )
+        return
+    yield from _batch(context, grpo)
+    yield from _lengths(context, grpo)
+    if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
+        yield context.error(
+            "FT270",
+            "grpo.epsilon_high",
+            f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}",
+            help="clip-higher means an upper clip above the lower one, such as 0.28 over 0.2",
+        )
+    if not grpo.rewards:
+        yield context.error(
+            "FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help="add `- use: exact_match`"
+        )
+    for index, reward in enumerate(grpo.rewards):
+        yield from _reward(context, f"grpo.rewards.{index}", reward)
+
+
+def _batch(context: Context, grpo: GrpoConfig) -> Findings:
+    # TRL 1.16, GRPOConfig.__post_init__: one generation batch serves steps_per_generation micro-batches, which is the
+    # accumulation unless set, and must hold whole groups.
+    train, group = context.recipe.train, grpo.num_generations
+    rows, steps = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    processes = context.recipe.launch.num_processes
+    batch = rows * steps * processes
+    if batch % group == 0:
+        return
+    spread = f"{rows} × {steps}" + (f" × {processes} processes" if processes > 1 else "")
+    fitting = next(s for s in range(steps + 1, steps + group + 1) if rows * s * processes % group == 0)
+    yield context.error(
+        "FT261",
+        "grpo.num_generations",
+        f"grpo.num_generations {group} does not divide the generation batch of {batch} completions ({spread}: "
+        "per_device_train_batch_size × gradient_accumulation_steps)",
+        help=f"use train.gradient_accumulation_steps: {fitting}"
+        + (f", or grpo.num_generations: {_divisor(batch, group)}" if _divisor(batch, group) else ""),
+    )
+
+
+def _divisor(batch: int, below: int) -> int | None:
+    return next((n for n in range(min(below, batch), 1, -1) if batch % n == 0), None)
+
+
+def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
+    longest = context.recipe.data.max_seq_len
+    total = grpo.max_prompt_length + grpo.max_completion_length
+    if total > longest:
+        yield context.error(
+            "FT262",
+            "grpo.max_completion_length",
+            f"grpo.max_prompt_length {grpo.max_prompt_length} + grpo.max_completion_length "
+            f"{grpo.max_completion_length} = {total} exceeds data.max_seq_len {longest}",
+            help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
+        )
+
+
+def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
+    if (reward.use is None) == (reward.file is None):
+        yield context.error(
+            "FT263",
+            path,
+            "a reward needs either `use` (built in) or `file` (yours)"
+            + ("" if reward.use is None else ", and this one has both"),
+            help="write `- use: exact_match` or `- file: rewards.py:score`",
+        )
+        return
+    uses_pattern = reward.use == "regex"
+    yield from pattern_findings(context, path, uses_pattern=uses_pattern, pattern=reward.pattern)
+    if reward.extract is not None and reward.use == "exact_match":
+        yield from regex_findings(context, f"{path}.extract", reward.extract, group=True)
+    yield from _unread(context, path, reward)
+    if reward.file is not None:
+        yield from _file(context, f"{path}.file", reward.file)
+
+
+def _unread(context: Context, path: str, reward: RewardConfig) -> Findings:
+    """FT265: options that this kind of reward never reads."""
+    kind = "file" if reward.use is None else f"use: {reward.use}"
+    reads = {"exact_match": ("answer", "extract"), "regex": ("pattern",), None: ("args",)}[reward.use]
+    for name in ("answer", "extract", "args"):
+        if name not in reads and context.says(f"{path}.{name}"):
+            yield context.error(
+                "FT265", f"{path}.{name}", f"`{name}` is not read by a reward with `{kind}`", help="remove it"
+            )
+
+
+def _file(context: Context, path: str, spec: str) -> Findings:
+    """Whether the file defines the function, without running it."""
+    name, _, function = spec.rpartition(":")
+    file = Path(name).expanduser()
+    if not file.is_file():
+        yield context.error("FT451", path, f"no reward file at {file.absolute()}")
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        yield context.error("FT452", path, f"{file} is not Python that can be run: {error}")
+        return
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if function in functions:
+        yield from _signature(context, path, functions[function])
+    elif not _assigns(tree, function):
+        names = ", ".join(n for n in functions if not n.startswith("_")) or "none"
+        yield context.error("FT451", path, f"{file} defines no function {function}", help=f"it has: {names}")
+
+
+def _assigns(tree: ast.Module, name: str) -> bool:
+    """Whether the module binds ``name`` at its top level in another way: an import, or an assignment."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            if name in bound or "*" in bound:
+                return True
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return True
+    return False
+
+
+def _signature(context: Context, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Findings:
+    if isinstance(node, ast.AsyncFunctionDef):
+        yield context.error("FT452", path, f"{node.name} is async; rewards are called as plain functions")
+        return
+    arguments = node.args
+    named = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
+    missing = [name for name in ("completions", "prompts") if name not in named]
+    if missing and arguments.kwarg is None:
+        yield context.error(
+            "FT452",
+            path,
+            f"{node.name} takes no argument {missing[0]!r}, which every reward is called with",
+            help=f"write def {node.name}(completions, prompts, **columns)",
+        )

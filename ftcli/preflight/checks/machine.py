@@ -1,0 +1,96 @@
+"""Rules that need the device: dtype, attention and kernels against what the GPU has. Pure: the facts are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.precision import DtypePlan
+
+_BUSY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a backend or kernel asks of a GPU: its compute capability, and shared memory of one block in bytes."""
+
+    capability: tuple[int, int]
+    shared_memory_bytes: int = 0
+
+
+#: What each attention backend needs. Shared memory is that of the smallest tile in use at head_dim 256.
+ATTENTION_NEEDS: Mapping[str, Need] = MappingProxyType(
+    {
+        "flash_attention_2": Need((8, 0), 99 * 1024),
+        "flex_attention": Need((8, 0), 99 * 1024),
+        "triton": Need((8, 0), 99 * 1024),
+    }
+)
+#: ftcli's own Triton kernels: elementwise and row-wise ones, without tensor cores or large tiles.
+KERNEL_NEED = Need((7, 0), 48 * 1024)
+
+
+def unmet(need: Need, device: DeviceFacts) -> str | None:
+    """Why ``device`` cannot run something, or None when it can."""
+    if device.capability is None:
+        return "it needs a CUDA GPU"
+    if device.capability < need.capability:
+        return (
+            f"it needs compute capability {_version(need.capability)}, {device.name} has {_version(device.capability)}"
+        )
+    available = device.shared_memory_bytes
+    if available is not None and available < need.shared_memory_bytes:
+        wanted = need.shared_memory_bytes >> 10
+        return f"it needs {wanted} KiB of shared memory a block, {device.name} has {available >> 10} KiB"
+    return None
+
+
+def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
+    """FT501 dtype, FT502 attention backend, FT503 kernels, FT504 memory in use by others, FT505 slow on a CPU."""
+    if plan.compute == "bfloat16" and not device.has_bfloat16:
+        capability = _version(device.capability or (0, 0))
+        yield context.error(
+            "FT501",
+            "model.dtype",
+            f"{device.name} has no bfloat16: it needs compute capability 8.0, this GPU has {capability}",
+            help="use model.dtype: float32 (or auto, which takes it here): twice the memory; or a GPU from "
+            "Ampere on (a10, l4, a100, ...)",
+        )
+    attention = context.recipe.model.attention
+    if attention in ATTENTION_NEEDS:
+        reason = unmet(ATTENTION_NEEDS[attention], device)
+        if reason is not None:
+            yield context.error(
+                "FT502", "model.attention", f"model.attention {attention}: {reason}", help="use model.attention: auto"
+            )
+    if context.recipe.model.kernels == "triton":
+        reason = unmet(KERNEL_NEED, device)
+        if reason is not None:
+            yield context.error(
+                "FT503", "model.kernels", f"model.kernels triton: {reason}", help="use model.kernels: auto or reference"
+            )
+    yield from _occupied(context, device)
+    if device.kind == "cpu" and plan.compute == "bfloat16":
+        yield context.warning(
+            "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
+        )
+
+
+def _occupied(context: Context, device: DeviceFacts) -> Findings:
+    free, total = device.free_bytes, device.memory_bytes
+    if device.kind != "cuda" or free is None or total is None or free >= _BUSY_SHARE * total:
+        return
+    gib = 2**30
+    yield context.warning(
+        "FT504",
+        "",
+        f"other processes hold {(total - free) / gib:.1f} of {total / gib:.1f} GiB on {device.name}",
+        help="nvidia-smi lists them",
+    )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,207 @@
+"""Rules that need the model's config.json: lengths, adapters, heads, tokenizer, stored weights."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from ftcli.errors import Finding
+from ftcli.preflight.checks.base import Context, Findings, NotMade
+from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.families import ModelShape
+
+_TABLES = ("lm_head", "embed_tokens")
+
+
+def check(context: Context, facts: ModelFacts) -> Findings:
+    """FT301, FT302, FT311 to FT319, FT322, FT324, FT325."""
+    yield from _positions(context, facts)
+    if facts.quantization is not None:
+        yield context.error(
+            "FT316",
+            "model.name_or_path",
+            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
+            help="name the model in bfloat16",
+        )
+    if facts.shape is not None:
+        yield from _heads(context, facts.shape)
+        yield from _adapters(context, facts, facts.shape)
+    yield from _tokens(context, facts)
+    yield from _weights(context, facts)
+
+
+def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
+    """What could not be looked at because its files are elsewhere, or because the family is unknown."""
+    missing: list[NotMade] = []
+    name = facts.name
+    if facts.max_positions is None:
+        missing.append(NotMade("sequence length against positions", f"{name}'s config.json states no positions"))
+    if facts.shape is None:
+        reason = f"ftcli has no arithmetic for model_type {facts.model_type}"
+        missing.append(NotMade("lora.target_modules against the model's layers", reason))
+    if facts.tokenizer is None:
+        reason = f"the tokenizer of {context.recipe.model.tokenizer or name} was not read"
+        missing += [NotMade("vocabulary against the tokenizer", reason), NotMade("pad and stop tokens", reason)]
+        if context.recipe.data.chat_template is None:
+            missing.append(NotMade("chat template", reason))
+    elif facts.tokenizer.size is None:
+        missing.append(NotMade("vocabulary against the tokenizer", f"{facts.tokenizer.folder} has no tokenizer.json"))
+    if facts.weights is None and context.recipe.model.init == "pretrained":
+        missing.append(
+            NotMade("weights", f"whether {name} can be downloaded was not tried: preflight reads no weights")
+        )
+    return missing
+
+
+def _positions(context: Context, facts: ModelFacts) -> Findings:
+    asked, limit = context.recipe.data.max_seq_len, facts.max_positions
+    if limit is not None and asked > limit:
+        yield context.error(
+            "FT301",
+            "data.max_seq_len",
+            f"data.max_seq_len {asked} exceeds what {facts.name} can attend to ({limit})",
+            help=f"use at most {limit}",
+        )
+        return
+    scaling = facts.rope_scaling
+    if scaling is not None and scaling.original is not None and asked > scaling.original:
+        yield context.note(
+            "FT302",
+            "data.max_seq_len",
+            f"positions beyond {scaling.original} are reached by rope scaling ({scaling.kind}"
+            + (f", factor {scaling.factor:g})" if scaling.factor else ")"),
+        )
+    if facts.sliding_window is not None and asked > facts.sliding_window:
+        yield context.note(
+            "FT302",
+            "data.max_seq_len",
+            f"layers with a sliding window attend to the last {facts.sliding_window} of up to {asked} tokens",
+        )
+
+
+def _heads(context: Context, shape: ModelShape) -> Findings:
+    if shape.head_dim % 2:
+        yield context.error(
+            "FT319",
+            "model.name_or_path",
+            f"head_dim {shape.head_dim} is odd, and rotary embeddings turn pairs of features",
+            help="correct head_dim in config.json",
+        )
+
+
+def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
+    lora = context.recipe.lora
+    if lora is None:
+        return
+    if not isinstance(lora.target_modules, str):
+        for index, target in enumerate(lora.target_modules):
+            yield from _target(context, facts, shape, f"lora.target_modules.{index}", target)
+        if not lora.target_modules:
+            yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
+    for index, name in enumerate(lora.modules_to_save):
+        yield from _saved_module(context, facts, shape, f"lora.modules_to_save.{index}", name)
+
+
+def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
+    if target in _TABLES:
+        yield context.error(
+            "FT312",
+            path,
+            f"adapters on {target} are not supported: the loss reads the head's weight itself",
+            help="train it whole with lora.modules_to_save",
+        )
+    elif not shape.adapted((target,)):
+        leaves = [linear.leaf for linear in shape.linears]
+        close = get_close_matches(target, leaves, 1)
+        listed = f"{facts.model_type} has: {', '.join(leaves)}"
+        yield context.error(
+            "FT311",
+            path,
+            f"lora.target_modules: {facts.name} has no linear layer {target}",
+            help=f"did you mean {close[0]}? {listed}" if close else listed,
+        )
+
+
+def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
+    if name in _TABLES and shape.tied:
+        yield context.error(
+            "FT314",
+            path,
+            f"{facts.name} shares one matrix between embed_tokens and lm_head: a trained copy of {name} alone would "
+            "part them, and no export could join them again",
+            help="remove it from lora.modules_to_save, or fine-tune fully",
+        )
+    elif name not in (*_TABLES, "norm", *(linear.leaf for linear in shape.linears)):
+        yield context.error(
+            "FT313",
+            path,
+            f"lora.modules_to_save: {facts.name} has no module {name}",
+            help=f"use some of: {', '.join(_TABLES)}, norm",
+        )
+
+
+def _tokens(context: Context, facts: ModelFacts) -> Findings:
+    tokenizer = facts.tokenizer
+    source = "model.tokenizer" if context.recipe.model.tokenizer else "model.name_or_path"
+    if tokenizer is not None:
+        yield from _tokenizer(context, facts, source)
+    if facts.vocab_size is not None:
+        for token in (*facts.eos_token_ids, *(t for t in (facts.pad_token_id,) if t is not None and t >= 0)):
+            if token >= facts.vocab_size:
+                yield context.error(
+                    "FT325",
+                    "model.name_or_path",
+                    f"config.json names token id {token}, and the vocabulary has {facts.vocab_size}",
+                    help="correct eos_token_id and pad_token_id in config.json",
+                )
+
+
+def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
+    tokenizer = facts.tokenizer
+    assert tokenizer is not None
+    if tokenizer.size is not None and facts.vocab_size is not None and tokenizer.size > facts.vocab_size:
+        yield context.error(
+            "FT315",
+            path,
+            f"the tokenizer has ids up to {tokenizer.size - 1}, and the vocabulary of {facts.name} has "
+            f"{facts.vocab_size}",
+            help="use the tokenizer that belongs to the model",
+        )
+    if tokenizer.eos_token is None:
+        yield context.error(
+            "FT322",
+            path,
+            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token, so a model could never learn to stop",
+            help="set eos_token in its tokenizer_config.json",
+        )
+    elif tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.eos_token:
+        yield context.note(
+            "FT324",
+            path,
+            f"rows are padded with the stop token {tokenizer.eos_token}: harmless here, padding is masked by position",
+        )
+
+
+def _weights(context: Context, facts: ModelFacts) -> Findings:
+    weights = facts.weights
+    if weights is None or context.recipe.model.init == "random" or context.command == "bench":
+        return
+    if weights.missing:
+        yield _incomplete(
+            context,
+            f"{facts.folder} lacks {len(weights.missing)} of its weight files: {', '.join(weights.missing[:3])}",
+        )
+    elif weights.pickle_only:
+        yield _incomplete(
+            context, f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
+        )
+    elif not weights.files:
+        yield _incomplete(context, f"{facts.folder} holds no weights")
+
+
+def _incomplete(context: Context, message: str) -> Finding:
+    return context.error(
+        "FT317",
+        "model.name_or_path",
+        message,
+        help="copy model*.safetensors into it, or build random weights with `model.init: random`",
+    )

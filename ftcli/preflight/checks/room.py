@@ -1,0 +1,80 @@
+"""Turns estimates into findings: memory against the device, the output directory and the disk under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ftcli.preflight.advice import Verdict
+from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
+from ftcli.preflight.memory import MemoryEstimate
+
+_TIGHT_DISK = 0.9
+
+
+def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict, device: DeviceFacts) -> Findings:
+    """FT601 does not fit, FT602 fits only just."""
+    if verdict.level in ("fits", "unknown"):
+        return
+    assert verdict.available_bytes is not None
+    largest = sorted(estimate.phases[estimate.peak], key=lambda name: -estimate.parts[name])[:3]
+    parts = ", ".join(f"{name} {gib(estimate.parts[name])}" for name in largest)
+    needs = f"about {gib(verdict.needed_bytes)} GiB at its peak ({estimate.peak}: {parts})"
+    has = f"{device.name} has {gib(verdict.available_bytes)} GiB" + (" free" if device.free_bytes is not None else "")
+    if verdict.level == "tight":
+        yield context.warning("FT602", "model.name_or_path", f"tight: {needs}, {has}", help=_remedy(verdict))
+    else:
+        yield context.error("FT601", "model.name_or_path", f"does not fit: {needs}, {has}", help=_remedy(verdict))
+
+
+def _remedy(verdict: Verdict) -> str:
+    where = f"the smallest GPU that fits this recipe is {verdict.fitting_gpus[0]}" if verdict.fitting_gpus else ""
+    if verdict.change is not None:
+        change = f"{verdict.change} ({gib(verdict.change.total_bytes)} GiB)"
+        return f"{change}; {where}" if where else change
+    nothing = "no batch size, length or checkpointing makes it fit; use a smaller model"
+    return f"{nothing}, or another GPU: {where}" if where else nothing
+
+
+def output_findings(context: Context, output_dir: Path) -> Findings:
+    """FT613: the output directory, or the nearest folder above it that exists, cannot be written to."""
+    folder = existing_ancestor(output_dir)
+    if not folder.is_dir():
+        yield context.error(
+            "FT613",
+            "run.output_dir",
+            f"run.output_dir {output_dir}: {folder} is a file, not a folder",
+            help="choose another --output-dir",
+        )
+        return
+    reason = why_not_writable(folder)
+    if reason is not None:
+        yield context.error(
+            "FT613",
+            "run.output_dir",
+            f"run.output_dir {output_dir}: {folder} cannot be written to: {reason}",
+            help="choose another --output-dir, or change the folder's permissions",
+        )
+
+
+def disk_findings(context: Context, estimate: DiskEstimate, output_dir: Path) -> Findings:
+    """FT611 the disk is too small, FT612 only just large enough."""
+    free, needed = estimate.free_bytes, estimate.total_bytes
+    if free is None or needed <= _TIGHT_DISK * free:
+        return
+    message = (
+        f"the run writes up to {gib(needed)} GiB below {output_dir} ({estimate.checkpoints} checkpoints of "
+        f"{gib(estimate.checkpoint_bytes)} GiB and the result), and {gib(free)} GiB are free"
+    )
+    help = "free some space, lower checkpoint.keep_last, or choose an --output-dir on another disk"
+    if needed > free:
+        yield context.error("FT611", "run.output_dir", message, help=help)
+    else:
+        yield context.warning("FT612", "run.output_dir", message, help=help)
+
+
+def gib(count: int) -> str:
+    """Bytes as GiB with one decimal, two below 1."""
+    value = count / 2**30
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

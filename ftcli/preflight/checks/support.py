@@ -1,0 +1,89 @@
+"""Refuses by name what the recipe format can say and no code carries out yet. Nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+from ftcli.errors import Finding
+from ftcli.preflight.checks.base import Context, Findings, shown
+
+Installed = Callable[[str], bool]
+
+_ATTENTION = ("auto", "eager", "sdpa")
+_KERNELS = ("auto", "reference", "off")
+_EXPORTS = ("adapter", "safetensors")
+#: Recipe key, package it needs, and the extra that installs it.
+_TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a top-level package can be imported; does not import it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check(context: Context, installed: Installed = is_installed) -> Findings:
+    """FT250 for everything that is not carried out yet, FT252 and FT253 for what is missing or never will be."""
+    yield from _values(context)
+    yield from _exports(context)
+    yield from _code(context)
+    yield from _trackers(context, installed)
+
+
+def _values(context: Context) -> Findings:
+    recipe = context.recipe
+    refused = (
+        ("quantization.method", recipe.quantization.method, ("none",)),
+        ("data.packing", recipe.data.packing, (False,)),
+        ("launch.num_processes", recipe.launch.num_processes, (1,)),
+        ("launch.engine", recipe.launch.engine, ("single",)),
+        ("model.dtype", recipe.model.dtype, ("auto", "bfloat16", "float32")),
+        ("model.attention", recipe.model.attention, _ATTENTION),
+        ("model.kernels", recipe.model.kernels, _KERNELS),
+    )
+    for path, value, carried_out in refused:
+        if value not in carried_out:
+            yield _not_yet(context, path, value, carried_out)
+    if recipe.quantization.method != "none" and recipe.lora is None and recipe.quantization.method != "bitnet":
+        yield context.error(
+            "FT251",
+            "quantization.method",
+            f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train",
+            help="add a `lora` section, or use `quantization.method: none` for full fine-tuning",
+        )
+
+
+def _exports(context: Context) -> Findings:
+    for index, name in enumerate(context.recipe.export.formats):
+        if name not in _EXPORTS:
+            yield _not_yet(context, f"export.formats.{index}", name, _EXPORTS, key="export.formats")
+
+
+def _code(context: Context) -> Findings:
+    if context.recipe.model.trust_remote_code:
+        yield context.error(
+            "FT252",
+            "model.trust_remote_code",
+            "ftcli runs no code from a model repository",
+            help="remove model.trust_remote_code and use a model that transformers has built in",
+        )
+
+
+def _trackers(context: Context, installed: Installed) -> Findings:
+    for path, package, install in _TRACKERS:
+        if getattr(context.recipe.logging, package) and not installed(package):
+            yield context.error(
+                "FT253",
+                path,
+                f"{path} needs the package {package}, which is not installed",
+                help=f"pip install '{install}'",
+            )
+
+
+def _not_yet(
+    context: Context, path: str, value: object, instead: tuple[object, ...], key: str | None = None
+) -> Finding:
+    usable = ", ".join(shown(v) for v in instead)
+    return context.error(
+        "FT250", path, f"{key or path}: {shown(value)} is not carried out yet by this version of ftcli", f"use {usable}"
+    )
