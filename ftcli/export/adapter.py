@@ -1,0 +1,74 @@
+"""The adapter as PEFT keeps it, copied and held against its source bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_verified, source_tokenizer
+from ftcli.export.source import ExportSource, unusable
+from ftcli.export.verify import compare_tensors, compare_tokenizers, read_tensors
+from ftcli.preflight.facts import read_facts
+
+#: What a trainer may leave beside its result and what nobody needs to load it.
+_LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
+
+
+def write_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copy the adapter and write its tokenizer with the template of training beside it.
+
+    Raises:
+        FtcliError: FT321, FT322 or FT424 for the tokenizer.
+        OSError: it cannot be written.
+    """
+    for path in sorted(source.folder.iterdir()):
+        if path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
+    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+
+
+def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> dict[str, Any]:
+    """Load the copy with plain PEFT into a model of the base's shape; every tensor must equal the source's file.
+
+    Returns:
+        What was compared, for the record beside the export.
+
+    Raises:
+        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged, FT30x when the base's
+            config cannot be found.
+    """
+    from peft import get_peft_model_state_dict
+
+    wanted = finite_tensors(source.folder)
+    facts = read_facts(source.base, offline=offline, origins=source.origins)
+    adapted = attach(hollow_base(facts), folder)
+    # PEFT holds them in the base's float32, which every stored dtype fits into: going back to it loses nothing.
+    held = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in held.items()}
+    problems = compare_tensors(found, wanted)
+    problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
+    if problems:
+        raise not_verified(folder, problems)
+    return {"compared": "every tensor, bit for bit", "tensors": len(wanted)}
+
+
+def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter.
+
+    Raises:
+        FtcliError: FT742 when its file is damaged, empty or holds NaN or infinity.
+    """
+    try:
+        tensors = read_tensors(folder)
+    except (OSError, SafetensorError) as error:
+        raise unusable(folder, f"its weights cannot be read ({error})") from error
+    if not tensors:
+        raise unusable(folder, "it has no weights")
+    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+    if bad is not None:
+        raise unusable(folder, f"{bad} holds NaN or infinity")
+    return tensors

@@ -1,0 +1,138 @@
+"""Loads for export as a user of the result would: plain transformers and PEFT, on the CPU, in the stored dtype."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.export.source import ExportSource
+from ftcli.model.load import load_tokenizer, source_of
+from ftcli.preflight.facts import ModelFacts
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+
+
+def load_written(folder: Path) -> PreTrainedModel:
+    """A model from a local folder, with nothing but that folder.
+
+    Raises:
+        FtcliError: FT741 when transformers cannot load it.
+    """
+    try:
+        return _from_pretrained(str(folder), local_files_only=True)
+    except _LOAD_ERRORS as error:
+        raise not_verified(folder, [f"transformers cannot load it: {_first_line(error)}"]) from error
+
+
+def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
+    """The model that the adapter belongs to.
+
+    Raises:
+        FtcliError: FT323 when its weights cannot be loaded.
+    """
+    model = source.base
+    try:
+        return _from_pretrained(source_of(model.name_or_path), revision=model.revision, local_files_only=offline)
+    except _LOAD_ERRORS as error:
+        raise FtcliError.single(
+            "FT323",
+            f"the weights of {model.name_or_path} cannot be loaded: {_first_line(error)}",
+            exit_code=ExitCode.PREFLIGHT,
+            origin=source.origins.at("model.name_or_path"),
+            help="merging needs the base model: check the name and the network, or export the adapter alone",
+        ) from error
+
+
+def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        name, dtype="auto", attn_implementation="eager", use_safetensors=True, trust_remote_code=False, **options
+    )
+    return model.eval()
+
+
+def hollow_base(facts: ModelFacts) -> PreTrainedModel:
+    """A model of the right shape whose weights were never written: enough to load an adapter into, and costs nothing.
+
+    The memory is reserved and not touched, so the system does not provide it. Float32 holds every stored dtype exactly.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in facts.raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    config = AutoConfig.for_model(facts.model_type, **values)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to_empty(device="cpu")
+
+
+def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """``base`` with the adapter in ``folder``, not merged; the adapter in float32 whatever the base is.
+
+    Raises:
+        FtcliError: FT742 when PEFT cannot load the adapter into this model.
+    """
+    from peft import PeftModel
+
+    from ftcli.export.source import unusable
+
+    try:
+        with warnings.catch_warnings():
+            # PEFT warns of tied embeddings with one side adapted; merging unties them (ftcli.export.merge).
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            adapted: PeftModel = PeftModel.from_pretrained(base, str(folder))
+    except _LOAD_ERRORS as error:
+        raise unusable(folder, f"PEFT cannot load it into the base model: {_first_line(error)}") from error
+    adapted.eval()
+    return adapted
+
+
+def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer saved in ``folder``; None where there is none."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer
+
+
+def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer it was trained with, carrying the template its data was rendered by.
+
+    Raises:
+        FtcliError: FT321 or FT322 when the run kept none and the base model's cannot be used; FT424 when the
+            template cannot be read.
+    """
+    from ftcli.data.template import read_template
+
+    tokenizer = load_own_tokenizer(source.folder) or load_tokenizer(source.base, offline=offline)
+    if source.chat_template is not None:
+        tokenizer.chat_template = read_template(source.chat_template)
+    return tokenizer
+
+
+def not_verified(folder: Path, problems: list[str]) -> FtcliError:
+    """FT741: what was written does not do what it should; it has been removed again."""
+    return FtcliError.single(
+        "FT741",
+        "\n".join(["the export failed its verification and was removed", *(f"    {p}" for p in problems)]),
+        exit_code=ExitCode.BUG,
+        help=f"nothing was left in {folder.parent}; please report this with the lines above",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

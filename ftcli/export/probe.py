@@ -1,0 +1,86 @@
+"""A fixed batch and the logits that models give for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Said to the model in its chat template, or plainly where it has none.
+TEXTS = ("Name three rivers of Europe, and say where each one ends.", "def add(a, b):\n    return a + b\n")
+ROW_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """``input_ids`` and ``attention_mask`` are (rows, tokens), padded on the right."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def probe_batch(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Probe:
+    """Two texts of different length and one row of ids from everywhere in the vocabulary; the same every time."""
+    rows = [torch.tensor(rendered_ids(tokenizer, text)[:ROW_TOKENS], dtype=torch.long) for text in TEXTS]
+    rows.append(torch.randint(0, vocab_size, (ROW_TOKENS,), generator=torch.Generator().manual_seed(0)))
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id or 0)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row.clamp(max=vocab_size - 1)
+        mask[i, : len(row)] = 1
+    return Probe(ids, mask)
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """``text`` as a user's message up to where the answer begins; plain without a chat template."""
+    if tokenizer.chat_template:
+        conversation = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel | PeftModel, probe: Probe) -> Tensor:
+    """Float32 logits (positions, vocabulary) of all positions that are not padding."""
+    output = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask, use_cache=False)
+    real: Tensor = output.logits[probe.attention_mask.bool()].float()
+    return real
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsComparison:
+    """How far logits are from their reference.
+
+    ``relative_error`` is the root mean square of the difference over that of the reference (both with each
+    position's mean removed, which softmax does not see). ``top1_agreement`` is the share of positions with the same
+    likeliest token; ``firm_disagreements`` counts those among the others where the reference's lead over its second
+    was larger than ``4 · tolerance`` times its root mean square, which rounding cannot explain.
+    """
+
+    relative_error: float
+    top1_agreement: float
+    firm_disagreements: int
+
+
+def compare_logits(found: Tensor, reference: Tensor, tolerance: float) -> LogitsComparison:
+    """Compare two (positions, vocabulary) tensors; NaN anywhere gives an infinite error."""
+    reference = reference.double() - reference.double().mean(dim=-1, keepdim=True)
+    found = found.double() - found.double().mean(dim=-1, keepdim=True)
+    scale = reference.square().mean().sqrt().clamp(min=1e-30)
+    error = float((found - reference).square().mean().sqrt() / scale)
+    same = found.argmax(-1) == reference.argmax(-1)
+    best = reference.topk(2, dim=-1).values
+    firm = (best[:, 0] - best[:, 1]) > 4 * tolerance * scale
+    return LogitsComparison(
+        relative_error=error if error == error else float("inf"),
+        top1_agreement=float(same.double().mean()),
+        firm_disagreements=int((firm & ~same).sum()),
+    )

@@ -1,0 +1,199 @@
+"""A complete model in transformers' own layout: base and adapter merged, or the full fine-tune as it was saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.adapter import finite_tensors
+from ftcli.export.loading import attach, load_base, load_own_tokenizer, load_written, not_verified, source_tokenizer
+from ftcli.export.merge import merge, stored_dtypes
+from ftcli.export.probe import Probe, logits, probe_batch
+from ftcli.export.source import ExportSource, read_adapter_config, unusable
+from ftcli.export.verify import (
+    check_logits,
+    check_stops,
+    compare_tensors,
+    compare_tokenizers,
+    compare_weights,
+    read_tensors,
+    updates,
+)
+from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.preflight.device import cpu_device
+from ftcli.preflight.facts import read_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Size of one file; small enough for every file system and for loading file by file.
+SHARD_SIZE = "4GB"
+#: Above this share of an adapter's effect lost in rounding, people are told.
+LOST_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the merged model is held against: float32 logits (positions, vocabulary) of the probe before merging."""
+
+    probe: Probe
+    adapted: Tensor
+    base: Tensor
+    dtype: torch.dtype
+    merged: int
+    stops: tuple[int, ...]
+
+
+def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Reference:
+    """Merge into the base's stored dtype and save; needs 4 bytes of memory per parameter.
+
+    Raises:
+        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT323, FT742, FT321, FT322.
+        OSError: it cannot be written.
+    """
+    if source.base.init == "random":
+        raise _random_base(source)
+    finite_tensors(source.folder)
+    tokenizer = source_tokenizer(source, offline=offline)
+    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    say(f"loading {source.base.name_or_path}")
+    base = load_base(source, offline=offline)
+    _require_memory(base)
+    dtypes = stored_dtypes(base)
+    probe = probe_batch(tokenizer, base.get_input_embeddings().weight.shape[0])
+    adapted = attach(base, source.folder).float()
+    reference = logits(adapted, probe)
+    with adapted.disable_adapter():
+        without = logits(adapted, probe)
+    say("merging")
+    model = merge(adapted, dtypes)
+    align_special_tokens(model, tokenizer, stops)
+    _save(model, tokenizer, folder)
+    merged = sum(name.endswith("lora_A.weight") for name in finite_tensors(source.folder))
+    return Reference(probe, reference, without, Counter(dtypes.values()).most_common(1)[0][0], merged, stops)
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        model.save_pretrained(str(folder), max_shard_size=SHARD_SIZE)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(str(folder))
+
+
+def verify_merged(
+    source: ExportSource, folder: Path, reference: Reference, *, offline: bool, say: Callable[[str], None]
+) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Load what was written with plain transformers and compare weights, logits, tokenizer and stop tokens.
+
+    Returns:
+        What was compared, for the record beside the export, and warnings: FT744 when rounding took away most of
+        what the adapter does.
+
+    Raises:
+        FtcliError: FT741 when anything differs.
+    """
+    say("verifying: loading the result again")
+    written = load_written(folder)
+    changes = updates(read_adapter_config(source.folder), finite_tensors(source.folder))
+    problems = compare_weights(written, load_base(source, offline=offline), changes)
+    problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
+    problems += check_stops(written, reference.stops)
+    say("verifying: comparing logits")
+    report = check_logits(
+        written, reference.probe, reference.adapted, reference.base, reference.dtype, reference.merged
+    )
+    problems += report.problems
+    if problems:
+        raise not_verified(folder, problems)
+    facts = {key: value for key, value in asdict(report).items() if key != "problems"}
+    record = {
+        "compared": "every weight, logits in float32, tokenizer, stop tokens",
+        "merged": reference.merged,
+        **facts,
+    }
+    return record, _rounding_warnings(report.lost, report.dtype)
+
+
+def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
+    if lost <= LOST_SHARE:
+        return ()
+    return (
+        Finding(
+            "FT744",
+            f"rounding the merged weights to {dtype} changes the logits by {lost:.0%} of what the adapter does to them",
+            help="this adapter changes little: serve it unmerged, or train it longer",
+            severity="warning",
+        ),
+    )
+
+
+def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for path in sorted(source.folder.iterdir()):
+        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt"):
+            shutil.copyfile(path, folder / path.name)
+    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+
+
+def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> dict[str, Any]:
+    """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits finite.
+
+    Raises:
+        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
+    """
+    try:
+        wanted = read_tensors(source.folder)
+    except (OSError, SafetensorError) as error:
+        raise unusable(source.folder, f"its weights cannot be read ({error})") from error
+    written = load_written(folder)
+    tokenizer = source_tokenizer(source, offline=offline)
+    found = written.state_dict()
+    problems = compare_tensors({name: found[name] for name in wanted if name in found}, wanted)
+    problems += compare_tokenizers(load_own_tokenizer(folder), tokenizer)
+    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    problems += check_stops(written, stops)
+    answer = logits(written, probe_batch(tokenizer, written.get_input_embeddings().weight.shape[0]))
+    if not bool(torch.isfinite(answer).all()):
+        problems.append("its logits are not finite")
+    if problems:
+        raise not_verified(folder, problems)
+    return {"compared": "every weight bit for bit, tokenizer, stop tokens", "tensors": len(wanted)}
+
+
+def _require_memory(base: PreTrainedModel) -> None:
+    """Refuse before the system kills the process: merging is done in float32."""
+    parameters = sum(p.numel() for p in base.parameters())
+    held = sum(p.numel() * p.element_size() for p in base.parameters())
+    needed, free = parameters * 4 * 1.1, cpu_device().free_bytes
+    if free is None or needed <= free + held:
+        return
+    raise FtcliError.single(
+        "FT748",
+        f"merging needs about {needed / 2**30:.1f} GiB of memory, and {(free + held) / 2**30:.1f} GiB are free",
+        exit_code=ExitCode.PREFLIGHT,
+        help="merge on a machine with more memory, or export the adapter alone: export.formats: [adapter]",
+    )
+
+
+def _random_base(source: ExportSource) -> FtcliError:
+    return FtcliError.single(
+        "FT747",
+        "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",
+        exit_code=ExitCode.RECIPE,
+        origin=source.origins.at("model.init"),
+        help="export the adapter alone: export.formats: [adapter]",
+    )

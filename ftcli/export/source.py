@@ -1,0 +1,140 @@
+"""What is exported: a run's adapter or model, or an adapter that lies anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ftcli.config import ModelConfig
+from ftcli.config.load import load_recipe
+from ftcli.config.origins import Origins
+from ftcli.config.tree import Section
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.run.directory import RunDirectory
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: Settings of PEFT's LoRA that change the formula of merging.
+_OTHER_FORMULAS = ("use_dora", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens", "target_parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSource:
+    """What is exported.
+
+    Attributes:
+        kind: ``adapter`` (PEFT's layout, belongs to ``base``) or ``model`` (transformers' layout, complete).
+        folder: Where its files lie.
+        base: The model it was trained from.
+        origins: Where the recipe names things, for messages.
+        chat_template: The recipe's `data.chat_template`, by which the data was rendered; None: the tokenizer's own.
+        destination: Folder that holds one folder per exported format.
+    """
+
+    kind: Literal["adapter", "model"]
+    folder: Path
+    base: ModelConfig
+    origins: Origins
+    chat_template: str | None
+    destination: Path
+
+
+def resolve_source(source: RunDirectory | Path, destination: Path | None = None) -> ExportSource:
+    """Find what a run directory or the folder of an adapter holds.
+
+    Args:
+        destination: Where the formats' folders go; ``<run>/export``, or ``<adapter>-export`` beside an adapter.
+
+    Raises:
+        FtcliError: FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
+    """
+    if isinstance(source, RunDirectory):
+        return _from_run(source, destination)
+    return _from_adapter(source, destination)
+
+
+def _from_run(run: RunDirectory, destination: Path | None) -> ExportSource:
+    if not run.recipe_path.is_file():
+        raise _nothing(run.path, "it is no run directory")
+    loaded = load_recipe(run.recipe_path)
+    kind: Literal["adapter", "model"] = "model" if loaded.recipe.lora is None else "adapter"
+    folder = run.adapter_dir if kind == "adapter" else run.model_dir
+    if not folder.is_dir():
+        raise _nothing(run.path, f"{folder.name}/ is not there, so the run has not finished")
+    if kind == "adapter":
+        read_adapter_config(folder)
+    recipe = loaded.recipe
+    target = destination or run.export_dir
+    return ExportSource(kind, folder, recipe.model, loaded.origins, recipe.data.chat_template, target)
+
+
+def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise _nothing(folder, f"it holds neither recipe.yaml nor {ADAPTER_CONFIG}")
+    config = read_adapter_config(folder)
+    base = config.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise unusable(folder, f"{ADAPTER_CONFIG} names no base model")
+    model = ModelConfig(name_or_path=base, revision=config.get("revision"))
+    origins = Origins(Section(Origin(str(folder / ADAPTER_CONFIG)), {}))
+    target = destination or folder.with_name(f"{folder.resolve().name}-export")
+    return ExportSource("adapter", folder, model, origins, None, target)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter's config, checked to be plain LoRA, which is what merging here knows how to carry out.
+
+    Raises:
+        FtcliError: FT742 when it is missing, damaged or of another method.
+    """
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise unusable(folder, f"{ADAPTER_CONFIG} cannot be read ({error})") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise unusable(folder, f"{ADAPTER_CONFIG} does not describe a LoRA adapter")
+    for key in (
+        "use_dora",
+        "fan_in_fan_out",
+        "lora_bias",
+        "alora_invocation_tokens",
+        "target_parameters",
+        "arrow_config",
+    ):
+        if config.get(key):
+            raise unusable(folder, f"{key} is set, which ftcli does not export")
+    if config.get("bias") not in (None, "none"):
+        raise unusable(folder, f"bias: {config['bias']} is set, which ftcli does not export")
+    return config
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _nothing(path: Path, reason: str) -> FtcliError:
+    return FtcliError.single(
+        "FT740",
+        f"there is nothing to export in {path}: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="train first, or name a finished run's directory or a folder with a PEFT adapter",
+    )
+
+
+def unusable(path: Path, reason: str) -> FtcliError:
+    """FT742: what is to be exported is damaged, or of a kind that ftcli does not export."""
+    return FtcliError.single(
+        "FT742",
+        f"{path} cannot be exported: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="export from the run directory in which it was trained, or train it again",
+    )

@@ -1,0 +1,233 @@
+"""Proves that what was written is what was trained, by loading it as anybody would.
+
+A merged model is held to three things. Every tensor equals the base's, or ``cast(W + s · B A)`` worked out here from
+the adapter's file without PEFT. Its logits, computed in float32 so that only the rounding of the stored weights
+counts, are close to those of base and adapter unmerged. Tokenizer, template and stop tokens are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Problems of one kind that are named; the rest is counted.
+NAMED = 5
+
+#: Largest relative error of one rounding to the dtype.
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+
+
+def tolerance(dtype: torch.dtype, merged: int) -> float:
+    """Allowed relative error of the logits when ``merged`` matrices were rounded once to ``dtype``.
+
+    Each rounding moves a layer's output by at most the unit roundoff u, in directions that have nothing to do with
+    each other, so that the errors of n layers add up like ``u sqrt(n)``; twice that is allowed. Below 1e-5 the order
+    of float32 sums is what differs.
+    """
+    return max(1e-5, 2 * UNIT_ROUNDOFF[dtype] * math.sqrt(max(1, merged)))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an adapter's file says of one weight: ``scale · b @ a`` is added, or ``whole`` replaces it."""
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+    whole: Tensor | None = None
+
+    def applied(self, weight: Tensor) -> Tensor:
+        """The merged weight in ``weight``'s dtype."""
+        if self.whole is not None:
+            return self.whole.to(weight.dtype)
+        if self.a is None or self.b is None:
+            raise ValueError("an adapter's matrix A without its B, or B without A")
+        return (weight.float() + (self.b.float() @ self.a.float()) * self.scale).to(weight.dtype)
+
+
+def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Update]:
+    """What the adapter does to each weight, by the weight's name in the base model.
+
+    Raises:
+        ValueError: the file holds a tensor that plain LoRA does not have.
+    """
+    found: dict[str, Update] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix("base_model.model.")
+        module, _, part = name.rpartition(".lora_")
+        if not module:
+            found[name] = Update(whole=tensor)
+        elif part == "A.weight":
+            found[f"{module}.weight"] = Update(
+                tensor, tensors.get(key.replace("lora_A", "lora_B")), _scale(config, module)
+            )
+        elif part != "B.weight":
+            raise ValueError(f"{key} is not a tensor of plain LoRA")
+    return found
+
+
+def _scale(config: Mapping[str, Any], module: str) -> float:
+    """``alpha / r`` or ``alpha / sqrt(r)``; patterns name a module by the end of its path, or by a regex of it."""
+    import re
+
+    def pattern(table: Mapping[str, float] | None, default: float) -> float:
+        matches = (v for k, v in (table or {}).items() if re.fullmatch(rf"(.*\.)?({k})", module))
+        return float(next(matches, default))
+
+    rank = pattern(config.get("rank_pattern"), config["r"])
+    alpha = pattern(config.get("alpha_pattern"), config["lora_alpha"])
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+@torch.no_grad()
+def compare_weights(merged: PreTrainedModel, base: PreTrainedModel, changes: Mapping[str, Update]) -> list[str]:
+    """Problems found tensor by tensor. Those that the adapter does not touch must be equal bit for bit; merged ones
+    may differ by one unit in the last place, for sums of another order.
+    """
+    problems: list[str] = []
+    found, expected = merged.state_dict(), base.state_dict()
+    untouched = set(changes) - set(expected)
+    problems += [f"the adapter changes {name}, which the base model does not have" for name in sorted(untouched)]
+    problems += [f"{name} is missing" for name in sorted(set(expected) - set(found))]
+    problems += [f"{name} is not in the base model" for name in sorted(set(found) - set(expected))]
+    for name in sorted(set(expected) & set(found)):
+        change = changes.get(name)
+        want = expected[name] if change is None else change.applied(expected[name])
+        problem = _difference(found[name], want, exact=change is None or change.whole is not None)
+        if problem:
+            problems.append(f"{name} {problem}")
+    return shortened(problems)
+
+
+def _difference(found: Tensor, want: Tensor, *, exact: bool) -> str | None:
+    if found.shape != want.shape or found.dtype != want.dtype:
+        return f"is {found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
+    if torch.equal(found, want):
+        return None
+    if not bool(torch.isfinite(found).all()):
+        return "holds NaN or infinity"
+    largest = float((found.float() - want.float()).abs().max())
+    if exact:
+        return f"differs from what it should be by up to {largest:.3g}"
+    # Where W and its change nearly cancel, the last place of the sum is that of the larger one.
+    room = 2 * UNIT_ROUNDOFF[want.dtype] * want.float().abs() + 1e-7 * float(want.float().abs().max())
+    if bool(((found.float() - want.float()).abs() <= room).all()):
+        return None
+    return f"differs from W + s B A by up to {largest:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsReport:
+    """What comparing logits found; all but ``problems`` is written into the export."""
+
+    dtype: str
+    tolerance: float
+    relative_error: float
+    adapter_effect: float
+    top1_agreement: float
+    problems: tuple[str, ...]
+
+    @property
+    def lost(self) -> float:
+        """Share of the adapter's effect on the logits that rounding to the stored dtype took away."""
+        return self.relative_error / self.adapter_effect if self.adapter_effect > 0 else 0.0
+
+
+def check_logits(
+    model: PreTrainedModel, probe: Probe, reference: Tensor, without: Tensor, dtype: torch.dtype, merged: int
+) -> LogitsReport:
+    """Logits of the written model against ``reference``.
+
+    Args:
+        model: As loaded from what was written; cast to float32 here.
+        reference: Base and adapter, unmerged, float32.
+        without: The base alone, float32: tells how much the adapter does at all.
+        dtype: What the weights are stored in.
+        merged: Number of matrices that were merged.
+    """
+    allowed = tolerance(dtype, merged)
+    compared = compare_logits(logits(model.float(), probe), reference, allowed)
+    effect = compare_logits(without, reference, allowed).relative_error
+    problems = []
+    if compared.relative_error > allowed:
+        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {allowed:.3g} is allowed")
+    if compared.firm_disagreements:
+        problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
+    return LogitsReport(
+        dtype=str(dtype).removeprefix("torch."),
+        tolerance=allowed,
+        relative_error=compared.relative_error,
+        adapter_effect=effect,
+        top1_agreement=compared.top1_agreement,
+        problems=tuple(problems),
+    )
+
+
+def compare_tokenizers(written: PreTrainedTokenizerBase | None, wanted: PreTrainedTokenizerBase) -> list[str]:
+    """Problems with the tokenizer that lies beside the weights."""
+    if written is None:
+        return ["there is no tokenizer"]
+    problems = []
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id", "chat_template"):
+        if getattr(written, name) != getattr(wanted, name):
+            problems.append(f"the tokenizer's {name} is another")
+    if len(written) != len(wanted):
+        problems.append(f"the tokenizer has {len(written)} tokens instead of {len(wanted)}")
+    if any(rendered_ids(written, text) != rendered_ids(wanted, text) for text in TEXTS):
+        problems.append("the tokenizer renders a conversation into other tokens")
+    return problems
+
+
+def check_stops(model: PreTrainedModel, stops: Iterable[int]) -> list[str]:
+    """Problems with where generation ends: the configs must name every stop token."""
+    problems = []
+    for label, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
+        named = getattr(config, "eos_token_id", None)
+        known = set(named) if isinstance(named, list) else {named}
+        missing = [token for token in stops if token not in known]
+        if missing:
+            problems.append(f"{label} does not name the stop token {missing[0]}: generation would not end there")
+    return problems
+
+
+def shortened(problems: list[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    if len(problems) <= NAMED:
+        return problems
+    return [*problems[:NAMED], f"and {len(problems) - NAMED} more"]
+
+
+def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Problems between two sets of tensors that must be equal bit for bit."""
+    problems = [f"{name} is missing" for name in sorted(set(wanted) - set(found))]
+    problems += [f"{name} was not there before" for name in sorted(set(found) - set(wanted))]
+    for name in sorted(set(wanted) & set(found)):
+        problem = _difference(found[name], wanted[name], exact=True)
+        if problem:
+            problems.append(f"{name} {problem}")
+    return shortened(problems)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in ``folder``.
+
+    Raises:
+        OSError, safetensors.SafetensorError: a file cannot be read or is damaged.
+    """
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors

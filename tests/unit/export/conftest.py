@@ -1,0 +1,126 @@
+"""Tiny models on disk, with adapters that change something, in run directories as training leaves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from ftcli.assets import asset
+from ftcli.config import Recipe
+from ftcli.errors import Finding
+from ftcli.model.load import align_special_tokens
+from ftcli.reporting import SilentReporter
+from ftcli.run.directory import RunDirectory
+
+SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "eos_token_id": 4,
+}
+
+
+@dataclass
+class Heard(SilentReporter):
+    """Remembers what was told."""
+
+    findings: list[Finding] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def info(self, text: str) -> None:
+        self.lines.append(text)
+
+    def finding(self, finding: Finding) -> None:
+        self.findings.append(finding)
+
+
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(asset("tokenizers", "bytes"))
+
+
+def build(family: str, dtype: str) -> Any:
+    torch.manual_seed(7)
+    if family == "gemma2":
+        model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=16, query_pre_attn_scalar=8))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def write_run(path: Path, base: Path, **sections: Any) -> RunDirectory:
+    raw = {"version": 1, "model": {"name_or_path": str(base)}, **sections}
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True)
+    run.recipe_path.write_text(yaml.safe_dump(Recipe.model_validate(raw).model_dump(mode="json")))
+    return run
+
+
+@dataclass
+class Trained:
+    """A base on disk and a run with an adapter for it."""
+
+    base: Path
+    run: RunDirectory
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Trained]:
+    """Make a run with an adapter; ``size`` scales how much it changes, other options are peft.LoraConfig's."""
+
+    def make(family: str = "gemma2", dtype: str = "float32", *, size: float = 0.3, **options: Any) -> Trained:
+        base = tmp_path / "base"
+        model = build(family, dtype)
+        model.save_pretrained(base)
+        tokenizer().save_pretrained(base)
+        config = peft.LoraConfig(
+            **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+        )
+        adapted = peft.get_peft_model(model, config)
+        torch.manual_seed(11)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if parameter.requires_grad:
+                    step = torch.randn(parameter.shape) * size / parameter.shape[-1] ** 0.5
+                    parameter += step.to(parameter.dtype) if "lora_A" not in name else 0
+        run = write_run(tmp_path / "run", base, lora={"r": 4})
+        adapted.save_pretrained(run.adapter_dir, save_embedding_layers=False)
+        tokenizer().save_pretrained(run.adapter_dir)
+        return Trained(base, run)
+
+    return make
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Trained:
+    """A run with a full fine-tune."""
+    base = tmp_path / "base"
+    model = build("gemma2", "float32")
+    model.save_pretrained(base)
+    tokenizer().save_pretrained(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape)
+    align_special_tokens(model, tokenizer(), (4,))
+    run = write_run(tmp_path / "run", base)
+    model.save_pretrained(run.model_dir)
+    tokenizer().save_pretrained(run.model_dir)
+    return Trained(base, run)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

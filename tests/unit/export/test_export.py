@@ -1,0 +1,357 @@
+"""Exports: equal to what was trained when loaded by plain transformers and PEFT, or not there at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.export import run as exporter
+from ftcli.export import safetensors as merged_format
+from ftcli.export.run import RECORD, ExportResult, export_run
+from ftcli.preflight.device import cpu_device
+from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+
+IDS = torch.tensor([[2, 100, 101, 102, 50, 60, 70, 4], [2, 3, 30, 31, 32, 33, 34, 35]])
+
+
+def export(trained: Trained, *formats: str) -> list[ExportResult]:
+    return export_run(trained.run, formats, reporter=Heard(), offline=True)
+
+
+def failure(trained: Trained, *formats: str) -> FtcliError:
+    with pytest.raises(FtcliError) as caught:
+        export(trained, *formats)
+    assert not (trained.run.export_dir / ".tmp-safetensors").exists()
+    assert not (trained.run.export_dir / ".tmp-adapter").exists()
+    return caught.value
+
+
+def code(error: FtcliError) -> str:
+    assert len(error.findings) == 1
+    return error.findings[0].code
+
+
+@torch.no_grad()
+def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    """With plain libraries only, in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto")
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    return model.float().eval()(IDS).logits
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.5},
+    "some modules": {"target_modules": ["q_proj", "down_proj"]},
+    "rank pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}},
+    "head trained whole": {"modules_to_save": ["lm_head"]},
+    "embeddings trained whole": {"modules_to_save": ["embed_tokens"]},
+    "head adapted": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_merged_model_is_base_and_adapter(trained: Callable[..., Trained], family: str, variant: str) -> None:
+    made = trained(family, **VARIANTS[variant])
+    (result,) = export(made, "safetensors")
+    assert result.path == made.run.export_dir / "safetensors"
+    merged, apart = logits_of(result.path), logits_of(made.base, made.run.adapter_dir)
+    assert distance(merged, apart) < 1e-5
+    assert distance(logits_of(made.base), apart) > 0.02, "the adapter does nothing: this test proves nothing"
+    assert result.verification["relative_error"] < 1e-5
+    assert result.verification["top1_agreement"] == 1.0
+
+
+def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callable[..., Trained]) -> None:
+    made = trained("gemma2", "bfloat16")
+    (result,) = export(made, "safetensors")
+    merged = load_file(result.path / "model.safetensors")
+    base = load_file(made.base / "model.safetensors")
+    adapter = load_file(made.run.adapter_dir / "adapter_model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+    exact = base[f"{name}.weight"].double() + 2.0 * (b.double() @ a.double())
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+    assert torch.equal(merged[f"{name}.weight"], exact.to(torch.bfloat16))
+    assert 1e-4 < result.verification["relative_error"] < result.verification["tolerance"] < 0.05
+    assert result.warnings == ()
+
+
+def test_an_adapter_that_rounding_swallows_is_said_so(trained: Callable[..., Trained]) -> None:
+    made, heard = trained("llama", "bfloat16", size=1e-4), Heard()
+    export_run(made.run, ["safetensors"], reporter=heard, offline=True)
+    assert [finding.code for finding in heard.findings] == ["FT744"]
+    assert "bfloat16" in heard.findings[0].message
+
+
+def test_tokenizer_template_and_stop_tokens_come_along(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    (result,) = export(made, "safetensors")
+    written, wanted = (AutoTokenizer.from_pretrained(p) for p in (result.path, made.run.adapter_dir))
+    assert written.chat_template == wanted.chat_template
+    generation = json.loads((result.path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == wanted.eos_token_id
+    assert generation["pad_token_id"] == wanted.pad_token_id
+    record = json.loads((result.path / RECORD).read_text())
+    assert record["verification"]["merged"] == 14
+    assert record["base"] == str(made.base)
+
+
+def test_the_template_that_training_rendered_by_is_exported(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    made = trained()
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    made.run.recipe_path.unlink()
+    made.run.path.rename(tmp_path / "moved")
+    run = write_run(tmp_path / "run", made.base, lora={"r": 4}, data={"chat_template": str(template)})
+    (tmp_path / "moved" / "adapter").rename(run.adapter_dir)
+    for result in export(Trained(made.base, run), "adapter", "safetensors"):
+        assert AutoTokenizer.from_pretrained(result.path).chat_template == template.read_text()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_exported_adapter_is_the_same_bit_for_bit(trained: Callable[..., Trained], variant: str) -> None:
+    made = trained(**VARIANTS[variant])
+    (made.run.adapter_dir / "training_args.bin").write_bytes(b"pickle")
+    (result,) = export(made, "adapter")
+    source = load_file(made.run.adapter_dir / "adapter_model.safetensors")
+    copied = load_file(result.path / "adapter_model.safetensors")
+    assert set(copied) == set(source)
+    assert all(torch.equal(copied[k], source[k]) for k in source)
+    assert torch.equal(logits_of(made.base, result.path), logits_of(made.base, made.run.adapter_dir))
+    assert not (result.path / "training_args.bin").exists()
+
+
+def wrong_scale(merge: Any) -> Any:
+    def broken(adapted: Any, dtypes: Any) -> Any:
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling = {name: value * 1.001 for name, value in module.scaling.items()}
+        return merge(adapted, dtypes)
+
+    return broken
+
+
+def one_layer_left_out(merge: Any) -> Any:
+    def broken(adapted: Any, dtypes: Any) -> Any:
+        torch.nn.init.zeros_(adapted.base_model.model.model.layers[1].mlp.down_proj.lora_B["default"].weight)
+        return merge(adapted, dtypes)
+
+    return broken
+
+
+def another_weight_touched(merge: Any) -> Any:
+    def broken(adapted: Any, dtypes: Any) -> Any:
+        model = merge(adapted, dtypes)
+        model.model.norm.weight.data[3] += 1e-3
+        return model
+
+    return broken
+
+
+@pytest.mark.parametrize("fault", [wrong_scale, one_layer_left_out, another_weight_touched])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_merge_is_caught_and_removed(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, fault: Any, dtype: str
+) -> None:
+    made = trained("gemma2", dtype)
+    monkeypatch.setattr(merged_format, "merge", fault(merged_format.merge))
+    error = failure(made, "safetensors")
+    assert code(error) == "FT741"
+    assert error.exit_code is ExitCode.BUG
+    assert not (made.run.export_dir / "safetensors").exists()
+
+
+def flip_a_weight(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x40
+    path.write_bytes(bytes(data))
+
+
+def cut_the_file(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_the_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+
+
+def lose_the_stop_token(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=1)
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [flip_a_weight, cut_the_file, lose_the_template, lose_the_stop_token, lose_a_tensor])
+@pytest.mark.parametrize("kind", ["adapter merged", "full fine-tune"])
+def test_damage_after_writing_is_caught(
+    trained: Callable[..., Trained],
+    tuned: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    damage: Any,
+    kind: str,
+) -> None:
+    if kind == "full fine-tune":
+        made, name, write = tuned, "copy_model", exporter.copy_model
+    else:
+        tuned.run.path.rename(tmp_path / "other")
+        made, name, write = trained(), "write_merged", exporter.write_merged
+
+    def damaged(source: Any, folder: Path, **options: Any) -> Any:
+        result = write(source, folder, **options)
+        damage(folder)
+        return result
+
+    monkeypatch.setattr(exporter, name, damaged)
+    assert code(failure(made, "safetensors")) == "FT741"
+    assert not (made.run.export_dir / "safetensors").exists()
+
+
+def test_a_failed_export_keeps_the_earlier_one(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trained()
+    (first,) = export(made, "safetensors")
+    before = {path.name: path.read_bytes() for path in first.path.iterdir()}
+    monkeypatch.setattr(merged_format, "merge", wrong_scale(merged_format.merge))
+    assert code(failure(made, "safetensors")) == "FT741"
+    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
+
+
+def test_an_earlier_export_is_replaced_as_a_whole(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    (first,) = export(made, "adapter")
+    (first.path / "stale").write_text("x")
+    export(made, "adapter")
+    assert not (first.path / "stale").exists()
+    assert [path.name for path in made.run.export_dir.iterdir()] == ["adapter"]
+
+
+def test_other_peoples_files_are_not_replaced(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    target = made.run.export_dir / "adapter"
+    target.mkdir(parents=True)
+    (target / "thesis.tex").write_text("x")
+    assert code(failure(made, "adapter")) == "FT743"
+    assert (target / "thesis.tex").read_text() == "x"
+
+
+def test_a_full_fine_tune_is_copied_and_equal(tuned: Trained) -> None:
+    heard = Heard()
+    (result,) = export_run(tuned.run, ["adapter", "safetensors"], reporter=heard, offline=True)
+    assert [finding.code for finding in heard.findings] == ["FT745"]
+    assert torch.equal(logits_of(result.path), logits_of(tuned.run.model_dir))
+    assert not torch.equal(logits_of(result.path), logits_of(tuned.base))
+
+
+def test_a_full_fine_tune_has_no_adapter(tuned: Trained) -> None:
+    assert code(failure(tuned, "adapter")) == "FT740"
+
+
+def test_an_adapter_anywhere_can_be_exported(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    made = trained()
+    folder = made.run.adapter_dir.rename(tmp_path / "mine")
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(made.base))
+    (result,) = export_run(folder, ["safetensors"], reporter=Heard(), offline=True)
+    assert result.path == tmp_path / "mine-export" / "safetensors"
+    assert distance(logits_of(result.path), logits_of(made.base, folder)) < 1e-5
+
+
+def test_a_random_base_cannot_be_merged_but_its_adapter_is_exported(
+    trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    made = trained()
+    made.run.path.rename(tmp_path / "old")
+    run = write_run(tmp_path / "run", made.base, lora={"r": 4})
+    (tmp_path / "old" / "adapter").rename(run.adapter_dir)
+    text = run.recipe_path.read_text().replace("init: pretrained", "init: random")
+    run.recipe_path.write_text(text)
+    (made.base / "model.safetensors").unlink()
+    random = Trained(made.base, run)
+    error = failure(random, "safetensors")
+    assert code(error) == "FT747"
+    assert error.exit_code is ExitCode.RECIPE
+    assert [result.format for result in export(random, "adapter")] == ["adapter"]
+
+
+def test_too_little_memory_is_said_before_merging(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trained()
+    monkeypatch.setattr(merged_format, "cpu_device", lambda: dataclasses.replace(cpu_device(), free_bytes=100))
+    error = failure(made, "safetensors")
+    assert code(error) == "FT748"
+    assert error.exit_code is ExitCode.PREFLIGHT
+
+
+@pytest.mark.parametrize("damage", ["truncated", "nan", "empty", "dora", "no json", "wrong shape"])
+@pytest.mark.parametrize("name", ["adapter", "safetensors"])
+def test_a_damaged_adapter_is_ft742(trained: Callable[..., Trained], damage: str, name: str) -> None:
+    made = trained()
+    weights, config = (made.run.adapter_dir / f for f in ("adapter_model.safetensors", "adapter_config.json"))
+    tensors = load_file(weights)
+    first = next(iter(tensors))
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif damage == "nan":
+        save_file({**tensors, first: torch.full_like(tensors[first], torch.nan)}, weights)
+    elif damage == "empty":
+        weights.unlink()
+    elif damage == "dora":
+        edit_json(config, use_dora=True)
+    elif damage == "wrong shape":
+        save_file({**tensors, first: torch.zeros(4, 7)}, weights)
+    else:
+        config.write_text("{")
+    assert code(failure(made, name)) == "FT742"
+
+
+def test_an_unfinished_run_and_an_unknown_format_are_refused(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    made = trained()
+    assert code(failure(made, "gguf")) == "FT746"
+    made.run.adapter_dir.rename(tmp_path / "away")
+    assert code(failure(made, "adapter")) == "FT740"
+    with pytest.raises(FtcliError) as caught:
+        export_run(tmp_path, ["adapter"], reporter=Heard(), offline=True)
+    assert code(caught.value) == "FT740"
+
+
+def test_a_missing_base_is_ft323_where_it_is_needed(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    (made.base / "model.safetensors").unlink()
+    assert code(failure(made, "safetensors")) == "FT323"
+
+
+def test_an_unwritable_destination_is_ft723(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    made.run.export_dir.write_text("a file in the way")
+    with pytest.raises(FtcliError) as caught:
+        export(made, "adapter")
+    assert code(caught.value) == "FT723"
