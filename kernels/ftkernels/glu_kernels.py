@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ftkernels.device import (
     accumulate_dtype,
-    interpreting,
     on_device_of,
     rounded,
     store_dtype,
@@ -20,6 +19,7 @@ from ftkernels.device import (
     triton_store_dtype,
 )
 from ftkernels.primitives import activate
+from ftkernels.tiles import Tile, tile_for
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
@@ -60,6 +60,7 @@ def _forward_kernel(
     DOT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Rows of a block times ``tiles`` column tiles; ha_ptr is (splits, M, KD)."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -72,7 +73,7 @@ def _forward_kernel(
         xa_g = tl.load(xa_ptr + row64 * (2 * K) + k[None, :], mask=row_ok, other=0.0).to(DOT)
         xa_u = tl.load(xa_ptr + row64 * (2 * K) + K + k[None, :], mask=row_ok, other=0.0).to(DOT)
     ha = tl.full((BM, KD), 0.0, ACC)
-    for tile in range(tiles):
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         cols = (split * tiles + tile) * BN + tl.arange(0, BN)
         col_ok = cols < F
         mask = row_ok & col_ok[None, :]
@@ -124,6 +125,7 @@ def _backward_kernel(
     DOT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh: each element is read before it is written."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -139,7 +141,7 @@ def _backward_kernel(
         dya = tl.load(dya_ptr + row64 * KD + kd[None, :], mask=row_ok, other=0.0).to(DOT)
     dxa_g = tl.full((BM, K), 0.0, ACC)
     dxa_u = tl.full((BM, K), 0.0, ACC)
-    for tile in range(tiles):
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         cols = (split * tiles + tile) * BN + tl.arange(0, BN)
         col_ok = cols < F
         mask = row_ok & col_ok[None, :]
@@ -174,35 +176,25 @@ def _backward_kernel(
         tl.store(dxa_at + K, dxa_u, mask=row_ok)
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Tile (bm, bn), column tiles a program, number of column splits, warps."""
-
-    bm: int
-    bn: int
-    tiles: int
-    splits: int
-    warps: int
-
-
-def _grid(rows: int, columns: int, *, summing: bool) -> _Grid:
-    """Without column sums one tile a program; with them enough splits to fill the machine, each program a run of
-    tiles.
+def _splits(rows: int, columns: int, tile: Tile, *, summing: bool) -> tuple[int, int]:
+    """(column tiles a program, programs along the columns): one tile each unless columns are summed inside a
+    program.
     """
-    if interpreting():  # a program costs about a millisecond whatever its tile
-        bm, bn, warps, target = 64, 64, 4, 2
-    else:
-        bm, bn, warps, target = (64, 64, 8, 1024) if summing else (16, 256, 4, 0)
-    tiles = triton.cdiv(columns, bn)
+    tiles = triton.cdiv(columns, tile.columns)
     if not summing:
-        return _Grid(bm, bn, 1, tiles, warps)
-    splits = min(tiles, max(1, target // triton.cdiv(rows, bm)))
+        return 1, tiles
+    splits = min(tiles, max(1, tile.programs // max(1, triton.cdiv(rows, tile.rows))))
     each = triton.cdiv(tiles, splits)
-    return _Grid(bm, bn, each, triton.cdiv(tiles, each), warps)
+    return each, triton.cdiv(tiles, each)
 
 
 def glu_forward(
-    gate: Tensor, up: Tensor, activation: Activation, lowrank: GluLowRank | None = None
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    lowrank: GluLowRank | None = None,
+    *,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One launch, no autograd: (h (M, F), ha (M, KD) in the accumulation dtype or None).
 
@@ -210,14 +202,15 @@ def glu_forward(
     """
     count, width = gate.shape
     down = None if lowrank is None else lowrank.a_down
-    grid = _grid(count, width, summing=down is not None)
+    tile = tile or tile_for("glu_forward" if lowrank is None else "glu_forward_lora")
+    each, splits = _splits(count, width, tile, summing=down is not None)
     h = torch.empty((count, width), dtype=store_dtype(gate.dtype), device=gate.device)
     kd = 16 if down is None else down.shape[0]
-    sums = (grid.splits, count, kd) if down is not None else (1,)
+    sums = (splits, count, kd) if down is not None else (1,)
     ha = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
     if count and width:
         with on_device_of(gate):
-            _forward_kernel[(triton.cdiv(count, grid.bm), grid.splits)](
+            _forward_kernel[(triton.cdiv(count, tile.rows), splits)](
                 gate,
                 gate.stride(0),
                 up,
@@ -229,7 +222,7 @@ def glu_forward(
                 ha,
                 count,
                 width,
-                grid.tiles,
+                each,
                 ACT=activation,
                 DELTA=lowrank is not None,
                 DOWN=down is not None,
@@ -237,9 +230,10 @@ def glu_forward(
                 KD=kd,
                 ACC=triton_dtype(gate.dtype),
                 DOT=triton_store_dtype(gate.dtype),
-                BM=grid.bm,
-                BN=grid.bn,
-                num_warps=grid.warps,
+                BM=tile.rows,
+                BN=tile.columns,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
             )
     elif down is not None:
         ha.zero_()
@@ -255,6 +249,7 @@ def glu_backward(
     lowrank: GluLowRank | None = None,
     dya: Tensor | None = None,
     want_h: bool = False,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa (M, 2 * K) in the accumulation dtype or
     None).
@@ -263,16 +258,17 @@ def glu_backward(
     dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``.
     """
     count, width = gate.shape
-    grid = _grid(count, width, summing=lowrank is not None)
+    tile = tile or tile_for("glu_backward" if lowrank is None else "glu_backward_lora")
+    each, splits = _splits(count, width, tile, summing=lowrank is not None)
     d_both = torch.empty((count, 2 * width), dtype=store_dtype(gate.dtype), device=gate.device)
     k = 16 if lowrank is None else lowrank.b.shape[1]
     down = None if lowrank is None or dya is None else lowrank.a_down
-    sums = (grid.splits, count, 2 * k) if lowrank is not None else (1,)
+    sums = (splits, count, 2 * k) if lowrank is not None else (1,)
     dxa = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
     h = dh.to(store_dtype(dh.dtype))  # dh itself, except in the interpreter
     if count and width:
         with on_device_of(gate):
-            _backward_kernel[(triton.cdiv(count, grid.bm), grid.splits)](
+            _backward_kernel[(triton.cdiv(count, tile.rows), splits)](
                 gate,
                 gate.stride(0),
                 up,
@@ -289,7 +285,7 @@ def glu_backward(
                 dxa,
                 count,
                 width,
-                grid.tiles,
+                each,
                 ACT=activation,
                 DELTA=lowrank is not None,
                 DOWN=down is not None,
@@ -298,9 +294,10 @@ def glu_backward(
                 KD=16 if down is None else down.shape[0],
                 ACC=triton_dtype(gate.dtype),
                 DOT=triton_store_dtype(gate.dtype),
-                BM=grid.bm,
-                BN=grid.bn,
-                num_warps=grid.warps,
+                BM=tile.rows,
+                BN=tile.columns,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
             )
     elif lowrank is not None:
         dxa.zero_()

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import interpreting, on_device_of, rounded, store_dtype, triton_dtype, triton_store_dtype
+from ftkernels.device import on_device_of, rounded, store_dtype, triton_dtype, triton_store_dtype
+from ftkernels.tiles import Tile, tile_for
 
 
 @triton.jit
@@ -49,7 +50,13 @@ def _add_kernel(
 
 
 def lowrank_add(
-    y: Tensor, xa: Tensor | None, b: Tensor | None, residual: Tensor | None, *, triton_kernel: bool
+    y: Tensor,
+    xa: Tensor | None,
+    b: Tensor | None,
+    residual: Tensor | None,
+    *,
+    triton_kernel: bool,
+    tile: Tile | None = None,
 ) -> Tensor:
     """``y + xa @ b.T + residual``; over ``y`` itself when the result has its dtype.
 
@@ -66,10 +73,10 @@ def lowrank_add(
     stored = store_dtype(dtype)
     out = y if y.dtype == stored else torch.empty(y.shape, dtype=stored, device=y.device)
     rows, columns = y.shape
-    bm, bn = (64, 64) if interpreting() else (64, 128)
+    tile = tile or tile_for("lowrank_add")
     if rows and columns:
         with on_device_of(y):
-            _add_kernel[(triton.cdiv(rows, bm), triton.cdiv(columns, bn))](
+            _add_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns))](
                 y,
                 y.stride(0),
                 y if xa is None else xa,
@@ -85,9 +92,9 @@ def lowrank_add(
                 K=16 if b is None else b.shape[1],
                 ACC=triton_dtype(y.dtype),
                 DOT=triton_store_dtype(y.dtype),
-                BM=bm,
-                BN=bn,
-                num_warps=4,
+                BM=tile.rows,
+                BN=tile.columns,
+                num_warps=tile.warps,
             )
     if out is not y and dtype == y.dtype:
         # Only in the interpreter: the caller may hold a slice of a larger output, so the rounded result goes into it.

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ftkernels.device import (
     accumulate_dtype,
-    interpreting,
     on_device_of,
     rounded,
     store_dtype,
     triton_dtype,
     triton_store_dtype,
 )
+from ftkernels.tiles import Tile, tile_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,15 +243,13 @@ def _backward_kernel(
         tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
 
 
-def _block_rows() -> int:
-    return 64 if interpreting() else 32
-
-
 def _batch_stride(x: Tensor) -> int:
     return x.stride(0) if x.shape[0] > 1 else 0
 
 
-def qkv_rope_forward(y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary) -> Tensor:
+def qkv_rope_forward(
+    y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, *, tile: Tile | None = None
+) -> Tensor:
     """Add the low-rank terms to ``y`` (M, N) and rotate its q and k heads, in place; returns ``y``.
 
     Shapes: xa (M, 3 * K), b (N, K), both contiguous or both None.
@@ -260,11 +258,11 @@ def qkv_rope_forward(y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rot
     heads = rotary.q_heads + 2 * rotary.k_heads
     half = rotary.head_dim // 2
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
-    bm = _block_rows()
-    each = heads if interpreting() else 4
+    tile = tile or tile_for("qkv_rope_forward")
+    each = min(tile.columns, heads)
     if count:
         with on_device_of(y):
-            _forward_kernel[(triton.cdiv(count, bm), triton.cdiv(heads, each))](
+            _forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
                 stored,
                 stored if xa is None else xa,
                 stored if b is None else b,
@@ -286,14 +284,21 @@ def qkv_rope_forward(y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rot
                 K=16 if b is None else b.shape[1],
                 ACC=triton_dtype(y.dtype),
                 DOT=triton_store_dtype(y.dtype),
-                BM=bm,
-                num_warps=4,
+                BM=tile.rows,
+                num_warps=tile.warps,
             )
     return rounded(stored, y.dtype)
 
 
 def qkv_rope_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, b: Tensor | None, rotary: Rotary, dtype: torch.dtype
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    b: Tensor | None,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    *,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(d (M, N) in ``dtype``, dxa (M, 3 * K) in the accumulation dtype or None) from dq, dk, dv (B, heads, S, D)."""
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
@@ -301,15 +306,15 @@ def qkv_rope_backward(
     count, half = batch * seq_len, head_dim // 2
     width = (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     k = 16 if b is None else b.shape[1]
-    bm = _block_rows()
-    splits = 1 if interpreting() else min(4, rotary.k_heads)
+    tile = tile or tile_for("qkv_rope_backward")
+    splits = triton.cdiv(rotary.q_heads, tile.columns)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty(
         (splits, count, 3 * k) if b is not None else (1,), dtype=accumulate_dtype(dtype), device=dq.device
     )
     if count:
         with on_device_of(dq):
-            _backward_kernel[(triton.cdiv(count, bm), splits)](
+            _backward_kernel[(triton.cdiv(count, tile.rows), splits)](
                 dq,
                 *dq.stride()[:3],
                 dk,
@@ -338,7 +343,7 @@ def qkv_rope_backward(
                 K=k,
                 ACC=triton_dtype(dtype),
                 DOT=triton_store_dtype(dtype),
-                BM=bm,
-                num_warps=4,
+                BM=tile.rows,
+                num_warps=tile.warps,
             )
     return rounded(out, dtype), None if b is None else dxa.sum(0)

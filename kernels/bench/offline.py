@@ -1,0 +1,194 @@
+"""Compile every kernel for a named GPU on a machine without one: registers, spills, shared memory, tensor-core use.
+
+    python kernels/bench/offline.py --capability 90 --ranks 16 64
+
+Nothing is run. It finds kernels that a GPU's compiler refuses or that spill, which the interpreter cannot see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_rope, rope
+
+
+class _NoGpu(DriverBase):
+    """Says which GPU to compile for, and launches nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def is_active(self) -> bool:  # type: ignore[override]
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise RuntimeError("nothing is timed here")
+
+
+def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, launch) of every kernel at the shapes of Llama-3.1-8B; few rows, since nothing runs."""
+    rows, hidden, inner, vocabulary, head = 256, 4096, 14336, 128256, 128
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    x, w = new(rows, hidden), new(hidden)
+    options = cross_entropy.LossOptions
+    labels = torch.zeros(4, dtype=torch.int64)
+    for name, opts in (("plain", options()), ("softcap", options(30.0)), ("smooth", options(0.0, 1.0, 0.1))):
+        yield (
+            f"cross_entropy {name}",
+            lambda opts=opts: cross_entropy.cross_entropy_rows(new(4, vocabulary), labels, opts, want_grad=True),
+        )
+    for form in ("llama", "gemma"):
+        yield f"norm forward {form}", lambda form=form: norm_parts.norm_forward(x, w, 1e-5, form)
+        yield (
+            f"norm backward {form}",
+            lambda form=form: norm_parts.norm_backward(x, x, w, new(rows, of=torch.float32), form, d_sum=x),
+        )
+    yield "norm forward, residual", lambda: norm_parts.norm_forward(x, w, 1e-5, "llama", residual=x, where="before")
+    yield (
+        "norm backward, dw",
+        lambda: norm_parts.norm_backward(x, x, w, new(rows, of=torch.float32), "llama", want_dw=True),
+    )
+    heads = new(1, rows, 32, head)
+    yield "norm over heads", lambda: norm_parts.norm_forward(heads, new(head), 1e-5, "llama")
+    q, k, cos = new(1, 32, rows, head), new(1, 8, rows, head), new(1, rows, head)
+    yield "rope", lambda: rope._launch(q, k, cos, cos, transposed=False)
+    both = new(rows, 2 * inner)
+    gate, up = both[:, :inner], both[:, inner:]
+    for act in ("silu", "gelu_tanh"):
+        yield f"glu forward {act}", lambda act=act: glu_kernels.glu_forward(gate, up, act)
+        yield (
+            f"glu backward {act}",
+            lambda act=act: glu_kernels.glu_backward(new(rows, inner), gate, up, act, want_h=True),
+        )
+        low = glu_kernels.GluLowRank(new(rows, 2 * rank), new(2 * inner, rank), new(rank, inner))
+        yield f"glu forward {act}, lora", lambda act=act, low=low: glu_kernels.glu_forward(gate, up, act, low)
+        yield (
+            f"glu backward {act}, lora",
+            lambda act=act, low=low: glu_kernels.glu_backward(
+                new(rows, inner), gate, up, act, lowrank=low, dya=new(rows, rank), want_h=True
+            ),
+        )
+    yield (
+        "lowrank add",
+        lambda: lowrank_add.lowrank_add(
+            new(rows, hidden), new(rows, rank), new(hidden, rank), new(rows, hidden), triton_kernel=True
+        ),
+    )
+    rotary = qkv_rope.Rotary(cos, cos, 32, 8)
+    width = 48 * head
+    yield (
+        "qkv rope forward",
+        lambda: qkv_rope.qkv_rope_forward(new(rows, width), new(rows, 3 * rank), new(width, rank), rotary),
+    )
+    yield "qkv rope backward", lambda: qkv_rope.qkv_rope_backward(q, k, k, new(width, rank), rotary, dtype)
+
+
+def compile_instead_of_launch(record: list[Any]) -> Callable[..., Any]:
+    """A ``JITFunction.run`` that compiles and keeps what came out."""
+    run = JITFunction.run
+
+    def compiled(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        record.append(kernel)
+        return kernel
+
+    return compiled
+
+
+def resources(ptx: str, capability: int) -> dict[str, int]:
+    """Registers a thread, bytes of stack and of spills, as ptxas reports them."""
+    ptxas = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+        said = subprocess.run(  # noqa: S603  (Triton's own ptxas)
+            [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    found = {name: re.search(pattern, said) for name, pattern in _PATTERNS.items()}
+    return {name: int(match.group(1)) if match else -1 for name, match in found.items()}
+
+
+_PATTERNS = {
+    "registers": r"Used (\d+) registers",
+    "stack": r"(\d+) bytes stack",
+    "spilled": r"(\d+) bytes spill stores",
+}
+
+
+def main() -> None:
+    """Print one line a kernel; exit status 1 when one does not compile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    options = parser.parse_args()
+    driver.set_active(_NoGpu(options.capability))
+    record: list[Any] = []
+    failed = 0
+    original, JITFunction.run = JITFunction.run, compile_instead_of_launch(record)  # type: ignore[method-assign]
+    try:
+        for rank in options.ranks:
+            for name, launch in cases(rank, getattr(torch, options.dtype)):
+                if options.only not in name:
+                    continue
+                record.clear()
+                try:
+                    launch()
+                except (triton.CompilationError, RuntimeError) as error:
+                    failed += 1
+                    print(f"{name:32s} rank {rank:3d}  FAILED: {str(error).strip().splitlines()[-1]}")
+                    continue
+                for kernel in record:
+                    ptx = kernel.asm["ptx"]
+                    used = resources(ptx, options.capability)
+                    dots = len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx))
+                    figures = "  ".join(f"{key} {value}" for key, value in used.items())
+                    shared = kernel.metadata.shared
+                    warps = kernel.metadata.num_warps
+                    print(f"{name:32s} rank {rank:3d}  {figures}  shared {shared}  warps {warps}  mma {dots}")
+    finally:
+        JITFunction.run = original  # type: ignore[method-assign]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What each query may see: one value object, made once per call of a model and kept by nobody.
+
+Everything the object can say - causal, sliding window, packed documents, padding on either side, cached prefix - makes
+the keys that a query sees one interval, and both ends of the interval never move left from one query to the next.
+So the kernels need no rule of their own: they read ``key_lo`` and ``key_hi`` per query (``TokenRanges``), the bounds of
+their loops are those of a tile's first and last row, and a tile that is masked everywhere is never visited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRanges:
+    """``AttentionMask`` for given lengths. Query i sees key j where ``key_lo[i] <= j < key_hi[i]``; equivalently where
+    ``query_lo[j] <= i < query_hi[j]``. A query with ``key_hi <= key_lo`` sees nothing.
+
+    All four are int32, contiguous, non-decreasing along the last dimension, with a batch dimension of B, or of 1 when
+    all rows of the batch are alike: ``key_*`` (B or 1, queries), ``query_*`` (B or 1, keys).
+    """
+
+    key_lo: Tensor
+    key_hi: Tensor
+    query_lo: Tensor
+    query_hi: Tensor
+
+    @property
+    def batch(self) -> int:
+        """1, or the batch size where rows differ."""
+        return int(self.key_lo.shape[0])
+
+    @property
+    def q_len(self) -> int:
+        """Number of queries."""
+        return int(self.key_lo.shape[1])
+
+    @property
+    def k_len(self) -> int:
+        """Number of keys."""
+        return int(self.query_lo.shape[1])
+
+    def dense(self) -> Tensor:
+        """Boolean (B or 1, 1, queries, keys), True where a query sees a key. For references: O(queries * keys)."""
+        keys = torch.arange(self.k_len, device=self.key_lo.device, dtype=torch.int32)
+        return ((keys >= self.key_lo[:, :, None]) & (keys < self.key_hi[:, :, None]))[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMask:
+    """Which keys a query sees. Query i of q_len queries stands at position ``i + k_len - q_len`` among the keys.
+
+    Attributes:
+        causal: a query sees no key after its own position.
+        window: None, or W: a query sees the W keys ending at its own position, exactly ``0 <= q - k < W``.
+        starts, ends: None, or (B,) int32: tokens of row b outside ``[starts[b], ends[b])`` are padding. Padding sees
+            nothing and is seen by nobody.
+        document_starts: None, or (B or 1, k_len) int32: for each token the index of the first token of its document.
+            No attention crosses documents.
+        length: the number of keys that ``starts``, ``ends`` or ``document_starts`` were made for; None without them.
+
+    Raises:
+        ValueError: a window below 1 or without ``causal``, or tensors that do not fit each other.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    document_starts: Tensor | None = None
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 (the token itself), got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError("a sliding window needs causal=True: it is 0 <= q - k < window")
+        if (self.starts is None) != (self.ends is None):
+            raise ValueError("starts and ends come together")
+        if self.starts is not None and self.ends is not None and self.starts.shape != self.ends.shape:
+            raise ValueError(f"starts {tuple(self.starts.shape)} and ends {tuple(self.ends.shape)} differ in shape")
+        if (self.starts is not None or self.document_starts is not None) and self.length is None:
+            raise ValueError("length is needed with starts, ends or document_starts")
+
+    @classmethod
+    def full(cls) -> AttentionMask:
+        """Every query sees every key."""
+        return cls(causal=False)
+
+    @classmethod
+    def causal_mask(cls, window: int | None = None) -> AttentionMask:
+        """Causal, with a sliding window where one is given."""
+        return cls(window=window)
+
+    @classmethod
+    def from_padding(
+        cls, attention_mask: Tensor, *, causal: bool = True, window: int | None = None
+    ) -> AttentionMask:
+        """From a (B, k_len) mask with 1 for tokens and 0 for padding; see ``padded``."""
+        return cls(causal=causal, window=window).padded(attention_mask)
+
+    @classmethod
+    def from_document_ids(
+        cls, document_ids: Tensor, *, causal: bool = True, window: int | None = None
+    ) -> AttentionMask:
+        """From (B or 1, S) integers: every run of equal ids is a document."""
+        change = document_ids[:, 1:] != document_ids[:, :-1]
+        return cls._from_boundaries(change, causal, window)
+
+    @classmethod
+    def from_position_ids(
+        cls, position_ids: Tensor, *, causal: bool = True, window: int | None = None
+    ) -> AttentionMask:
+        """From (B or 1, S) positions inside documents: one starts wherever a position is not its predecessor + 1."""
+        change = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        return cls._from_boundaries(change, causal, window)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls, cu_seqlens: Tensor, length: int, *, causal: bool = True, window: int | None = None
+    ) -> AttentionMask:
+        """From (documents + 1,) cumulative lengths of one flat row of ``length`` tokens: 0, ..., ``length``."""
+        index = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        document = torch.searchsorted(cu_seqlens.contiguous(), index, right=True) - 1
+        return cls(causal, window, document_starts=cu_seqlens[document].to(torch.int32)[None], length=length)
+
+    @classmethod
+    def _from_boundaries(cls, change: Tensor, causal: bool, window: int | None) -> AttentionMask:
+        """``change`` (B, S - 1): token i + 1 begins a document."""
+        length = change.shape[1] + 1
+        index = torch.arange(1, length, device=change.device, dtype=torch.int32)
+        first = torch.zeros((change.shape[0], 1), device=change.device, dtype=torch.int32)
+        starts = torch.cat([first, torch.where(change, index, 0)], dim=1).cummax(dim=1).values
+        return cls(causal, window, document_starts=starts.to(torch.int32), length=length)
+
+    def with_window(self, window: int | None) -> AttentionMask:
+        """The same mask with another window: Gemma-2's layers alternate between a window and None."""
+        return replace(self, window=window)
+
+    def padded(self, attention_mask: Tensor) -> AttentionMask:
+        """The same mask with the padding of ``attention_mask`` (B, k_len), 1 for tokens; waits for the device once.
+
+        A mask without padding leaves no trace, so dense batches take the dense path.
+
+        Raises:
+            ValueError: the ones of a row are not one run: padding is at the left or at the right, never inside.
+        """
+        if attention_mask.dim() != 2:
+            raise ValueError(f"expected a padding mask (batch, keys), got shape {tuple(attention_mask.shape)}")
+        valid = attention_mask != 0
+        length = valid.shape[1]
+        index = torch.arange(length, device=valid.device, dtype=torch.int32)
+        ends = torch.where(valid, index + 1, 0).amax(dim=1)
+        starts = torch.minimum(torch.where(valid, index, length).amin(dim=1), ends)
+        holes, dense = torch.stack([valid.sum(1) != ends - starts, valid.all(1)]).tolist()
+        if any(holes):
+            raise ValueError(f"the padding mask of row {holes.index(True)} has a hole: its ones must be one run")
+        if all(dense):
+            return replace(self, starts=None, ends=None)
+        return replace(self, starts=starts, ends=ends, length=length)
+
+    def ranges(self, q_len: int, k_len: int, device: torch.device | str) -> TokenRanges:
+        """The intervals that kernels read. Make them once per mask and call of the model, not once per layer.
+
+        Raises:
+            ValueError: more queries than keys, or a length that padding or documents were not made for.
+        """
+        self._check_lengths(q_len, k_len)
+        position = torch.arange(k_len - q_len, k_len, device=device, dtype=torch.int32)[None]
+        lo = torch.zeros_like(position)
+        hi = torch.full_like(position, k_len)
+        if self.document_starts is not None:
+            first = self.document_starts.to(device).contiguous()
+            past = torch.searchsorted(first, first, right=True, out_int32=True)
+            lo, hi = first[:, k_len - q_len :], past[:, k_len - q_len :]
+        if self.causal:
+            hi = torch.minimum(hi, position + 1)
+        if self.window is not None:
+            lo = torch.maximum(lo, position - (self.window - 1))
+        if self.starts is not None and self.ends is not None:
+            start, end = self.starts.to(device)[:, None], self.ends.to(device)[:, None]
+            # A query that is padding gets an empty interval, on the side that keeps both ends monotone.
+            hi = torch.where(position < start, torch.minimum(hi, start), torch.minimum(hi, end))
+            lo = torch.where(position >= end, torch.maximum(lo, end), torch.maximum(lo, start))
+        lo, hi = (x.to(torch.int32).contiguous() for x in torch.broadcast_tensors(lo, hi))
+        # Query i sees key j iff lo[i] <= j, true for a prefix of the queries, and hi[i] > j, true for a suffix.
+        keys = torch.arange(k_len, device=device, dtype=torch.int32).expand(lo.shape[0], k_len).contiguous()
+        return TokenRanges(
+            key_lo=lo,
+            key_hi=hi,
+            query_lo=torch.searchsorted(hi, keys, right=True, out_int32=True),
+            query_hi=torch.searchsorted(lo, keys, right=True, out_int32=True),
+        )
+
+    def dense(self, q_len: int, k_len: int, device: torch.device | str = "cpu") -> Tensor:
+        """Boolean (B or 1, 1, q_len, k_len) straight from the definition, for references and tests."""
+        self._check_lengths(q_len, k_len)
+        key = torch.arange(k_len, device=device)
+        query = torch.arange(k_len - q_len, k_len, device=device)
+        distance = query[:, None] - key[None, :]
+        seen = torch.ones((1, 1, q_len, k_len), dtype=torch.bool, device=device)
+        if self.causal:
+            seen = seen & (distance >= 0)
+        if self.window is not None:
+            seen = seen & (distance < self.window)
+        if self.document_starts is not None:
+            document = self.document_starts.to(device)
+            seen = seen & (document[:, None, k_len - q_len :, None] == document[:, None, None, :])
+        if self.starts is not None and self.ends is not None:
+            start, end = self.starts.to(device)[:, None], self.ends.to(device)[:, None]
+            token = (key >= start) & (key < end)
+            seen = seen & token[:, None, k_len - q_len :, None] & token[:, None, None, :]
+        return seen
+
+    def _check_lengths(self, q_len: int, k_len: int) -> None:
+        if q_len > k_len:
+            raise ValueError(f"{q_len} queries for {k_len} keys: the queries are the last of the keys' positions")
+        if self.length is not None and self.length != k_len:
+            raise ValueError(f"the mask was made for {self.length} keys, there are {k_len}")

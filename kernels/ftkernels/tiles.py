@@ -1,0 +1,48 @@
+"""Tile sizes of the kernels: one fixed choice an operation, the same on every run, never searched for while training.
+
+The table holds what ``kernels/bench/tune.py`` measured to be best; it is edited by hand, with the measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftkernels.device import interpreting
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and columns of a tile, warps of a program, and stages of its column loop's software pipeline.
+
+    ``programs``: kernels that sum over columns split them so that about this many programs run.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+    programs: int = 1024
+
+
+_TILES = {
+    "glu_forward": Tile(16, 256, 4),
+    "glu_backward": Tile(16, 256, 8),
+    "glu_forward_lora": Tile(64, 64, 4, 2),
+    "glu_backward_lora": Tile(64, 32, 4, 3),
+    "lowrank_add": Tile(64, 128, 8),
+    # Columns here are heads of one program.
+    "qkv_rope_forward": Tile(32, 4, 8),
+    "qkv_rope_backward": Tile(16, 4, 4),
+}
+# A program costs the interpreter about a millisecond, whatever its tile.
+_INTERPRETED = Tile(64, 64, 4, 1, 2)
+
+
+def tile_for(operation: str) -> Tile:
+    """The tile of a kernel, by name.
+
+    Raises:
+        KeyError: no such kernel.
+    """
+    tile = _TILES[operation]
+    return _INTERPRETED if interpreting() else tile
