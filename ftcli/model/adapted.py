@@ -1,0 +1,47 @@
+"""PEFT's LoRA layers as plain data for the kernels: whether one can be fused, and what it holds right now."""
+
+from __future__ import annotations
+
+from ftkernels.projection import Projection
+from torch import nn
+
+
+def why_not_fused(layer: nn.Module) -> str | None:
+    """Why the fused LoRA kernels cannot serve this linear layer; None when they can."""
+    from peft.tuners.lora import Linear as LoraLinear
+
+    base = layer
+    if isinstance(layer, LoraLinear):
+        base = layer.base_layer
+        if any(layer.use_dora.values()):
+            return "DoRA scales the merged weight, which is never formed here"
+        if any(getattr(layer, "lora_bias", {}).values()):
+            return "the adapter has a bias"
+        if getattr(layer, "fan_in_fan_out", False):
+            return "the weight is stored transposed"
+        if len(layer.active_adapters) > 1:
+            return "several adapters are active at once"
+    if type(base) is not nn.Linear:
+        return f"its base is a {type(base).__name__}, not a plain linear layer"
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return "its base weight is trained (full fine-tuning)"
+    return None
+
+
+def projection_of(layer: nn.Module) -> Projection:
+    """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged."""
+    base = getattr(layer, "base_layer", layer)
+    if base is layer or layer.disable_adapters or layer.merged or not layer.active_adapters:
+        return Projection(base.weight, base.bias)
+    name = layer.active_adapters[0]
+    if name not in layer.lora_A:
+        return Projection(base.weight, base.bias)
+    dropout = layer.lora_dropout[name]
+    return Projection(
+        weight=base.weight,
+        bias=base.bias,
+        a=layer.lora_A[name].weight,
+        b=layer.lora_B[name].weight,
+        scaling=float(layer.scaling[name]),
+        dropout=dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0,
+    )

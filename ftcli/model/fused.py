@@ -1,0 +1,176 @@
+"""Decoder layers on the fused kernels. They hold the original layer's own modules under their own names.
+
+Parameters, their names, PEFT's adapters and what a checkpoint holds stay what they were; only the computation between
+them differs. Cached generation goes through the original layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_qkv import lora_qkv
+from ftkernels.projection import Norm
+from ftkernels.rms_norm import rms_norm, rms_norm_add
+from ftkernels.rope import apply_rope
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ftcli.model.adapted import projection_of
+from ftcli.model.families import FamilyKernels
+
+if TYPE_CHECKING:
+    from ftkernels.device import BackendName
+    from ftkernels.glu_kernels import Activation
+    from ftkernels.norm_parts import NormForm
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """The epsilon of a transformers RMSNorm, whichever name its family uses."""
+    eps = getattr(norm, "variance_epsilon", None)
+    return float(eps if eps is not None else norm.eps)
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm on our kernel; shares ``weight`` with the module it stands for."""
+
+    def __init__(self, original: nn.Module, form: NormForm, backend: BackendName) -> None:
+        super().__init__()
+        self.weight = original.weight
+        self.eps = norm_eps(original)
+        self._form = form
+        self._backend = backend
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., H) -> (..., H)."""
+        return rms_norm(hidden_states, self.weight, self.eps, form=self._form, backend=self._backend)
+
+
+class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
+    """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual."""
+
+    def __init__(
+        self, original: nn.Module, family: FamilyKernels, activation: Activation, backend: BackendName
+    ) -> None:
+        super().__init__()
+        for name, child in original.named_children():
+            self.add_module(name, child)
+        # Not a submodule: its children are ours already, and state_dict must not list them twice.
+        object.__setattr__(self, "original", original)
+        for name in ("layer_type", "attention_type"):
+            if hasattr(original, name):
+                setattr(self, name, getattr(original, name))
+        self.gradient_checkpointing = getattr(original, "gradient_checkpointing", False)
+        if hasattr(original, "_gradient_checkpointing_func"):
+            self._gradient_checkpointing_func = original._gradient_checkpointing_func
+        self._family = family
+        self._activation = activation
+        self._backend = backend
+        self.train(original.training)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        if past_key_values is not None or position_embeddings is None:
+            output: Tensor = self.original(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+            return output
+        attended, residual = self._attend(hidden_states, attention_mask, position_embeddings, kwargs)
+        if self._family.block == "sandwich":
+            return self._sandwich(attended, residual)
+        attention = self.self_attn
+        hidden_states = lora_linear(attended, projection_of(attention.o_proj), residual=residual, backend=self._backend)
+        return self._mlp(hidden_states, self._norm(self.post_attention_layernorm), "add")  # type: ignore[return-value]
+
+    def _sandwich(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Gemma-2 and Gemma-3: each half is normalised once more before it is added."""
+        out = lora_linear(attended, projection_of(self.self_attn.o_proj), backend=self._backend)
+        hidden_states = self._add_normed(out, residual, self.post_attention_layernorm)
+        mlp, residual = self._mlp(hidden_states, self._norm(self.pre_feedforward_layernorm), "return")
+        return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
+        attention = self.self_attn
+        head_norm = self._family.head_norm
+        q, k, v, residual = lora_qkv(
+            hidden_states,
+            projection_of(attention.q_proj),
+            projection_of(attention.k_proj),
+            projection_of(attention.v_proj),
+            head_dim=attention.head_dim,
+            norm=self._norm(self.input_layernorm),
+            rope=None if head_norm else position_embeddings,
+            backend=self._backend,
+        )
+        if head_norm:
+            q, k = self._head_norm(q, attention.q_norm), self._head_norm(k, attention.k_norm)
+            q, k = apply_rope(q, k, *position_embeddings, backend=self._backend)
+        interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+        attended, _ = interface(
+            attention,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=attention.attention_dropout if self.training else 0.0,
+            scaling=attention.scaling,
+            sliding_window=window_of(attention),
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+            **kwargs,
+        )
+        return attended.reshape(*hidden_states.shape[:-1], -1), residual
+
+    def _mlp(self, hidden_states: Tensor, norm: Norm, residual: Any) -> Any:
+        return lora_mlp(
+            hidden_states,
+            projection_of(self.mlp.gate_proj),
+            projection_of(self.mlp.up_proj),
+            projection_of(self.mlp.down_proj),
+            activation=self._activation,
+            norm=norm,
+            residual=residual,
+            backend=self._backend,
+        )
+
+    def _norm(self, norm: nn.Module) -> Norm:
+        return Norm(norm.weight, norm_eps(norm), self._family.norm)
+
+    def _head_norm(self, heads: Tensor, norm: nn.Module) -> Tensor:
+        return rms_norm(heads, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+
+    def _add_normed(self, x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
+        return rms_norm_add(x, residual, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+
+
+def window_of(attention: nn.Module) -> int | None:
+    """The layer's sliding window: the attention module's own, else its config's when every layer has one (Mistral)."""
+    if hasattr(attention, "sliding_window"):
+        window: int | None = attention.sliding_window
+        return window
+    config = attention.config
+    kind = getattr(attention, "layer_type", None)
+    if kind is None and getattr(config, "model_type", None) == "mistral":
+        return getattr(config, "sliding_window", None)
+    return None

@@ -1,0 +1,176 @@
+"""Puts a model's layers on the fused kernels, one instance at a time, and takes them off again.
+
+Nothing outside the model changes, except that transformers' attention table gains the entry ``ftcli``. Every layer
+that is left as it was is listed with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.device import BackendName, choose_backend
+from ftkernels.projection import join_weights
+from torch import nn
+
+from ftcli.config.model import Kernels
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.model import attention
+from ftcli.model.adapted import why_not_fused
+from ftcli.model.backbone import base_of
+from ftcli.model.families import ACTIVATIONS, FAMILIES, FamilyKernels
+from ftcli.model.fused import FusedDecoderLayer, FusedNorm
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+_PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+_JOINED = (_PROJECTIONS[:3], _PROJECTIONS[4:6])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernel:
+    """One line of the manifest's kernel table."""
+
+    layer: str
+    kernel: str
+    on: bool
+    reason: str
+
+
+@dataclass(slots=True)
+class Patch:
+    """What :func:`patch` did. :meth:`undo` restores the model exactly."""
+
+    table: list[LayerKernel]
+    _restore: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def off(self) -> list[LayerKernel]:
+        """Layers left as they were."""
+        return [entry for entry in self.table if not entry.on]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """For manifest.json."""
+        return [asdict(entry) for entry in self.table]
+
+    def undo(self) -> None:
+        """Puts every original module and setting back; calling it again does nothing."""
+        while self._restore:
+            self._restore.pop()()
+
+
+def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
+    """Puts what it can of ``model`` on the kernels.
+
+    Args:
+        kernels: ``off`` changes nothing; ``reference`` uses the plain torch versions; ``auto`` uses the Triton kernels
+            where they run, and leaves the rest as transformers built it; ``triton`` makes a layer that is left an
+            error.
+
+    Raises:
+        FtcliError: FT507 (exit 3) under ``triton`` when a layer cannot be fused, with every reason.
+    """
+    base = base_of(model)
+    done = Patch([])
+    if kernels == "off":
+        return done
+    device = next(base.parameters()).device
+    choice = choose_backend(device, "torch" if kernels == "reference" else "auto")
+    if kernels == "auto" and not choice.is_triton:
+        done.table.append(LayerKernel("model", "transformers", on=False, reason=choice.reason))
+        return done
+    if kernels == "triton" and not choice.is_triton:
+        raise _required([LayerKernel("model", "transformers", on=False, reason=choice.reason)])
+    _patch_layers(base, done, "torch" if kernels == "reference" else "auto")
+    if kernels == "triton" and done.off:
+        off = done.off
+        done.undo()
+        raise _required(off)
+    return done
+
+
+def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> None:
+    config = base.config.get_text_config()
+    family = FAMILIES.get(config.model_type)
+    activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")))
+    if family is None or activation is None:
+        what = f"model_type {config.model_type}" if family is None else "its activation"
+        done.table.append(LayerKernel("model", "transformers", on=False, reason=f"{what} is not in the family table"))
+        return
+    backbone = getattr(base, base.base_model_prefix)
+    for index, layer in enumerate(backbone.layers):
+        name = f"layers.{index}"
+        reason = _why_not(layer, family)
+        if reason is not None:
+            done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
+            continue
+        _join(layer, done)
+        fused = FusedDecoderLayer(layer, family, activation, backend)
+        _swap(backbone, name, layer, fused, done)
+        done.table.append(LayerKernel(name, "fused LoRA layer", on=True, reason=f"{config.model_type}, {backend}"))
+    if any(entry.on for entry in done.table):
+        _swap(backbone, "norm", backbone.norm, FusedNorm(backbone.norm, family.norm, backend), done)
+        done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
+        _use_attention(base, done)
+
+
+def _why_not(layer: nn.Module, family: FamilyKernels) -> str | None:
+    for name in _PROJECTIONS:
+        try:
+            projection = layer.get_submodule(name)
+        except AttributeError:
+            return f"it has no {name}"
+        reason = why_not_fused(projection)
+        if reason is not None:
+            return f"{name}: {reason}"
+    if family.head_norm and not hasattr(layer.self_attn, "q_norm"):
+        return "its attention has no norm by head"
+    return None
+
+
+def _join(layer: nn.Module, done: Patch) -> None:
+    """Lays weights that read the same input one behind the other, so that each group is one product."""
+    for names in _JOINED:
+        modules = [layer.get_submodule(name) for name in names]
+        weights = [getattr(module, "base_layer", module).weight for module in modules]
+        join_weights(weights)
+        done._restore.append(lambda weights=weights: _part(weights))
+
+
+def _part(weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.data = weight.data.clone()
+
+
+def _swap(parent: nn.Module, name: str, original: nn.Module, fused: nn.Module, done: Patch) -> None:
+    parent.set_submodule(name, fused)
+    done._restore.append(lambda: parent.set_submodule(name, original))
+
+
+def _use_attention(base: PreTrainedModel, done: Patch) -> None:
+    attention.register()
+    before = base.config._attn_implementation
+    base.set_attn_implementation(attention.NAME)
+    done._restore.append(lambda: base.set_attn_implementation(before))
+
+
+def _required(off: list[LayerKernel]) -> FtcliError:
+    shown = "; ".join(f"{entry.layer}: {entry.reason}" for entry in off[:4])
+    return FtcliError.single(
+        "FT507",
+        f"model.kernels: triton, but {len(off)} of the layers cannot use the kernels: {shown}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="use model.kernels: auto, which leaves those layers as they are",
+    )
