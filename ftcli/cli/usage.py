@@ -49,7 +49,8 @@ def usage_finding(error: TyperException, argv: Sequence[str]) -> Finding:
     message = message[:1].lower() + message[1:]
     option = getattr(error, "option_name", None)
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "ftcli"
+    command = f"ftcli {argv[0]}" if argv and not argv[0].startswith("-") else "ftcli"
+    path = context.command_path if context is not None else command
     help = f"`{path} --help` shows what it takes"
     if isinstance(option, str) and "no such option" in message:
         message = f"no option `{option}`"

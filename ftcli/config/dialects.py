@@ -318,7 +318,6 @@ _TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
     "group_size": (_TUNE, "grpo.num_generations"),
     "grpo_samples": (_TUNE, "grpo.num_generations"),
     "max_prompt_len": (_HF, "grpo.max_prompt_length"),
-    "max_new_tokens": (_HF, "eval.generate.max_new_tokens", "in GRPO it is grpo.max_completion_length"),
     "max_generated_tokens": (_TUNE, "grpo.max_completion_length"),
     "max_response_length": ("verl", "grpo.max_completion_length"),
     "kl_coeff": (_TUNE, "grpo.beta"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from ftcli.config.recipe import Recipe
@@ -10,11 +11,16 @@ from ftcli.config.recipe import Recipe
 Node = Mapping[str, Any]
 
 
+@cache
+def _root() -> dict[str, Any]:
+    return Recipe.model_json_schema()
+
+
 class RecipeSchema:
-    """JSON Schema of recipes with its references resolved on the way."""
+    """JSON Schema of recipes with its references resolved on the way. Built once; read only."""
 
     def __init__(self) -> None:
-        self.root: dict[str, Any] = Recipe.model_json_schema()
+        self.root: Node = _root()
 
     def resolve(self, node: Node) -> Node:
         """`node`, or what it refers to; what is written beside the reference stays."""
@@ -139,7 +145,7 @@ def _shown(bound: float) -> str:
 
 def published() -> dict[str, Any]:
     """The schema for editors: as the models have it, with `extends`, which the loader resolves."""
-    schema = RecipeSchema().root
+    schema = Recipe.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "ftcli recipe"
     schema["properties"] = {

@@ -16,7 +16,7 @@ _SECRET_VALUE = re.compile(
     r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,})"
 )
 
-_ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z0-9_.\-]+)(?P<between>[\"']?\s*[:=]\s*)(?P<value>[^\s,}\]][^,}\]]*)")
+_ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z0-9_.\-]+)(?P<between>[\"']?\s*[:=]\s*)(?P<value>[^\s,{}\[\]][^,}\]]*)")
 
 
 def is_secret_key(key: str) -> bool:

@@ -7,7 +7,7 @@ text keys, no duplicate keys, no tags, no merge keys, bounded nesting and aliase
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import yaml
 from yaml.composer import Composer
@@ -112,64 +112,56 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
         self._places = places
         self._depth = 0
         self._count = 0
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         mark = event.start_mark
-        self._count += 1
         if self._depth >= MAX_DEPTH:
             self._refuse("FT115", f"nested more than {MAX_DEPTH} deep", mark, "recipes nest about five deep")
-        if self._count > MAX_NODES:
-            self._refuse("FT116", f"more than {MAX_NODES:,} values", mark, "put long lists into data files")
         if getattr(event, "tag", None) not in (None, "!"):
             self._refuse("FT117", f"YAML tags such as `{event.tag}` have no meaning in a recipe", mark, "remove it")
+        before = self._count
+        self._count += self._size_of_alias(event) if isinstance(event, yaml.AliasEvent) else 1
+        if self._count > MAX_NODES:
+            help = "write the values out, or use `extends`; long lists belong into data files"
+            self._refuse("FT116", f"more than {MAX_NODES:,} values, aliases (`*`) expanded", mark, help)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
+        self._sizes.setdefault(id(node), self._count - before)
         return node
 
-    def _refuse(self, code: str, message: str, mark: yaml.Mark, help: str) -> None:
+    def _size_of_alias(self, event: yaml.AliasEvent) -> int:
+        """How many values the alias stands for. An alias inside its own anchor has no end."""
+        target = self.anchors.get(event.anchor)
+        if target is not None and id(target) not in self._sizes:
+            message = f"the anchor `&{event.anchor}` contains its own alias"
+            self._refuse("FT116", message, event.start_mark, "write the values out")
+        return self._sizes.get(id(target), 1)
+
+    def _refuse(self, code: str, message: str, mark: Any, help: str) -> None:
         origin = self._places.point(mark.line, mark.column)
         raise FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
 
 
 class _Converter:
-    """Nodes to trees. Collects findings; raises only where aliases would make the tree endless."""
+    """Nodes to trees, collecting findings. The composer has seen to it that the tree is finite and small."""
 
     def __init__(self, places: _Places) -> None:
         self.findings: list[Finding] = []
         self._places = places
-        self._count = 0
-        self._open: set[int] = set()
 
     def tree(self, node: _AnyNode, introduced_by: Origin | None = None) -> Tree:
         """`introduced_by`: the key before a value, which is where a block of lines is said to stand."""
         origin = self._places.of(node)
-        self._guard(node, origin)
         if isinstance(node, yaml.ScalarNode):
             return self._leaf(node, origin, introduced_by)
         if introduced_by is not None and not node.flow_style:
             origin = introduced_by
-        self._open.add(id(node))
-        made: Tree
         if isinstance(node, yaml.MappingNode):
-            made = self._section(node, origin)
-        else:
-            made = Sequence(origin, tuple(self.tree(item) for item in node.value))
-        self._open.discard(id(node))
-        return made
-
-    def _guard(self, node: yaml.Node, origin: Origin) -> None:
-        self._count += 1
-        if id(node) in self._open:
-            self._refuse("an anchor (`&`) contains its own alias (`*`)", origin)
-        if self._count > MAX_NODES:
-            self._refuse(f"aliases (`*`) expand to more than {MAX_NODES:,} values", origin)
-
-    @staticmethod
-    def _refuse(message: str, origin: Origin) -> None:
-        help = "write the values out, or use `extends`"
-        raise FtcliError.single("FT116", message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+            return self._section(node, origin)
+        return Sequence(origin, tuple(self.tree(item) for item in node.value))
 
     @staticmethod
     def _leaf(node: yaml.ScalarNode, origin: Origin, introduced_by: Origin | None) -> Leaf:

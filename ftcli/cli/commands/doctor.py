@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import Any
 
 from ftcli import __version__
@@ -64,6 +63,8 @@ def _extra(package: str, extra: str, use: str) -> dict[str, Any]:
 
 def version(package: str) -> str | None:
     """The installed version of `package`, None where it is not installed. Imports nothing."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

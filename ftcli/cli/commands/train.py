@@ -20,7 +20,8 @@ def train(
 ) -> Request:
     """Fine-tune a model.
 
-    Trains LoRA adapters, or all weights when the recipe has no lora section. Writes a run directory with checkpoints, metrics, a report and the result, which plain transformers and peft load.
+    Trains LoRA adapters, or all weights when the recipe has no lora section. Writes a run directory with checkpoints,
+    metrics, a report and the result, which plain transformers and peft load.
 
     \b
     Examples:

@@ -1,0 +1,60 @@
+"""Command lines that cannot be understood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = "command line"
+
+CASES = [
+    ("misspelt command", ["trian", "r.yaml"], "FT151", "`ftcli train`"),
+    ("other tool's command", ["finetune", "r.yaml"], "FT151", "`ftcli train`"),
+    ("recipe without a command", ["r.yaml"], "FT151", "`ftcli train r.yaml` or `ftcli check r.yaml`"),
+    ("no such command", ["zzzz"], "FT151", "commands: train, eval"),
+    ("no recipe", ["check"], "FT150", "`ftcli check --help`"),
+    ("two recipes", ["check", "a.yaml", "b.yaml"], "FT150", "`ftcli check --help`"),
+    ("override of other tools", ["train", "r.yaml", "lora.r=8"], "FT150", "write --set lora.r=8"),
+    ("key as an option", ["train", "r.yaml", "--learning-rate", "1e-4"], "FT150", "--set train.learning_rate=VALUE"),
+    ("other tool's option", ["train", "r.yaml", "--lora_rank", "8"], "FT150", "--set lora.r=VALUE"),
+    ("misspelt option", ["check", "r.yaml", "--ofline"], "FT150", "did you mean --offline?"),
+    ("option of another command", ["eval", "r.yaml", "--zzz"], "FT150", "`ftcli eval --help`"),
+    ("option before the command", ["--offline", "check", "r.yaml"], "FT150", "after the command"),
+    ("option without a value", ["check", "r.yaml", "--set"], "FT150", "`ftcli check --help`"),
+    ("text for a number", ["bench", "r.yaml", "--steps", "ten"], "FT150", "`ftcli bench --help`"),
+    ("zero steps", ["bench", "r.yaml", "--steps", "0"], "FT150", "`ftcli bench --help`"),
+    ("negative batch", ["bench", "r.yaml", "--batch", "-1"], "FT150", "`ftcli bench --help`"),
+    ("no such subcommand", ["recipes", "lst"], "FT150", "`ftcli recipes --help`"),
+    ("no such shipped recipe", ["recipes", "show", "zzzz"], "FT152", "there are: "),
+    ("export of a folder", ["export", "."], "FT154", "runs/smoke"),
+]
+
+
+@pytest.mark.parametrize(("argv", "code", "help"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
+def test_command_line_is_refused(refused: Callable[..., object], argv: list[str], code: str, help: str) -> None:
+    refused(argv, code=code, at=HERE, help=help)
+
+
+def test_run_that_is_none(refused: Callable[..., object]) -> None:
+    Path("r.yaml").write_text("version: 1\nmodel: {name_or_path: m}\n")
+    refused(["eval", "r.yaml", "--run", "nowhere"], code="FT154", at="--run nowhere", help="runs/smoke")
+
+
+def test_copy_does_not_overwrite(refused: Callable[..., object]) -> None:
+    Path("mine.yaml").write_text("precious")
+    refused(["recipes", "copy", "smoke", "mine.yaml"], code="FT153", at=HERE, help="--force")
+    assert Path("mine.yaml").read_text() == "precious"
+
+
+def test_copy_into_a_folder_that_is_missing(refused: Callable[..., object]) -> None:
+    refused(["recipes", "copy", "smoke", "no/such/mine.yaml"], code="FT155", at=HERE, help="folder that exists")
+
+
+def test_usage_error_with_json_is_one_document(ftcli: Callable[..., object]) -> None:
+    outcome = ftcli("check", "--json")
+    document = json.loads(outcome.stdout)
+    assert document["exit_code"] == outcome.status == 2
+    assert [finding["code"] for finding in document["findings"]] == ["FT150"]
