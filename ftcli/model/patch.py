@@ -80,7 +80,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
             error.
 
     Raises:
-        FtcliError: FT507 (exit 3) under ``triton`` when a layer cannot be fused, with every reason.
+        FtcliError: FT705 (exit 3) under ``triton`` when a layer cannot be fused, with every reason.
     """
     base = base_of(model)
     done = Patch([])
@@ -169,7 +169,7 @@ def _use_attention(base: PreTrainedModel, done: Patch) -> None:
 def _required(off: list[LayerKernel]) -> FtcliError:
     shown = "; ".join(f"{entry.layer}: {entry.reason}" for entry in off[:4])
     return FtcliError.single(
-        "FT507",
+        "FT705",
         f"model.kernels: triton, but {len(off)} of the layers cannot use the kernels: {shown}",
         exit_code=ExitCode.PREFLIGHT,
         help="use model.kernels: auto, which leaves those layers as they are",

@@ -60,7 +60,16 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
         }
     )
     logging = recipe.logging.model_copy(update={"every_steps": options.steps + 1, "tensorboard": False, "wandb": False})
-    return recipe.model_copy(update={"model": model, "data": data, "train": train, "logging": logging})
+    return recipe.model_copy(
+        update={
+            "model": model,
+            "data": data,
+            "train": train,
+            "logging": logging,
+            "eval": recipe.eval.model_copy(update={"every_steps": None}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
+        }
+    )
 
 
 def _measure(recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
@@ -78,6 +87,8 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
     base = build.build_base(recipe, report, session, texts, num_layers=options.layers)
     built = build.with_adapters(base, recipe, report)
     tokens = synthetic_tokens(batch * (options.steps + 1), seq, int(report.facts.vocab_size or 256), recipe.run.seed)
+    kernels = build.with_kernels(built, recipe, report, tokens)
+    session.reporter.info(kernels.summary())
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
         trainer = build_sft_trainer(
             recipe,
@@ -106,6 +117,8 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
         "first_step_seconds": times.first,
         "peak_memory_bytes": peak_memory_bytes(),
         "matmul_tflops": rate / 1e12,
+        "kernels": kernels.summary(),
+        "self_check": kernels.self_check,
         "predicted_peak_bytes": report.memory.total_bytes if report.memory is not None else None,
     }
 

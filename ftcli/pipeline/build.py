@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ftcli.config import Recipe
-from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.prepare import Prepared, Tokens, prepare
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.preflight.report import PreflightReport
@@ -34,6 +35,25 @@ class Built:
 
     model: PreTrainedModel | PeftModel
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """The manifest's table of layers, and the self-check's result when any layer is on a kernel."""
+
+    table: list[dict[str, Any]]
+    self_check: dict[str, Any] | None
+
+    def summary(self) -> str:
+        """One line for people."""
+        on = sum(bool(entry["on"]) for entry in self.table)
+        reasons = sorted({str(entry["reason"]) for entry in self.table if not entry["on"]})
+        text = f"kernels: {on} of {len(self.table)} layers on" if self.table else "kernels: off"
+        if reasons:
+            text += f" ({'; '.join(reasons[:3])})"
+        if self.self_check is not None:
+            text += f"; self-check: gradients differ by {self.self_check['gradient_difference']:.1e}"
+        return text
 
 
 def device_of(report: PreflightReport) -> torch.device:
@@ -99,3 +119,22 @@ def with_adapters(built: Built, recipe: Recipe, report: PreflightReport) -> Buil
 def with_saved_adapter(built: Built, folder: Path) -> Built:
     """The model with the adapter of a finished run."""
     return Built(load_adapter(built.model, folder), built.device)
+
+
+def with_kernels(built: Built, recipe: Recipe, report: PreflightReport, rows: Sequence[Tokens]) -> KernelReport:
+    """Puts the model on the kernels and checks it on a few ``rows``; the model is changed in place.
+
+    Raises FtcliError FT705 under ``kernels: triton`` when a layer cannot be fused, FT704 when the self-check fails.
+    """
+    from ftcli.data.collate import PaddingCollator
+    from ftcli.model.patch import patch
+    from ftcli.model.selfcheck import ROWS, self_check
+
+    applied = patch(built.model, recipe.model.kernels)
+    if not any(entry.on for entry in applied.table):
+        return KernelReport(applied.as_dicts(), None)
+    longest = sorted(rows, key=lambda s: sum(label != -100 for label in s.labels), reverse=True)[:ROWS]
+    batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
+    on_device = {name: value.to(built.device) for name, value in batch.items()}
+    check, applied = self_check(built.model, applied, recipe.model.kernels, on_device, report.plan)
+    return KernelReport(applied.as_dicts(), check.as_dict())

@@ -10,7 +10,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
 from ftcli.pipeline import build
 from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, opened_run, write_token_ledger
+from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, opened_run, write_token_ledger
 from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
@@ -45,6 +45,9 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         write_token_ledger(context, {"train": train_data.ledgers, "eval": eval_data.ledgers})
     with context.stop.interruptible("loading the model"):
         built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
+        kernels = build.with_kernels(built, recipe, report, train_data.sequences)
+        session.reporter.info(kernels.summary())
+        add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check)
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
     summary = fit(
         recipe,
