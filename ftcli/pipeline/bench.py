@@ -54,7 +54,7 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len})
     train = recipe.train.model_copy(
         update={
-            "max_steps": options.steps + 1,
+            "max_steps": options.steps + 1 + options.profile,
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
         }
@@ -76,7 +76,7 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
     import torch
 
     from ftcli.trainers.base import TrainerHooks
-    from ftcli.trainers.bench import StepTimer, measure_matmul_rate, spread, synthetic_tokens
+    from ftcli.trainers.bench import StepProfiler, StepTimer, measure_matmul_rate, spread, synthetic_tokens
     from ftcli.trainers.callbacks import peak_memory_bytes
     from ftcli.trainers.sft import build_sft_trainer
 
@@ -86,7 +86,9 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
     rate = measure_matmul_rate(device, getattr(torch, report.plan.compute))
     base = build.build_base(recipe, report, session, texts, num_layers=options.layers)
     built = build.with_adapters(base, recipe, report)
-    tokens = synthetic_tokens(batch * (options.steps + 1), seq, int(report.facts.vocab_size or 256), recipe.run.seed)
+    tokens = synthetic_tokens(
+        batch * (options.steps + 1 + options.profile), seq, int(report.facts.vocab_size or 256), recipe.run.seed
+    )
     kernels = build.with_kernels(built, recipe, report, tokens)
     session.reporter.info(kernels.summary())
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
@@ -102,11 +104,14 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
         )
         timer = StepTimer(device)
         trainer.add_callback(timer)
+        profiler = StepProfiler(device, options.steps + 2) if options.profile else None
+        if profiler is not None:
+            trainer.add_callback(profiler)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {seq}"):
             trainer.train()
-    times = timer.times()
+    times = timer.times(options.steps + 1)
     fastest, slowest = spread(times.steady)
     return {
         "steps": len(times.steady),
@@ -117,6 +122,7 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
         "first_step_seconds": times.first,
         "peak_memory_bytes": peak_memory_bytes(),
         "matmul_tflops": rate / 1e12,
+        "profile": profiler.table() if profiler is not None else None,
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
         "predicted_peak_bytes": report.memory.total_bytes if report.memory is not None else None,

@@ -10,9 +10,11 @@ class BenchOptions:
     """Shape of a benchmark. None takes the recipe's value.
 
     ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first.
+    ``profile`` adds a step that is recorded by torch's profiler.
     """
 
     batch: int | None = None
     seq: int | None = None
     layers: int | None = None
     steps: int = 10
+    profile: bool = False

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,9 +67,43 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             torch.cuda.synchronize(self._device)
         self._marks.append(time.perf_counter())
 
-    def times(self) -> StepTimes:
-        """What was measured so far."""
-        return StepTimes(tuple(b - a for a, b in zip(self._marks, self._marks[1:], strict=False)))
+    def times(self, steps: int) -> StepTimes:
+        """The first ``steps`` steps."""
+        return StepTimes(tuple(b - a for a, b in pairwise(self._marks[: steps + 1])))
+
+
+class StepProfiler(TrainerCallback):  # type: ignore[misc]
+    """Records the last step with torch's profiler; its time is left out of the timing by whoever times."""
+
+    def __init__(self, device: torch.device, step: int) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._step = step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts before the chosen step."""
+        if state.global_step + 1 == self._step:
+            self._profile.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops after it."""
+        if state.global_step == self._step:
+            self._profile.stop()
+
+    def table(self, rows: int = 40) -> list[dict[str, Any]]:
+        """Kernels (operators on a CPU) by total time: ``name``, ``calls``, ``ms``."""
+        found = []
+        for event in self._profile.key_averages():
+            micros = event.self_device_time_total if event.device_type.name == "CUDA" else 0.0
+            if not torch.cuda.is_available():
+                micros = event.self_cpu_time_total
+            if micros:
+                found.append({"name": event.key, "calls": event.count, "ms": micros / 1000.0})
+        return sorted(found, key=lambda row: -float(row["ms"]))[:rows]
 
 
 def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[Tokens]:

@@ -20,6 +20,7 @@ def bench(
         int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=10000, help="Steps to time.")] = 10,
+    profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
@@ -39,7 +40,7 @@ def bench(
         from ftcli import pipeline
 
         loaded = options.load(recipe, options.overrides(set_))
-        wanted = pipeline.BenchOptions(batch=batch, seq=seq, layers=layers, steps=steps)
+        wanted = pipeline.BenchOptions(batch=batch, seq=seq, layers=layers, steps=steps, profile=profile)
         return pipeline.bench(loaded, session, wanted)
 
     return Request("bench", options.common(json, quiet, offline, debug), action)
