@@ -1,0 +1,254 @@
+"""Rules that need the recipe alone: what is refused by name, what contradicts, what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.preflight.checks import crossfield, files, grpo, support
+
+GRPO = """
+data: {train: [bundled:sample-math], max_seq_len: 1024}
+train: {per_device_train_batch_size: 8, gradient_accumulation_steps: 2}
+grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, rewards: [{use: exact_match}]}
+"""
+
+
+def codes(findings: Any) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+def test_a_plain_recipe_has_no_findings(context: Callable[..., Any]) -> None:
+    plain = context("lora: {r: 8}\ndata: {train: [a.jsonl], eval: [b.jsonl]}\n")
+    for check in (support.check, crossfield.check, grpo.check, files.check):
+        assert list(check(plain)) == []
+
+
+def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> None:
+    for check in (support.check, crossfield.check, grpo.check, files.check):
+        assert list(check(context(GRPO))) == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "quantization.method=nf4",
+        "quantization.method=fp8",
+        "quantization.method=bitnet",
+        "data.packing=true",
+        "launch.num_processes=2",
+        "launch.engine=ddp",
+        "launch.engine=fsdp",
+        "model.dtype=float16",
+        "model.attention=flash_attention_2",
+        "model.attention=flex_attention",
+        "model.attention=triton",
+        "model.kernels=triton",
+        "export.formats=[gguf]",
+        "export.formats=[safetensors, ollama]",
+        "export.formats=[bitnet]",
+    ],
+)
+def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Callable[..., Any]) -> None:
+    findings = list(support.check(context("lora: {r: 8}\n", setting)))
+    assert codes(findings) == ["FT250"]
+    key, _, value = setting.partition("=")
+    assert key in findings[0].message
+    assert value.strip("[]").split(", ")[-1] in findings[0].message
+    assert str(findings[0].origin) == f"--set {setting}"
+    assert findings[0].help.startswith("use ")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
+def test_the_refusal_does_not_depend_on_the_command(command: str, context: Callable[..., Any]) -> None:
+    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=nf4", command=command)))
+
+
+@pytest.mark.parametrize("setting", ["model.kernels=reference", "model.kernels=off", "model.attention=eager"])
+def test_what_is_carried_out_is_accepted(setting: str, context: Callable[..., Any]) -> None:
+    assert list(support.check(context("", setting))) == []
+
+
+def test_packed_weights_need_adapters(context: Callable[..., Any]) -> None:
+    assert "FT251" in codes(support.check(context("", "quantization.method=nf4")))
+    assert "FT251" not in codes(support.check(context("lora: {r: 8}\n", "quantization.method=nf4")))
+    assert "FT251" not in codes(support.check(context("", "quantization.method=bitnet")))
+
+
+def test_remote_code_is_never_run(context: Callable[..., Any]) -> None:
+    assert codes(support.check(context("", "model.trust_remote_code=true"))) == ["FT252"]
+
+
+def test_a_missing_tracker_is_named_with_its_install_command(context: Callable[..., Any]) -> None:
+    asked = context("logging: {wandb: true, tensorboard: true}\n")
+    absent = list(support.check(asked, lambda package: False))
+    assert codes(absent) == ["FT253", "FT253"]
+    assert "ftcli[wandb]" in absent[0].help
+    assert list(support.check(asked, lambda package: True)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "code", "key"),
+    [
+        ("", "train", "FT254", "data.train"),
+        ("data: {train: [a.jsonl]}\n", "eval", "FT255", "data.eval"),
+        ("data: {train: [a.jsonl]}\neval: {every_steps: 5}\n", "train", "FT255", "every_steps"),
+        ("data: {train: [a.jsonl]}\neval: {tasks: [{use: exact_match}]}\n", "check", "FT255", "exact_match"),
+        ("data: {train: [a.jsonl], format: text, loss_on: assistant}\n", "train", "FT256", "loss_on"),
+        ("data: {train: [a.jsonl], format: text, loss_on: completion}\n", "train", "FT256", "loss_on"),
+        (
+            "data: {train: [a.jsonl], eval: [b.jsonl]}\neval: {tasks: [{use: regex}]}\n",
+            "check",
+            "FT264",
+            "needs a pattern",
+        ),
+        (
+            "data: {train: [a.jsonl], eval: [b.jsonl]}\neval: {tasks: [{use: regex, pattern: '('}]}\n",
+            "check",
+            "FT264",
+            "regular expression",
+        ),
+        (
+            "data: {train: [a.jsonl], eval: [b.jsonl]}\neval: {tasks: [{use: contains, pattern: x}]}\n",
+            "check",
+            "FT264",
+            "only read by",
+        ),
+        (
+            "data: {train: [a.jsonl], eval: [b.jsonl]}\neval: {tasks: [{}, {}]}\n",
+            "check",
+            "FT266",
+            "exact_match",
+        ),
+        (
+            "data: {train: [a.jsonl], eval: [b.jsonl], max_seq_len: 64}\neval: {tasks: [{}]}\n",
+            "check",
+            "FT267",
+            "max_new_tokens",
+        ),
+        ("data: {train: [a.jsonl]}\ntrain: {max_steps: 5, warmup_steps: 5}\n", "train", "FT268", "warmup_steps"),
+        ("data: {train: [a.jsonl]}\nexport: {formats: [adapter]}\n", "check", "FT269", "adapter"),
+    ],
+)
+def test_contradictions(text: str, command: str, code: str, key: str, context: Callable[..., Any]) -> None:
+    findings = list(crossfield.check(context(text, command=command)))
+    assert codes(findings) == [code]
+    assert key in findings[0].message
+    assert findings[0].severity == "error"
+    assert findings[0].origin is not None
+
+
+@pytest.mark.parametrize("command", ["bench", "export"])
+def test_commands_that_read_no_rows_ask_for_none(command: str, context: Callable[..., Any]) -> None:
+    assert list(crossfield.check(context("eval: {every_steps: 5}\n", command=command))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: {lr_scheduler_type: constant, warmup_steps: 10}\n",
+        "eval: {generate: {temperature: 0.5}}\n",
+        "train: {optim: sgd, adam_beta1: 0.8}\n",
+        "train: {max_steps: 5}\ncheckpoint: {every_steps: 10}\n",
+    ],
+)
+def test_settings_without_effect_are_warned_of(text: str, context: Callable[..., Any]) -> None:
+    findings = list(crossfield.check(context(f"data: {{train: [a.jsonl]}}\n{text}")))
+    assert [(f.code, f.severity) for f in findings] == [("FT259", "warning")]
+
+
+def test_a_trial_on_the_command_line_is_not_warned_of(context: Callable[..., Any]) -> None:
+    trial = context("data: {train: [a.jsonl]}\ncheckpoint: {every_steps: 10}\n", "train.max_steps=5")
+    assert list(crossfield.check(trial)) == []
+
+
+def test_grpo_needs_its_section(context: Callable[..., Any]) -> None:
+    assert codes(grpo.check(context("data: {train: [a.jsonl]}\n", command="grpo"))) == ["FT260"]
+    assert codes(grpo.check(context("data: {train: [a.jsonl]}\n", command="train"))) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "group", "fine"),
+    [(8, 1, 8, True), (2, 4, 8, True), (1, 1, 8, False), (3, 4, 8, False), (6, 1, 4, False)],
+)
+def test_whole_groups_in_a_generation_batch_as_trl_counts(
+    rows: int, steps: int, group: int, fine: bool, context: Callable[..., Any], tmp_path: Path
+) -> None:
+    from trl import GRPOConfig
+
+    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "num_generations": group}
+    recipe = context(
+        GRPO,
+        f"train.per_device_train_batch_size={rows}",
+        f"train.gradient_accumulation_steps={steps}",
+        f"grpo.num_generations={group}",
+    )
+    findings = list(grpo.check(recipe))
+    assert codes(findings) == ([] if fine else ["FT261"])
+    if fine:
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **sizes)
+        return
+    with pytest.raises(ValueError, match="divisible"):
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **sizes)
+    suggested = int(findings[0].help.split("gradient_accumulation_steps: ")[1].split(",")[0])
+    assert rows * suggested % group == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("data.max_seq_len=511", "FT262"),
+        ("grpo.rewards=[]", "FT263"),
+        ("grpo.rewards=[{weight: 1.0}]", "FT263"),
+        ("grpo.rewards=[{use: regex, file: 'a.py:f', pattern: x}]", "FT263"),
+        ("grpo.rewards=[{use: regex}]", "FT264"),
+        ("grpo.rewards=[{use: regex, pattern: '[a'}]", "FT264"),
+        ("grpo.rewards=[{use: exact_match, pattern: x}]", "FT264"),
+        ("grpo.rewards=[{use: exact_match, extract: 'no group'}]", "FT264"),
+        ("grpo.rewards=[{use: regex, pattern: x, args: {a: 1}}]", "FT265"),
+        ("grpo.rewards=[{use: regex, pattern: x, answer: y}]", "FT265"),
+        ("grpo.rewards=[{file: 'nowhere.py:score'}]", "FT451"),
+        ("grpo.epsilon_high=0.1", "FT270"),
+    ],
+)
+def test_grpo_mistakes(setting: str, code: str, context: Callable[..., Any]) -> None:
+    findings = list(grpo.check(context(GRPO, setting)))
+    assert codes(findings) == [code]
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("def score(completions, prompts, **columns):\n    return [0.0]\n", None),
+        ("def score(*, completions, prompts, answer):\n    return [0.0]\n", None),
+        ("def score(**everything):\n    return [0.0]\n", None),
+        ("from rewards_library import score\n", None),
+        ("score = make_score()\n", None),
+        ("def other(completions, prompts, **columns): ...\n", "FT451"),
+        ("def score(answers):\n    return [0.0]\n", "FT452"),
+        ("async def score(completions, prompts, **columns): ...\n", "FT452"),
+        ("def score(:\n", "FT452"),
+        ("raise SystemExit('must not be run')\ndef score(completions, prompts): ...\n", None),
+    ],
+)
+def test_reward_files_are_read_and_not_run(
+    source: str, code: str | None, context: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    findings = list(grpo.check(context(GRPO, f"grpo.rewards=[{{file: '{file}:score'}}]")))
+    assert codes(findings) == ([] if code is None else [code])
+
+
+def test_files_beside_the_data(context: Callable[..., Any], tmp_path: Path) -> None:
+    missing = list(files.check(context("", "data.chat_template=nowhere.jinja")))
+    assert codes(missing) == ["FT424"]
+    unknown = list(files.check(context("", "data.chat_template=gema")))
+    assert codes(unknown) == ["FT424"]
+    assert "gemma" in unknown[0].help
+    assert list(files.check(context("", "data.chat_template=gemma"))) == []
+    assert codes(files.check(context("", f"run.resume={tmp_path}/none"))) == ["FT725"]
+    assert list(files.check(context("", f"run.resume={tmp_path}"))) == []

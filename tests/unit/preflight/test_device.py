@@ -1,0 +1,197 @@
+"""Named and probed devices, and the precision plan that follows from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.preflight import device as device_module
+from ftcli.preflight.checks import machine
+from ftcli.preflight.checks.base import Context
+from ftcli.preflight.device import DEVICE_NAMES, GPUS, cpu_device, named_device, probe_device
+from ftcli.preflight.precision import DtypePlan, plan_dtypes
+
+GIB = 2**30
+
+
+def test_the_table_holds_what_the_contract_names() -> None:
+    promised = "t4 l4 a10 rtx4090 a100-40gb a100-80gb h100 h200 b200 cpu"
+    assert " ".join(DEVICE_NAMES) == promised
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "nominal_gb", "bfloat16", "float8"),
+    [
+        ("t4", (7, 5), 16, False, False),
+        ("l4", (8, 9), 24, True, True),
+        ("a10", (8, 6), 24, True, False),
+        ("rtx4090", (8, 9), 24, True, True),
+        ("a100-40gb", (8, 0), 40, True, False),
+        ("a100-80gb", (8, 0), 80, True, False),
+        ("h100", (9, 0), 80, True, True),
+        ("h200", (9, 0), 141, True, True),
+        ("b200", (10, 0), 192, True, True),
+    ],
+)
+def test_gpus(name: str, capability: Any, nominal_gb: int, bfloat16: bool, float8: bool) -> None:
+    gpu = named_device(name.upper())
+    assert gpu.capability == capability
+    assert (gpu.has_bfloat16, gpu.has_float8) == (bfloat16, float8)
+    assert gpu.memory_bytes is not None
+    assert 0.85 * nominal_gb * GIB < gpu.memory_bytes <= nominal_gb * GIB
+    assert gpu.shared_memory_bytes == {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99}.get(capability, 227) * 1024
+    assert gpu.dense_tflops
+    assert gpu.bandwidth_gb_per_s
+    assert not gpu.probed
+
+
+def test_an_unknown_name_is_a_usage_error_with_a_suggestion() -> None:
+    with pytest.raises(FtcliError) as caught:
+        named_device("h10")
+    (finding,) = caught.value.findings
+    assert (finding.code, caught.value.exit_code) == ("FT506", ExitCode.RECIPE)
+    assert finding.help is not None
+    assert finding.help.startswith("did you mean h100?")
+    with pytest.raises(FtcliError) as caught:
+        named_device("")
+    assert "known are" in str(caught.value.findings[0].help)
+
+
+def test_the_cpu_has_the_memory_of_this_machine() -> None:
+    cpu = named_device("cpu")
+    assert cpu.kind == "cpu"
+    assert cpu.memory_bytes is not None
+    assert cpu.free_bytes is not None
+    assert 0 < cpu.free_bytes <= cpu.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert cpu.multiprocessors == len(os.sched_getaffinity(0))
+    assert not cpu.probed
+    assert cpu_device().probed
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "_cgroup_bytes", lambda path: 3 * GIB)
+    monkeypatch.setattr(device_module, "_cgroup_stat", lambda path, key: GIB)
+    monkeypatch.setattr(device_module, "_meminfo", lambda path: {"MemTotal": 64 * GIB, "MemAvailable": 60 * GIB})
+    cpu = cpu_device()
+    assert (cpu.memory_bytes, cpu.free_bytes) == (3 * GIB, 2 * GIB)
+
+
+def test_probing_a_gpu_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        name="NVIDIA A100-SXM4-80GB",
+        major=8,
+        minor=0,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=166912,
+        multi_processor_count=108,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (60 * GIB, 79 * GIB))
+    found = probe_device()
+    assert (found.kind, found.capability, found.probed) == ("cuda", (8, 0), True)
+    assert (found.free_bytes, found.memory_bytes, found.available_bytes) == (60 * GIB, 79 * GIB, 60 * GIB)
+    assert found.shared_memory_bytes == 166912
+    assert found.dense_tflops == GPUS["a100-80gb"].dense_tflops
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("Tesla T4", "t4"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_driver_names_find_their_published_rates(driver: str, name: str | None) -> None:
+    found = device_module._published(driver)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "device", "expected"),
+    [
+        ("auto", True, "h100", ("bfloat16", "float32", "bfloat16", True)),
+        ("auto", False, "h100", ("float32", None, "bfloat16", True)),
+        ("auto", True, "t4", ("float32", "float32", "float32", False)),
+        ("auto", False, "t4", ("float32", None, "float32", False)),
+        ("auto", True, "cpu", ("float32", "float32", "float32", False)),
+        ("bfloat16", True, "t4", ("bfloat16", "float32", "bfloat16", True)),
+        ("float32", False, "h100", ("float32", None, "float32", False)),
+        ("float32", True, "h100", ("float32", "float32", "float32", False)),
+    ],
+)
+def test_precision_plans(
+    dtype: str, lora: bool, device: str, expected: tuple[Any, ...], load: Callable[..., Any]
+) -> None:
+    recipe = load("lora: {r: 8}\n" if lora else "", f"model.dtype={dtype}").recipe
+    plan = plan_dtypes(recipe, named_device(device))
+    assert (plan.parameter, plan.adapter, plan.compute, plan.autocast) == expected
+
+
+def test_the_plan_gives_its_reason_and_never_asks_torch(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> bool:
+        raise AssertionError("torch says yes on a T4")
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", refuse)
+    recipe = load("").recipe
+    assert plan_dtypes(recipe, GPUS["t4"]).reason == "t4 has compute capability 7.5, and bfloat16 needs 8.0"
+    assert plan_dtypes(recipe, GPUS["a10"]).reason == "a10 has compute capability 8.6, and bfloat16 needs 8.0"
+
+
+def machine_codes(context: Context, device: Any) -> list[tuple[str, str]]:
+    plan = plan_dtypes(context.recipe, device)
+    return [(f.code, f.severity) for f in machine.check(context, device, plan)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [
+        ("model.dtype=bfloat16", "t4", [("FT501", "error")]),
+        ("model.dtype=bfloat16", "l4", []),
+        ("model.dtype=auto", "t4", []),
+        ("model.dtype=bfloat16", "cpu", [("FT505", "warning")]),
+        ("model.attention=flash_attention_2", "t4", [("FT502", "error")]),
+        ("model.attention=triton", "cpu", [("FT502", "error")]),
+        ("model.attention=flex_attention", "a10", []),
+        ("model.attention=eager", "t4", []),
+        ("model.kernels=triton", "cpu", [("FT503", "error")]),
+        ("model.kernels=triton", "t4", []),
+    ],
+)
+def test_machine_rules(setting: str, device: str, expected: Any, context: Callable[..., Any]) -> None:
+    assert machine_codes(context("", setting), named_device(device)) == expected
+
+
+def test_shared_memory_is_compared() -> None:
+    need = machine.Need((7, 0), 128 * 1024)
+    assert machine.unmet(need, GPUS["a100-40gb"]) is None
+    assert machine.unmet(need, GPUS["rtx4090"]) == "it needs 128 KiB of shared memory a block, rtx4090 has 99 KiB"
+
+
+def test_a_busy_gpu_is_warned_of(context: Callable[..., Any]) -> None:
+    from dataclasses import replace
+
+    busy = replace(GPUS["h100"], free_bytes=40 * GIB, probed=True)
+    assert machine_codes(context(""), busy) == [("FT504", "warning")]
+    idle = replace(GPUS["h100"], free_bytes=78 * GIB, probed=True)
+    assert machine_codes(context(""), idle) == []
+
+
+def test_a_plan_knows_its_bytes(tmp_path: Path) -> None:
+    plan = DtypePlan("float32", None, "bfloat16", True, "")
+    assert (plan.parameter_bytes, plan.compute_bytes) == (4, 2)

@@ -1,0 +1,311 @@
+"""The memory estimate, its verdict, the change it proposes, and the disk estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftcli.preflight.advice import TIGHT_SHARE, judge
+from ftcli.preflight.checks import room
+from ftcli.preflight.device import GPUS, named_device
+from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
+from ftcli.preflight.facts import ModelFacts, read_facts
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory, optimizer_state_bytes, trained_parameters
+from ftcli.preflight.precision import plan_dtypes
+
+GIB = 2**30
+LORA = "lora: {r: 16}\n"
+ROWS = "data: {train: [a.jsonl], max_seq_len: 2048}\n"
+GRPO = """
+train: {per_device_train_batch_size: 8, gradient_accumulation_steps: 4, gradient_checkpointing: true}
+grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, rewards: [{use: exact_match}]}
+"""
+
+
+class Case:
+    """A recipe for a bundled model, and its estimates."""
+
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+
+    def estimate(self, device: str = "h100", work: Any = "train") -> MemoryEstimate:
+        gpu = named_device(device)
+        found = estimate_memory(self.recipe, self.facts, plan_dtypes(self.recipe, gpu), gpu, work=work)
+        assert found is not None
+        return found
+
+    def verdict(self, device: Any, work: Any = "train") -> Any:
+        gpu = named_device(device) if isinstance(device, str) else device
+        estimate = estimate_memory(self.recipe, self.facts, plan_dtypes(self.recipe, gpu), gpu, work=work)
+        assert estimate is not None
+        return judge(estimate, self.recipe, self.facts, gpu, work=work)
+
+
+@pytest.fixture
+def case(load: Callable[..., Any]) -> Callable[..., Case]:
+    def _case(name: str, text: str, *overrides: str) -> Case:
+        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
+
+    return _case
+
+
+def test_parts_of_a_lora_run_are_counted_from_the_model(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(made.facts.folder)
+        lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parts = made.estimate().parts
+    assert trained_parameters(made.recipe, made.facts.shape).elements == adapters  # type: ignore[arg-type]
+    assert parts["weights"] == 2 * 8030261248
+    assert parts["adapters"] == 4 * adapters
+    assert parts["gradients"] == 4 * adapters
+    assert parts["optimizer"] == 8 * adapters
+    assert parts["autocast copies"] == 2 * adapters
+
+
+def test_full_fine_tuning_holds_sixteen_bytes_a_parameter_and_cast_copies(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", ROWS)
+    parts, count = made.estimate().parts, 2614341888
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 16 * count
+    assert "adapters" not in parts
+    assert parts["autocast copies"] == 2 * (count - 256000 * 2304 - (26 * 4 + 1) * 2304)
+
+
+def test_the_total_is_the_largest_phase_and_its_parts_add_up(case: Callable[..., Case]) -> None:
+    for text in (LORA + ROWS, ROWS, LORA + ROWS + "train: {gradient_checkpointing: true}\n"):
+        estimate = case("google/gemma-2-2b", text).estimate()
+        assert estimate.total_bytes == max(estimate.phase_bytes(p) for p in estimate.phases)
+        assert estimate.total_bytes == sum(estimate.parts[n] for n in estimate.phases[estimate.peak])
+        assert set().union(*estimate.phases.values()) == set(estimate.parts)
+        assert estimate.as_dict()["total_bytes"] == estimate.total_bytes
+
+
+def test_eager_scores_grow_with_the_square_of_the_length_and_sdpa_does_not(case: Callable[..., Case]) -> None:
+    def activations(name: str, length: int) -> int:
+        return case(name, LORA, f"data.max_seq_len={length}").estimate().parts["activations"]
+
+    assert activations("google/gemma-2-9b", 4096) > 3 * activations("google/gemma-2-9b", 2048)
+    assert activations("meta-llama/Llama-3.1-8B", 4096) == pytest.approx(
+        2 * activations("meta-llama/Llama-3.1-8B", 2048), rel=0.01
+    )
+
+
+def test_checkpointing_trades_activations_for_one_layer_at_a_time(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS).estimate()
+    saving = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=true").estimate()
+    assert saving.parts["activations"] < made.parts["activations"] / 10
+    assert saving.parts["backward workspace"] > made.parts["backward workspace"]
+    assert saving.total_bytes < made.total_bytes
+
+
+def test_logits_never_take_more_than_a_chunk(case: Callable[..., Case]) -> None:
+    long = case("google/gemma-2-9b", LORA, "data.max_seq_len=8192", "train.per_device_train_batch_size=8").estimate()
+    all_logits = 8192 * 8 * 256000 * 2
+    assert all_logits > 30 * GIB
+    assert long.parts["loss workspace"] <= GIB
+
+
+def test_evaluation_is_its_own_phase_and_only_where_there_is_something_to_evaluate(case: Callable[..., Case]) -> None:
+    with_rows = "data: {train: [a.jsonl], eval: [b.jsonl], max_seq_len: 4096}\n"
+    large = case("google/gemma-2-2b", LORA + with_rows, "eval.per_device_eval_batch_size=32").estimate()
+    assert large.peak != "optimizer step"
+    assert large.parts["evaluation"] > case("google/gemma-2-2b", LORA + with_rows).estimate().parts["evaluation"]
+    assert "evaluation" not in case("google/gemma-2-2b", LORA + ROWS).estimate().phases
+    only = case("google/gemma-2-2b", LORA + with_rows).estimate(work="eval")
+    assert set(only.phases) == {"evaluation"}
+    assert "optimizer" not in only.parts
+
+
+def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) -> None:
+    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO)
+    estimate = made.estimate(work="grpo")
+    cache = 2 * 32 * 512 * 32 * 1024 * 2  # keys and values, rows, tokens, layers, width, bytes
+    assert estimate.parts["generation"] > cache
+    halved = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "train.gradient_accumulation_steps=2")
+    assert halved.estimate(work="grpo").parts["generation"] < estimate.parts["generation"]
+
+
+def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Callable[..., Case]) -> None:
+    name = "mistralai/Mistral-7B-v0.3"
+    assert "reference model" in case(name, GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
+    assert "reference model" not in case(name, GRPO).estimate(work="grpo").parts
+    assert "reference model" not in case(name, LORA + GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+def test_optimizer_state_is_what_the_optimizer_keeps(optim: str, load: Callable[..., Any]) -> None:
+    from transformers import Adafactor
+
+    rows, columns = 48, 80
+    weight = torch.nn.Parameter(torch.randn(rows, columns))
+    weight.grad = torch.randn(rows, columns)
+    optimizer: torch.optim.Optimizer
+    if optim == "adafactor":
+        optimizer = Adafactor([weight], lr=1e-3, relative_step=False, scale_parameter=False)
+    elif optim == "sgd":
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    optimizer.step()
+    state = optimizer.state[weight].values()
+    kept = sum(v.numel() * 4 for v in state if torch.is_tensor(v) and v.dim() > 0)
+    from ftcli.preflight.memory import Trained
+
+    assert optimizer_state_bytes(optim, Trained(rows * columns, ((rows, columns, 1),))) == kept
+
+
+def test_modules_saved_whole_are_trained_parameters(case: Callable[..., Case]) -> None:
+    name = "meta-llama/Llama-3.1-8B"
+    plain = case(name, LORA)
+    with_head = case(name, "lora: {r: 16, modules_to_save: [lm_head]}\n")
+    assert plain.facts.shape is not None
+    more = trained_parameters(with_head.recipe, plain.facts.shape).elements
+    assert more - trained_parameters(plain.recipe, plain.facts.shape).elements == 128256 * 4096
+    assert with_head.estimate().parts["loss workspace"] > plain.estimate().parts["loss workspace"] + GIB
+
+
+def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA)
+    unknown = replace(made.facts, shape=None)
+    gpu = GPUS["h100"]
+    assert estimate_memory(made.recipe, unknown, plan_dtypes(made.recipe, gpu), gpu, work="train") is None
+
+
+def test_fits_tight_and_does_not_fit(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA + ROWS)
+    needed = made.estimate("h100").total_bytes
+    for share, level in ((0.5, "fits"), (0.95, "tight"), (1.05, "does not fit")):
+        gpu = replace(GPUS["h100"], memory_bytes=int(needed / share))
+        assert made.verdict(gpu).level == level
+    assert made.verdict(replace(GPUS["h100"], memory_bytes=None)).level == "unknown"
+    # What is free counts, not what there is.
+    assert made.verdict(replace(GPUS["h100"], free_bytes=needed // 2)).level == "does not fit"
+
+
+def changed(case: Case, change: Any, device: str) -> MemoryEstimate:
+    """The estimate after the proposed settings, applied the way a user would: through --set."""
+    from ftcli.config.load import Override, load_recipe
+
+    assert change is not None
+    sets = str(change).split("--set ")[1:]
+    overrides = [Override(item.strip().replace("'", ""), "--set") for item in sets]
+    return Case(load_recipe(case.loaded.path, overrides)).estimate(device)
+
+
+def test_the_first_remedy_is_a_smaller_batch_with_more_accumulation(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.per_device_train_batch_size=2")
+    verdict = made.verdict("a100-40gb")
+    assert verdict.level == "does not fit"
+    assert dict(verdict.change.settings) == {
+        "train.per_device_train_batch_size": 1,
+        "train.gradient_accumulation_steps": 2,
+    }
+
+
+def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
+    checkpointing = made.verdict("l4").change
+    assert dict(checkpointing.settings) == {"train.gradient_checkpointing": True}
+    long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=true")
+    shorter = long.verdict("t4").change
+    assert "data.max_seq_len" in dict(shorter.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "device"),
+    [
+        ("meta-llama/Llama-3.1-8B", LORA + ROWS, "l4"),
+        ("google/gemma-2-2b", ROWS, "rtx4090"),
+        ("google/gemma-2-9b", LORA + "data: {train: [a], eval: [b], max_seq_len: 8192}\n", "a100-40gb"),
+        ("google/gemma-2-9b", ROWS, "h100"),
+    ],
+)
+def test_the_proposed_settings_do_fit_when_they_are_used(
+    name: str, text: str, device: str, case: Callable[..., Case]
+) -> None:
+    made = case(name, text)
+    verdict = made.verdict(device)
+    assert verdict.level == "does not fit"
+    after = changed(made, verdict.change, device)
+    assert after.total_bytes == verdict.change.total_bytes
+    assert after.total_bytes <= TIGHT_SHARE * (named_device(device).memory_bytes or 0)
+
+
+def test_adapters_are_proposed_where_nothing_else_makes_full_training_fit(case: Callable[..., Case]) -> None:
+    assert "lora" in dict(case("google/gemma-2-9b", ROWS).verdict("h100").change.settings)
+
+
+def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
+    checkpointing = "train: {gradient_checkpointing: true}\n"
+    verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("rtx4090")
+    assert verdict.change is None
+    assert verdict.fitting_gpus[0] in ("a100-80gb", "h100")
+    assert "t4" not in verdict.fitting_gpus
+
+
+def test_a_gpu_without_bfloat16_gets_proposals_it_can_run(case: Callable[..., Case]) -> None:
+    verdict = case("google/gemma-2-2b", LORA + ROWS, "model.dtype=bfloat16").verdict("t4")
+    if verdict.change is not None:
+        assert dict(verdict.change.settings)["model.dtype"] == "auto"
+    assert "t4" not in verdict.fitting_gpus
+
+
+def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], context: Callable[..., Any]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
+    estimate, verdict = made.estimate("l4"), made.verdict("l4")
+    (finding,) = room.memory_findings(context(""), estimate, verdict, named_device("l4"))
+    assert finding.code == "FT601"
+    assert "weights 15.0" in finding.message
+    assert "l4 has 22.0 GiB" in finding.message
+    assert "--set train.gradient_checkpointing=true" in finding.help
+    tight = replace(verdict, level="tight")
+    (finding,) = room.memory_findings(context(""), estimate, tight, named_device("l4"))
+    assert (finding.code, finding.severity) == ("FT602", "warning")
+
+
+def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA, "checkpoint.every_steps=10", "checkpoint.keep_last=3")
+    assert made.facts.shape is not None
+    trained = trained_parameters(made.recipe, made.facts.shape).elements
+    disk = estimate_disk(made.recipe, made.facts.shape, free_bytes=None)
+    assert disk.checkpoints == 4
+    assert disk.checkpoint_bytes - 12 * trained == disk.result_bytes - 4 * trained
+    assert disk.total_bytes == 4 * disk.checkpoint_bytes + disk.result_bytes
+    on_signal = case("google/gemma-2-2b", LORA)
+    assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
+
+
+@pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])
+def test_disk_findings(free: int, code: str | None, context: Callable[..., Any], tmp_path: Path) -> None:
+    disk = DiskEstimate(checkpoint_bytes=GIB // 2, checkpoints=3, result_bytes=GIB * 4 // 10, free_bytes=free)
+    found = [f.code for f in room.disk_findings(context(""), disk, tmp_path)]
+    assert found == ([] if code is None else [code])
+
+
+def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert list(room.output_findings(context(""), tmp_path / "a" / "b")) == []
+    assert list(tmp_path.glob("a*")) == []
+    (through_file,) = room.output_findings(context(""), tmp_path / "file" / "run")
+    assert through_file.code == "FT613"
+    (nowhere,) = room.output_findings(context(""), Path("/proc/ftcli/run"))
+    assert nowhere.code == "FT613"
+
+
+def test_probing_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    assert why_not_writable(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert why_not_writable(Path("/proc")) is not None
+    assert existing_ancestor(tmp_path / "x" / "y") == tmp_path
+    assert (free_bytes(tmp_path) or 0) > 0

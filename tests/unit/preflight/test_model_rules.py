@@ -1,0 +1,147 @@
+"""Rules that need config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.preflight.checks import model
+from ftcli.preflight.checks.base import Context
+from ftcli.preflight.facts import read_facts
+
+from_hub = "model: {{name_or_path: {name}}}\n{rest}"
+
+
+@pytest.fixture
+def findings(load: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """``findings(name, yaml, *overrides)``: what the model rules say."""
+
+    def _findings(name: str, rest: str = "", *overrides: str, command: Any = "check") -> list[Any]:
+        loaded = load(from_hub.format(name=name, rest=rest), *overrides)
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        return list(model.check(Context(loaded.recipe, loaded.origins, command), facts))
+
+    return _findings
+
+
+def summary(findings: list[Any]) -> list[tuple[str, str]]:
+    return [(f.code, f.severity) for f in findings]
+
+
+def test_a_length_beyond_the_positions_is_the_contracts_example(findings: Callable[..., list[Any]]) -> None:
+    (finding,) = findings("google/gemma-2-9b", "data:\n  max_seq_len: 16384\n")
+    assert finding.code == "FT301"
+    assert finding.message == "data.max_seq_len 16384 exceeds what google/gemma-2-9b can attend to (8192)"
+    assert finding.help == "use at most 8192"
+    assert (finding.origin.line, finding.origin.column) == (4, 16)
+    assert findings("google/gemma-2-9b", "data: {max_seq_len: 4096}\n") == []
+
+
+def test_windows_and_scaled_positions_are_notes(findings: Callable[..., list[Any]]) -> None:
+    assert summary(findings("google/gemma-2-9b", "data: {max_seq_len: 8192}\n")) == [("FT302", "note")]
+    (note,) = findings("meta-llama/Llama-3.1-8B", "data: {max_seq_len: 16384}\n")
+    assert (note.code, note.severity) == ("FT302", "note")
+    assert "llama3, factor 8" in note.message
+    assert findings("meta-llama/Llama-3.1-8B", "data: {max_seq_len: 8192}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "code", "words"),
+    [
+        ("google/gemma-2-9b", "target_modules: [q_proj, qproj]", "FT311", "qproj"),
+        ("google/gemma-2-9b", "target_modules: [qkv_proj]", "FT311", "qkv_proj"),
+        ("google/gemma-2-9b", "target_modules: []", "FT311", "empty"),
+        ("google/gemma-2-9b", "target_modules: [lm_head]", "FT312", "lm_head"),
+        ("google/gemma-2-9b", "target_modules: [embed_tokens]", "FT312", "embed_tokens"),
+        ("google/gemma-2-9b", "modules_to_save: [lm_head]", "FT314", "one matrix"),
+        ("google/gemma-2-9b", "modules_to_save: [embed_tokens]", "FT314", "one matrix"),
+        ("meta-llama/Llama-3.1-8B", "modules_to_save: [lmhead]", "FT313", "lmhead"),
+    ],
+)
+def test_adapters_that_fit_no_layer(
+    name: str, lora: str, code: str, words: str, findings: Callable[..., list[Any]]
+) -> None:
+    found = findings(name, f"lora: {{{lora}}}\n")
+    assert [f.code for f in found] == [code]
+    assert words in found[0].message
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        "target_modules: all-linear",
+        "target_modules: [q_proj, self_attn.v_proj, mlp.down_proj]",
+        "modules_to_save: [lm_head, embed_tokens, norm]",
+    ],
+)
+def test_adapters_that_fit(lora: str, findings: Callable[..., list[Any]]) -> None:
+    assert findings("meta-llama/Llama-3.1-8B", f"lora: {{{lora}}}\n") == []
+
+
+def test_a_close_target_is_suggested(findings: Callable[..., list[Any]]) -> None:
+    (finding,) = findings("google/gemma-2-9b", "lora: {target_modules: [gate_prj]}\n")
+    assert finding.help.startswith("did you mean gate_proj?")
+
+
+def test_packed_checkpoints_are_refused(findings: Callable[..., list[Any]]) -> None:
+    (finding,) = findings("microsoft/bitnet-b1.58-2B-4T")
+    assert finding.code == "FT316"
+    assert "bitnet" in finding.message
+
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def tokenizer(**described: Any) -> dict[str, Any]:
+    return {"tokenizer": {"model": {"vocab": {"a": 0, "z": 299}}}, "tokenizer_config": described}
+
+
+@pytest.mark.parametrize(
+    ("config", "described", "expected"),
+    [
+        ({}, {"eos_token": "</s>", "pad_token": "<pad>"}, []),
+        ({"vocab_size": 256}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT315", "error")]),
+        ({}, {"pad_token": "<pad>"}, [("FT322", "error")]),
+        ({}, {"eos_token": "</s>"}, [("FT324", "note")]),
+        ({}, {"eos_token": "</s>", "pad_token": "</s>"}, [("FT324", "note")]),
+        ({"eos_token_id": [2, 500]}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT325", "error")]),
+        ({"pad_token_id": 384}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT325", "error")]),
+        ({"pad_token_id": -1}, {"eos_token": "</s>", "pad_token": "<pad>"}, []),
+        ({"head_dim": 33}, {"eos_token": "</s>", "pad_token": "<pad>"}, [("FT319", "error")]),
+    ],
+)
+def test_tokens_and_heads(
+    config: Any, described: Any, expected: Any, folder: Callable[..., Path], findings: Callable[..., list[Any]]
+) -> None:
+    path = folder("m", {**TINY, **config}, **tokenizer(**described))
+    assert summary(findings(str(path), "", "model.init=random")) == expected
+
+
+def test_weights_must_be_there_unless_they_are_drawn(
+    folder: Callable[..., Path], findings: Callable[..., list[Any]]
+) -> None:
+    path = folder("m", TINY, **tokenizer(eos_token="e", pad_token="p"))
+    assert summary(findings(str(path))) == [("FT317", "error")]
+    assert findings(str(path), "", "model.init=random") == []
+    assert findings(str(path), command="bench") == []
+    (path / "model.safetensors").write_bytes(b"")
+    assert findings(str(path)) == []
+
+
+def test_what_was_not_looked_at_is_said(load: Callable[..., Any]) -> None:
+    loaded = load("model: {name_or_path: google/gemma-2-9b}\n")
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    unmade = {item.check for item in model.not_made(Context(loaded.recipe, loaded.origins, "check"), facts)}
+    assert unmade == {"vocabulary against the tokenizer", "pad and stop tokens", "chat template", "weights"}
