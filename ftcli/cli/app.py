@@ -15,7 +15,13 @@ from typer.exceptions import TyperException
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
 from ftcli.cli.commands import bench, check, doctor, evaluate, export, grpo, recipes, train
-from ftcli.cli.environment import library_environment, open_session, results_only_on_stdout, style_for
+from ftcli.cli.environment import (
+    fewer_library_warnings,
+    library_environment,
+    open_session,
+    results_only_on_stdout,
+    style_for,
+)
 from ftcli.cli.request import Request, Result
 from ftcli.errors import ExitCode, Finding
 
@@ -129,7 +135,7 @@ def _parse(words: list[str]) -> Request | _Answer | int:
 def _run(request: Request, words: list[str]) -> _Answer:
     session, reporter = open_session(request.options, words)
     try:
-        with results_only_on_stdout(), library_environment(session):
+        with results_only_on_stdout(), library_environment(session), fewer_library_warnings(session):
             result = request.action(session)
     except BrokenPipeError:
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from types import MappingProxyType
@@ -90,6 +91,16 @@ def library_environment(session: Session) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value_before
+
+
+@contextmanager
+def fewer_library_warnings(session: Session) -> Iterator[None]:
+    """While a command runs: what libraries will change in versions to come is for their callers, not for users."""
+    with warnings.catch_warnings():
+        if not session.debug:
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli import options
+from ftcli.cli import options, views
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
 
@@ -43,4 +43,4 @@ def bench(
         wanted = pipeline.BenchOptions(batch=batch, seq=seq, layers=layers, steps=steps, profile=profile)
         return pipeline.bench(loaded, session, wanted)
 
-    return Request("bench", options.common(json, quiet, offline, debug), action)
+    return Request("bench", options.common(json, quiet, offline, debug), action, views.bench_text)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli import options
+from ftcli.cli import options, views
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
 
@@ -42,4 +42,4 @@ def check(
 
         return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu)
 
-    return Request("check", options.common(json, quiet, offline, debug), action)
+    return Request("check", options.common(json, quiet, offline, debug), action, views.check_text)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli import options
+from ftcli.cli import options, views
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
 
@@ -39,4 +39,4 @@ def evaluate(
         run_dir = options.run_directory(run, "--run") if run is not None else None
         return pipeline.evaluate(loaded, session, run_dir)
 
-    return Request("eval", options.common(json, quiet, offline, debug), action)
+    return Request("eval", options.common(json, quiet, offline, debug), action, views.evaluation_text)

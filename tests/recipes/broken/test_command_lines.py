@@ -23,7 +23,6 @@ CASES = [
     ("misspelt option", ["check", "r.yaml", "--ofline"], "FT150", "did you mean --offline?"),
     ("option of another command", ["eval", "r.yaml", "--zzz"], "FT150", "`ftcli eval --help`"),
     ("option before the command", ["--offline", "check", "r.yaml"], "FT150", "after the command"),
-    ("option without a value", ["check", "r.yaml", "--set"], "FT150", "`ftcli check --help`"),
     ("text for a number", ["bench", "r.yaml", "--steps", "ten"], "FT150", "`ftcli bench --help`"),
     ("zero steps", ["bench", "r.yaml", "--steps", "0"], "FT150", "`ftcli bench --help`"),
     ("negative batch", ["bench", "r.yaml", "--batch", "-1"], "FT150", "`ftcli bench --help`"),
@@ -36,6 +35,13 @@ CASES = [
 @pytest.mark.parametrize(("argv", "code", "help"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
 def test_command_line_is_refused(refused: Callable[..., object], argv: list[str], code: str, help: str) -> None:
     refused(argv, code=code, at=HERE, help=help)
+
+
+def test_option_without_a_value(ftcli: Callable[..., object]) -> None:
+    outcome = ftcli("check", "r.yaml", "--set")
+    assert outcome.status == 2
+    assert "command line: error[FT150]: " in outcome.stderr
+    assert "`ftcli check --help`" in outcome.stderr
 
 
 def test_run_that_is_none(refused: Callable[..., object]) -> None:

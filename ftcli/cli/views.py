@@ -1,0 +1,84 @@
+"""Results of single commands as text: what a person wants to know first stands first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftcli.cli.render import result_text, size, table
+from ftcli.cli.request import Result
+
+_GIB = 2**30
+
+
+def check_text(result: Result) -> str:
+    """The verdict, then what it rests on, then what was not checked."""
+    lines = [_verdict_line(result), "", *_facts(result)]
+    memory = result.get("memory")
+    if memory is not None:
+        lines += ["", f"memory  {_of(result['verdict'])} at its peak ({memory['peak']})"]
+        lines += _sizes(memory["parts"])
+    disk = result.get("disk")
+    if disk is not None:
+        free = "" if disk["free_bytes"] is None else f", {size(disk['free_bytes'])} free"
+        lines += ["", f"disk    {size(disk['total_bytes'])}{free}"]
+        lines += _sizes({f"checkpoints ({disk['checkpoints']})": disk["checkpoint_bytes"] * disk["checkpoints"]})
+        lines += _sizes({"result": disk["result_bytes"]})
+    if result.get("not_made"):
+        lines += ["", "not checked"]
+        lines += [f"  {item['check']}: {item['reason']}" for item in result["not_made"]]
+    return "\n".join(lines)
+
+
+def _verdict_line(result: Result) -> str:
+    verdict, device = result.get("verdict"), result["device"]["name"]
+    if verdict is None:
+        return f"no objection on {device}; memory could not be estimated"
+    words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no objection, memory unknown"}
+    return f"{words.get(verdict['level'], verdict['level'])} on {device}"
+
+
+def _facts(result: Result) -> list[str]:
+    model, dtypes = result["model"], result["dtypes"]
+    count = model.get("parameters")
+    parameters = f", {count / 1e9:,.2f} billion parameters" if count else ""
+    adapter = f", adapters {dtypes['adapter']}" if dtypes.get("adapter") else ""
+    return [
+        f"model   {model['name']} ({model['source']}){parameters}",
+        f"dtype   {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
+        f"attention  {result['attention']}",
+    ]
+
+
+def _of(verdict: dict[str, Any]) -> str:
+    needed = f"{verdict['needed_bytes'] / _GIB:.1f}"
+    available = verdict.get("available_bytes")
+    return f"{needed} of {available / _GIB:.1f} GiB" if available is not None else f"{needed} GiB"
+
+
+def _sizes(parts: dict[str, float]) -> list[str]:
+    shown = {name: count for name, count in parts.items() if count}
+    width = max((len(name) for name in shown), default=0)
+    return [f"  {name:<{max(width, 20)}}  {size(count):>10}" for name, count in shown.items()]
+
+
+def evaluation_text(result: Result) -> str:
+    """One column for the base model and one for the run; a row for each measure and each task."""
+    columns = {name: _measures(result[name]) for name in ("base", "run") if result.get(name)}
+    rows = dict.fromkeys(measure for values in columns.values() for measure in values)
+    records = [{"measure": row, **{name: values.get(row) for name, values in columns.items()}} for row in rows]
+    return "\n".join(table(records))
+
+
+def _measures(scores: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: scores.get(name) for name in ("loss", "perplexity", "token_accuracy", "tokens")}
+    for name, task in (scores.get("tasks") or {}).items():
+        shown[name] = f"{task['score']:.1%} of {task['rows']}"
+    return {name: value for name, value in shown.items() if value is not None}
+
+
+def bench_text(result: Result) -> str:
+    """The three numbers that count, then everything."""
+    share = result.get("share_of_bound")
+    bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
+    head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step{bound}"
+    return f"{head}\n\n{result_text(result)}"
