@@ -52,7 +52,8 @@ class KernelReport:
         if reasons:
             text += f" ({'; '.join(reasons[:3])})"
         if self.self_check is not None:
-            text += f"; self-check: gradients differ by {self.self_check['gradient_difference']:.1e}"
+            worst = self.self_check["worst"]
+            text += f"; self-check passed (largest gradient difference {worst['gradient']:.1e} in {worst['layer']})"
         return text
 
 

@@ -1,0 +1,224 @@
+"""Patched models compute what unpatched ones do, keep PEFT's names, and come back exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ftcli.errors import FtcliError
+from ftcli.model.adapted import why_not_fused
+from ftcli.model.attention import choose_attention
+from ftcli.model.backbone import base_of, forward_loss
+from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.patch import patch
+from ftcli.model.selfcheck import self_check
+from ftcli.preflight.precision import DtypePlan
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, Any] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 5}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 16}),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
+    "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 5}),
+}
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+
+
+def adapted(name: str, **lora: Any) -> peft.PeftModel:
+    kind, extra = CONFIGS[name]
+    config = kind(**SIZES, **extra)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    torch.manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            parameter.data.normal_(std=0.1)
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    ids = torch.randint(3, 96, (2, 13))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def run(model: peft.PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = forward_loss(model, batch()).loss
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_gradients_names_generation_and_undo(name: str) -> None:
+    model, ids = adapted(name), batch()["input_ids"]
+    names = set(model.state_dict())
+    loss, gradients = run(model)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+
+    applied = patch(model, "reference")
+    assert all(entry.on for entry in applied.table)
+    assert set(model.state_dict()) == names
+    patched_loss, patched = run(model)
+    assert patched_loss == pytest.approx(loss, rel=1e-5)
+    assert set(patched) == set(gradients)
+    for key, wanted in gradients.items():
+        assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False), tokens)
+
+    applied.undo()
+    assert not any(isinstance(module, FusedDecoderLayer) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, logits)
+
+
+def test_disabled_adapters_give_the_base_model() -> None:
+    model = adapted("llama")
+    with torch.no_grad(), model.disable_adapter():
+        base = model(input_ids=batch()["input_ids"]).logits
+    patch(model, "reference")
+    with torch.no_grad(), model.disable_adapter():
+        torch.testing.assert_close(model(input_ids=batch()["input_ids"]).logits, base, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    model = adapted("gemma2")
+    patch(model, "reference")
+    model.train()
+    loss, gradients = run(model)
+    base_of(model).gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    again, recomputed = run(model)
+    assert again == loss
+    for key, wanted in gradients.items():
+        assert torch.equal(recomputed[key], wanted), key
+
+
+def test_a_second_model_and_the_libraries_are_untouched() -> None:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    forward = LlamaDecoderLayer.forward
+    first, second = adapted("llama"), adapted("llama")
+    before = run(second)
+    patch(first, "reference")
+    assert LlamaDecoderLayer.forward is forward
+    assert not any(isinstance(module, FusedDecoderLayer) for module in second.modules())
+    after = run(second)
+    assert after[0] == before[0]
+    assert all(torch.equal(after[1][key], value) for key, value in before[1].items())
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [({"use_dora": True}, "DoRA"), ({"target_modules": ["q_proj"], "lora_bias": True}, "bias")],
+)
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+def test_what_cannot_be_fused_stays_and_says_why(lora: dict[str, Any], words: str) -> None:
+    model = adapted("llama", **lora)
+    applied = patch(model, "reference")
+    assert [entry.on for entry in applied.table] == [False, False]
+    assert words in applied.table[0].reason
+
+
+def test_full_fine_tuning_is_left_alone() -> None:
+    kind, extra = CONFIGS["llama"]
+    model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES, **extra))
+    assert "full fine-tuning" in patch(model, "reference").table[0].reason
+
+
+def test_unknown_families_are_named() -> None:
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2)
+    table = patch(transformers.AutoModelForCausalLM.from_config(config), "reference").table
+    assert "gpt2" in table[0].reason
+
+
+def test_off_changes_nothing_and_triton_insists() -> None:
+    assert patch(adapted("llama"), "off").table == []
+    with pytest.raises(FtcliError, match="FT705"):
+        patch(adapted("llama", use_dora=True), "triton")
+
+
+def test_a_linear_layer_of_another_kind_is_refused() -> None:
+    assert "Bilinear" in (why_not_fused(nn.Bilinear(2, 2, 2)) or "")
+
+
+def test_self_check_passes_and_leaves_the_model_as_it_was() -> None:
+    model = adapted("gemma2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    applied = patch(model, "reference")
+    check, again = self_check(model, applied, "reference", batch(), PLAN)
+    assert check.passed
+    assert check.worst.gradient > 0.0
+    assert all(entry.on for entry in again.table)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("llama")
+    applied = patch(model, "reference")
+    mlp = FusedDecoderLayer._mlp
+
+    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, residual: Any) -> Any:
+        out = mlp(self, hidden, norm, residual)
+        return out * 1.05 if self.self_attn.layer_idx == 1 else out
+
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)
+    with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
+        self_check(model, applied, "reference", batch(), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        ({}, "cudnn"),
+        ({"capability": (8, 0)}, "flash"),
+        ({"capability": (7, 5), "dtype": torch.float16}, "sdpa"),
+        ({"capability": None, "dtype": torch.float32}, "sdpa"),
+        ({"masked": True}, "sdpa"),
+        ({"windowed": True}, "triton"),
+        ({"softcap": 50.0, "head_dim": 256}, "triton"),
+        ({"softcap": 50.0, "masked": True}, "eager"),
+        ({"softcap": 50.0, "capability": (7, 5), "dtype": torch.float16}, "eager"),
+        ({"softcap": 50.0, "capability": None, "dtype": torch.float32}, "eager"),
+    ],
+)
+def test_attention_backend_is_a_pure_function(call: dict[str, Any], backend: str) -> None:
+    settings: dict[str, Any] = {
+        "capability": (9, 0),
+        "dtype": torch.bfloat16,
+        "head_dim": 128,
+        "softcap": 0.0,
+        "windowed": False,
+        "masked": False,
+        **call,
+    }
+    choice = choose_attention(**settings)
+    assert choice.backend == backend
+    assert choice.reason
