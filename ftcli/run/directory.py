@@ -207,7 +207,7 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
-    if status is not None and status.state == "completed":
+    if status is not None and status.state == "completed" and (run.adapter_dir.is_dir() or run.model_dir.is_dir()):
         return _Decision(None, already_complete=True)
     scan = run.checkpoints.scan()
     source = scan.newest

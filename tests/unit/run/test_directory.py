@@ -20,16 +20,15 @@ from ftcli.run.lock import is_locked
 from ftcli.run.status import read_status
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from ftcli.run.directory import open_run
 opened = open_run(Path(sys.argv[1]), "auto", Path(sys.argv[2]).read_text())
-if sys.argv[3] == "fork":
-    import os
-    if os.fork() == 0:
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-print("ready", flush=True)
+if sys.argv[3] == "fork" and os.fork() == 0:
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(60)
+    os._exit(0)
+os.write(1, b"ready\\n")
 time.sleep(60)
 """
 
@@ -92,11 +91,21 @@ def test_auto_starts_over_without_a_checkpoint_and_clears_leftovers(tmp_path: Pa
 def test_auto_on_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     with open_run(tmp_path / "a", "auto", recipe()) as opened:
         save(opened, 5)
+        opened.directory.adapter_dir.mkdir()
         opened.finish(ExitCode.OK)
     before = {p: p.read_bytes() for p in opened.directory.path.iterdir() if p.is_file() and p.name != ".lock"}
     with open_run(tmp_path / "a", "auto", recipe(logging={"every_steps": 3})) as again:
         assert again.already_complete
     assert {p: p.read_bytes() for p in before} == before
+
+
+def test_auto_on_a_finished_run_whose_result_was_deleted_makes_it_again(tmp_path: Path) -> None:
+    with open_run(tmp_path / "a", "auto", recipe()) as opened:
+        save(opened, 5)
+        opened.finish(ExitCode.OK)
+    with open_run(tmp_path / "a", "auto", recipe()) as again:
+        assert not again.already_complete
+        assert again.resume_step == 5
 
 
 @pytest.mark.parametrize("code", [ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.BUG, ExitCode.OUT_OF_MEMORY])
