@@ -40,13 +40,17 @@ def _verdict_line(result: Result) -> str:
 def _facts(result: Result) -> list[str]:
     model, dtypes = result["model"], result["dtypes"]
     count = model.get("parameters")
-    parameters = f", {count / 1e9:,.2f} billion parameters" if count else ""
+    parameters = f", {_millions(count)} parameters" if count else ""
     adapter = f", adapters {dtypes['adapter']}" if dtypes.get("adapter") else ""
     return [
-        f"model   {model['name']} ({model['source']}){parameters}",
-        f"dtype   {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
+        f"model      {model['name']} ({model['source']}){parameters}",
+        f"dtype      {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
         f"attention  {result['attention']}",
     ]
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
 
 
 def _of(verdict: dict[str, Any]) -> str:
@@ -65,7 +69,10 @@ def evaluation_text(result: Result) -> str:
     """One column for the base model and one for the run; a row for each measure and each task."""
     columns = {name: _measures(result[name]) for name in ("base", "run") if result.get(name)}
     rows = dict.fromkeys(measure for values in columns.values() for measure in values)
-    records = [{"measure": row, **{name: values.get(row) for name, values in columns.items()}} for row in rows]
+    records = [
+        {"measure": row.replace("_", " "), **{name: values.get(row) for name, values in columns.items()}}
+        for row in rows
+    ]
     return "\n".join(table(records))
 
 
@@ -82,3 +89,29 @@ def bench_text(result: Result) -> str:
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
     head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step{bound}"
     return f"{head}\n\n{result_text(result)}"
+
+
+def doctor_text(result: Result) -> str:
+    """The machine first, then what runs on it, then versions."""
+    lines = [f"ftcli {result['ftcli']}, Python {result['python']}, {result['platform']}", ""]
+    if result["device"] is None:
+        lines.append(f"device  unknown: {result['device_problem']}")
+    else:
+        lines += result_text({"device": result["device"]}).splitlines()
+    lines.append(f"disk    {size(result['disk_free_bytes'])} free here")
+    for title in ("attention", "kernels"):
+        rows = result.get(title, ())
+        width = max((len(row["name"]) for row in rows), default=0)
+        lines += ["", title] if rows else []
+        lines += [f"  {row['name']:<{width}}  {'on ' if row['runs'] else 'off'}  {row['reason']}" for row in rows]
+    packages = result["packages"]
+    missing = [name for name, found in packages.items() if found is None]
+    lines += ["", "packages", "  " + ", ".join(f"{name} {found}" for name, found in packages.items() if found)]
+    lines += [f"  missing: {', '.join(missing)}"] if missing else []
+    lines += ["", "extras"]
+    for extra in result["extras"]:
+        state = extra["version"] or f"not installed: {extra['install']}"
+        lines.append(f"  {extra['package']:<12}  {extra['for']:<26}  {state}")
+    if result["environment"]:
+        lines += ["", *result_text({"environment": result["environment"]}).splitlines()]
+    return "\n".join(lines)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from ftcli import __version__
-from ftcli.cli import options
+from ftcli.cli import options, views
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.preflight.device import DeviceFacts
 
 _REQUIRED = (
     "torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "pydantic", "PyYAML",
     "rich", "typer", "jinja2",
 )  # fmt: skip
 
-#: Package, and the extra of ftcli that installs it, with what it is for.
+#: Package, how to install it, and what it is for.
 _OPTIONAL = (
-    ("bitsandbytes", "qlora", "quantization.method: nf4"),
-    ("gguf", "gguf", "export to GGUF"),
-    ("lm-eval", "eval", "public benchmarks"),
-    ("wandb", "wandb", "logging.wandb: true"),
-    ("vllm", "vllm", "faster GRPO generation"),
+    ("bitsandbytes", "ftcli[qlora]", "quantization.method: nf4"),
+    ("gguf", "ftcli[gguf]", "export to GGUF"),
+    ("lm-eval", "ftcli[eval]", "public benchmarks"),
+    ("wandb", "ftcli[wandb]", "logging.wandb"),
+    ("vllm", "ftcli[vllm]", "generation in GRPO"),
+    ("tensorboard", "tensorboard", "logging.tensorboard"),
 )
+
+#: ftcli's own kernels, by the operation that each fuses.
+_KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
 
 
 def doctor(
@@ -35,30 +44,98 @@ def doctor(
 
     Versions, the device, and each kernel and extra with the reason why it can run or not.
 
-    \\b
+    \b
     Examples:
       ftcli doctor
       ftcli doctor --json
     """
-    return Request("doctor", options.common(json, quiet, offline, debug), examine)
+    return Request("doctor", options.common(json, quiet, offline, debug), examine, views.doctor_text)
 
 
 def examine(session: Session) -> Result:
-    """Everything that `ftcli doctor` knows."""
-    return {
+    """Everything that `ftcli doctor` knows. A part that cannot be found out says so in place of an answer."""
+    result: dict[str, Any] = {
         "ftcli": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version(name) or "not installed" for name in _REQUIRED},
+        "packages": {name: version(name) for name in _REQUIRED},
         "extras": [_extra(*entry) for entry in _OPTIONAL],
         "environment": dict(session.environment),
+        "offline": session.offline,
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+    try:
+        from ftcli.preflight.device import probe_device
+
+        device = probe_device()
+    except ImportError as error:
+        return {**result, "device": None, "device_problem": f"torch cannot be imported: {error}"}
+    return {**result, "device": _device(device), "attention": _attention(device), "kernels": _kernels(device)}
+
+
+def _device(device: DeviceFacts) -> dict[str, Any]:
+    capability = ".".join(map(str, device.capability)) if device.capability is not None else None
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "capability": capability,
+        "memory_bytes": device.memory_bytes,
+        "free_bytes": device.free_bytes,
+        "shared_memory_bytes": device.shared_memory_bytes,
+        "multiprocessors": device.multiprocessors,
+        "bfloat16": device.has_bfloat16,
+        "float8": device.has_float8,
     }
 
 
-def _extra(package: str, extra: str, use: str) -> dict[str, Any]:
+def _attention(device: DeviceFacts) -> list[dict[str, Any]]:
+    """Each value of model.attention: whether this version carries it out, and whether the device can."""
+    from ftcli.config.model import Attention
+    from ftcli.preflight.checks.machine import ATTENTION_NEEDS, unmet
+
+    rows = []
+    for name in get_args(Attention):
+        if name == "auto":
+            continue
+        missing = unmet(ATTENTION_NEEDS[name], device) if name in ATTENTION_NEEDS else None
+        refused = _refused("attention", name)
+        rows.append(_row(name, refused or missing, "it runs on every device"))
+    return rows
+
+
+def _kernels(device: DeviceFacts) -> list[dict[str, Any]]:
+    """Each fused operation: its Triton kernel, or the plain torch form and why."""
+    from ftcli.preflight.checks.machine import KERNEL_NEED, unmet
+
+    if version("triton") is None:
+        return [_row(name, "triton is not installed; plain torch runs instead", "") for name in _KERNELS]
+    missing = unmet(KERNEL_NEED, device)
+    against = f"{missing}; plain torch runs instead" if missing is not None else None
+    return [_row(name, against, "Triton kernel on this GPU") for name in _KERNELS]
+
+
+def _refused(key: str, value: str) -> str | None:
+    """Why this version does not carry out ``model.<key>: <value>``, as preflight says it."""
+    from ftcli.config import ModelConfig, Recipe
+    from ftcli.config.origins import Origins
+    from ftcli.config.tree import Leaf
+    from ftcli.errors import Origin
+    from ftcli.preflight.checks import support
+    from ftcli.preflight.checks.base import Context
+
+    model = ModelConfig.model_validate({"name_or_path": "any", key: value})
+    context = Context(Recipe(version=1, model=model), Origins(Leaf(Origin("doctor"), None, "")), "check")
+    found = any(finding.code == "FT250" for finding in support.check(context))
+    return "not carried out yet by this version of ftcli" if found else None
+
+
+def _row(name: str, against: str | None, otherwise: str) -> dict[str, Any]:
+    return {"name": name, "runs": against is None, "reason": against or otherwise}
+
+
+def _extra(package: str, install: str, use: str) -> dict[str, Any]:
     found = version(package)
-    remedy = f"pip install 'ftcli[{extra}]'" if found is None else ""
-    return {"package": package, "use": use, "version": found, "install": remedy}
+    return {"package": package, "for": use, "version": found, "install": None if found else f"pip install '{install}'"}
 
 
 def version(package: str) -> str | None:

@@ -1,0 +1,154 @@
+"""Writes docs/recipes.md from the configuration models: ``python -m ftcli.cli.docs [FILE]``.
+
+Every key, its type, default and description are those of the models; a test holds that the page is up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ftcli.config.schema import Node, RecipeSchema
+
+_INTRO = """\
+<!-- Generated from ftcli/config by `make docs` (python -m ftcli.cli.docs). Edit the models, not this page. -->
+
+# Recipes
+
+A recipe is a YAML file that describes one experiment. Each command reads the sections that it needs, so training,
+evaluation and export share one file. The smallest recipe that trains:
+
+```yaml
+version: 1
+model:
+  name_or_path: google/gemma-2-2b
+lora:
+  r: 16
+data:
+  train: [my-data.jsonl]
+```
+
+`ftcli recipes list` shows recipes to start from, `ftcli recipes copy NAME` makes one yours, and `ftcli check RECIPE`
+says what is wrong with one, all at once, before anything is downloaded. `ftcli recipes schema > recipe.schema.json`
+writes the JSON Schema; with this first line, editors that know it complete and check recipes as you type:
+
+```yaml
+# yaml-language-server: $schema=recipe.schema.json
+```
+
+## How a file is read
+
+- Keys that do not exist, duplicate keys and values of the wrong type are errors. Nothing is ignored. Key names of
+  axolotl, LLaMA-Factory, TRL, torchtune, Unsloth and litgpt are recognised and answered with the name used here. A value
+  that this version of ftcli does not carry out yet is refused by name ([FT250](errors.md)).
+- Words mean what YAML 1.2 says: `true` and `false` are the only booleans (`yes`, `no`, `on`, `off` are text), `1e-4`,
+  `1E-4` and `.5e-3` are numbers. `1:30`, `010`, `1_000` and dates are text, and an error where a number belongs.
+- Anchors and aliases work. Tags (`!!python/...`), merge keys (`<<`), tabs and several documents in one file are errors.
+- Files are UTF-8, up to 128 KiB.
+- Paths are relative to the directory in which the command runs; `bundled:NAME` is something that ships with ftcli.
+- Secrets do not belong in recipes, which are copied into run directories: keys such as `hub_token` and values that
+  look like access tokens are refused. Use `hf auth login`, `wandb login` or the environment.
+
+## `extends`
+
+`extends: base.yaml` builds on another recipe, whose path is relative to the file that names it. Maps merge key by key;
+lists and single values replace those of the base; `lora: null` removes a section. Bases may extend further recipes.
+Messages name the file and line in which a value stands.
+
+## `--set`
+
+`--set section.key=value` changes one value for one invocation. The text is split at its first `=`, the value is read as
+YAML, and the result is validated like the file: `--set train.learning_rate=1e-4`, `--set lora=null`,
+`--set data.train=[a.jsonl,b.jsonl]`, `--set data.train.0.max_rows=100` (list positions count from 0).
+`--output-dir`, `--resume` and `--max-steps` set `run.output_dir`, `run.resume` and `train.max_steps`, and win over
+`--set`.
+
+## Keys
+"""
+
+
+def page() -> str:
+    """The text of docs/recipes.md."""
+    return "\n".join([_INTRO, *_keys(RecipeSchema())]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page to the file that is named, docs/recipes.md when none is."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    target = Path(words[0]) if words else Path("docs/recipes.md")
+    target.write_text(page(), encoding="utf-8")
+    return 0
+
+
+def _keys(schema: RecipeSchema) -> Iterator[str]:
+    root = schema.root
+    required = set(root["required"])
+    for name, node in root["properties"].items():
+        if not schema.properties(node):
+            yield from _single(schema, name, node)
+        else:
+            yield from _section(schema, name, node, required=name in required)
+
+
+def _single(schema: RecipeSchema, name: str, node: Node) -> Iterator[str]:
+    yield f"### `{name}`\n"
+    about = str(schema.resolve(node).get("description", ""))
+    yield f"{about} Must be {schema.describe(node)}. Required (in the recipe or in what it extends).\n"
+
+
+def _section(schema: RecipeSchema, name: str, node: Node, *, required: bool) -> Iterator[str]:
+    variant = next(part for part in schema.variants(node) if "properties" in part or part.get("type") == "array")
+    yield f"### `{name}`\n"
+    yield str(variant.get("description", "")) + (" Required." if required else "") + "\n"
+    yield "| key | value | default | |"
+    yield "|---|---|---|---|"
+    yield from _rows(schema, variant, "")
+    yield ""
+
+
+def _rows(schema: RecipeSchema, node: Node, prefix: str) -> Iterator[str]:
+    required = set(node.get("required", ()))
+    for key, child in node["properties"].items():
+        resolved = schema.resolve(child)
+        default = "required" if key in required else _default(resolved)
+        cells = (f"`{prefix}{key}`", _escape(schema.describe(child)), default, _escape(_about(resolved)))
+        yield f"| {' | '.join(cells)} |"
+        yield from _nested(schema, child, f"{prefix}{key}")
+
+
+def _nested(schema: RecipeSchema, node: Node, path: str) -> Iterator[str]:
+    """Rows for the keys of a section inside a section, or of the sections in a list."""
+    for variant in schema.variants(node):
+        if "properties" in variant:
+            yield from _rows(schema, variant, f"{path}.")
+        elif variant.get("type") == "array":
+            yield from _nested(schema, variant["items"], f"{path}[]")
+
+
+def _about(node: Node) -> str:
+    return str(node.get("description", "")).partition("\n\n")[0].replace("\n", " ")
+
+
+def _default(node: Node) -> str:
+    if "default" not in node:
+        return ""
+    value: Any = node["default"]
+    if value is None:
+        return "absent"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list | tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{value}`" if value != {} else "`{}`"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
