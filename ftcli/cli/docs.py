@@ -41,8 +41,8 @@ writes the JSON Schema; with this first line, editors that know it complete and 
 ## How a file is read
 
 - Keys that do not exist, duplicate keys and values of the wrong type are errors. Nothing is ignored. Key names of
-  axolotl, LLaMA-Factory, TRL, torchtune, Unsloth and litgpt are recognised and answered with the name used here. A value
-  that this version of ftcli does not carry out yet is refused by name ([FT250](errors.md)).
+  axolotl, LLaMA-Factory, TRL, torchtune, Unsloth and litgpt are recognised and answered with the name used here.
+- A value that this version of ftcli does not carry out yet is refused by name ([FT250](errors.md)).
 - Words mean what YAML 1.2 says: `true` and `false` are the only booleans (`yes`, `no`, `on`, `off` are text), `1e-4`,
   `1E-4` and `.5e-3` are numbers. `1:30`, `010`, `1_000` and dates are text, and an error where a number belongs.
 - Anchors and aliases work. Tags (`!!python/...`), merge keys (`<<`), tabs and several documents in one file are errors.

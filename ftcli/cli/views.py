@@ -69,10 +69,7 @@ def evaluation_text(result: Result) -> str:
     """One column for the base model and one for the run; a row for each measure and each task."""
     columns = {name: _measures(result[name]) for name in ("base", "run") if result.get(name)}
     rows = dict.fromkeys(measure for values in columns.values() for measure in values)
-    records = [
-        {"measure": row.replace("_", " "), **{name: values.get(row) for name, values in columns.items()}}
-        for row in rows
-    ]
+    records = [{"measure": row, **{name: values.get(row) for name, values in columns.items()}} for row in rows]
     return "\n".join(table(records))
 
 
@@ -80,7 +77,7 @@ def _measures(scores: dict[str, Any]) -> dict[str, Any]:
     shown = {name: scores.get(name) for name in ("loss", "perplexity", "token_accuracy", "tokens")}
     for name, task in (scores.get("tasks") or {}).items():
         shown[name] = f"{task['score']:.1%} of {task['rows']}"
-    return {name: value for name, value in shown.items() if value is not None}
+    return {name.replace("_", " "): value for name, value in shown.items() if value is not None}
 
 
 def bench_text(result: Result) -> str:
