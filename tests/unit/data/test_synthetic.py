@@ -1,0 +1,155 @@
+"""The generated text tasks: right answers, the same from the same seed, held-out prompts apart from training."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from ftcli.assets import asset
+from ftcli.data import synthetic
+
+KINDS = ("pretrain", "mirror", "pick")
+
+
+def digest(kind: str, *, count: int, seed: int, evaluation: bool) -> str:
+    content = synthetic.rows(kind, count, seed, evaluation=evaluation)
+    return hashlib.sha256("\n".join(json.dumps(row, sort_keys=True) for row in content).encode()).hexdigest()[:16]
+
+
+def prompts(row: dict[str, object]) -> list[str]:
+    if "prompt" in row:
+        return [str(row["prompt"])]
+    messages = row["messages"]
+    assert isinstance(messages, list)
+    return [message["content"] for message in messages if message["role"] == "user"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_follow_from_the_seed_alone(kind: str) -> None:
+    first = digest(kind, count=50, seed=7, evaluation=False)
+    assert first == digest(kind, count=50, seed=7, evaluation=False)
+    assert first != digest(kind, count=50, seed=8, evaluation=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("pretrain", "172d1f5d97d0081c"), ("mirror", "deda542eaa5e12f2"), ("pick", "e687d2c347a12507")],
+)
+def test_rows_are_the_same_on_every_machine_and_python(kind: str, expected: str) -> None:
+    assert digest(kind, count=200, seed=0, evaluation=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count", "evaluation"),
+    [
+        ("tiny-pretrain.jsonl.gz", "pretrain", 20000, False),
+        ("tiny-pretrain-eval.jsonl", "pretrain", 500, True),
+        ("smoke-train.jsonl", "mirror", 1600, False),
+        ("smoke-eval.jsonl", "mirror", 200, True),
+        ("smoke-grpo-train.jsonl", "pick", 1000, False),
+        ("smoke-grpo-eval.jsonl", "pick", 200, True),
+    ],
+)
+def test_bundled_files_are_what_the_generator_writes(
+    name: str, kind: str, count: int, evaluation: bool, tmp_path: Path
+) -> None:
+    fresh = tmp_path / name
+    flag = ["--evaluation"] if evaluation else []
+    synthetic.main([kind, "--rows", str(count), "--out", str(fresh), *flag])
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(fresh, "rt") as written, opener(asset("data", name), "rt") as bundled:
+        assert written.read() == bundled.read()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_and_evaluation_share_no_prompt_whatever_the_seeds(kind: str) -> None:
+    training = {p for row in synthetic.rows(kind, 500, 0, evaluation=False) for p in prompts(row)}
+    evaluation = {p for row in synthetic.rows(kind, 200, 1, evaluation=True) for p in prompts(row)}
+    assert training
+    assert evaluation
+    assert not training & evaluation
+    assert all(synthetic.held_out(prompt) for prompt in evaluation)
+    assert not any(synthetic.held_out(prompt) for prompt in training)
+
+
+def test_the_smoke_task_is_absent_from_pretraining() -> None:
+    rng = Random(3)
+    drawn = [task.draw(rng) for task in synthetic.PRETRAINING.values() for _ in range(300)]
+    assert not [e for e in drawn if "mirror" in e.prompt]
+    with gzip.open(asset("data", "tiny-pretrain.jsonl.gz"), "rt") as file:
+        assert "mirror" not in file.read()
+
+
+def test_no_pretraining_answer_is_a_word_followed_by_its_reverse() -> None:
+    """The new task is new in what it asks for, not only in its name."""
+    rng = Random(4)
+    drawn = [task.draw(rng) for task in synthetic.PRETRAINING.values() for _ in range(300)]
+    palindromes = [e for e in drawn if len(e.answer) >= 6 and e.answer == e.answer[::-1]]
+    assert len(palindromes) <= len(drawn) // 200, palindromes[:5]
+
+
+def test_mirror_and_pick_answers_are_right() -> None:
+    rng = Random(5)
+    for _ in range(200):
+        exchange = synthetic.mirror(rng)
+        word = exchange.prompt.removeprefix("mirror: ")
+        assert exchange.answer == word + "".join(reversed(word))
+        exchange = synthetic.pick_largest(rng)
+        numbers = [int(n) for n in exchange.prompt.removeprefix("pick: ").split(" ")]
+        assert len(set(numbers)) == 4
+        assert int(exchange.answer) == max(numbers)
+
+
+def test_pretraining_answers_pick_with_any_of_the_four_numbers() -> None:
+    """GRPO starts at chance: no position and no rank is preferred."""
+    rng = Random(6)
+    task = synthetic.PRETRAINING["pick"]
+    ranks = [0, 0, 0, 0]
+    for _ in range(4000):
+        exchange = task.draw(rng)
+        numbers = sorted(exchange.prompt.removeprefix("pick: ").split(" "))
+        ranks[numbers.index(exchange.answer)] += 1
+    assert all(900 < rank < 1100 for rank in ranks), ranks
+
+
+@pytest.mark.parametrize(
+    ("operation", "word", "expected"),
+    [
+        ("reverse", "kano", "onak"),
+        ("dashes", "kano", "k-a-n-o"),
+        ("sort", "kano", "akno"),
+        ("next", "xyz", "yza"),
+        ("consonants", "kano", "kn"),
+        ("consonants", "aeiou", "none"),
+        ("twice", "ab", "ab ab"),
+        ("brackets", "ab", "[ab]"),
+        ("length", "kano", "4"),
+    ],
+)
+def test_word_operations(operation: str, word: str, expected: str) -> None:
+    assert synthetic.WORD_OPERATIONS[operation](word) == expected
+
+
+def test_pairs_apply_from_left_to_right() -> None:
+    rng = Random(8)
+    for _ in range(100):
+        exchange = synthetic.PRETRAINING["pair"].draw(rng)
+        names, word = exchange.prompt.split(": ")
+        for name in names.split(" "):
+            word = synthetic.WORD_OPERATIONS[name](word)
+        assert exchange.answer == word
+
+
+def test_evaluation_rows_of_one_task_are_all_different() -> None:
+    found = [p for row in synthetic.rows("pick", 200, 0, evaluation=True) for p in prompts(row)]
+    assert len(set(found)) == 200
+
+
+def test_more_different_rows_than_the_task_has_is_an_error() -> None:
+    with pytest.raises(ValueError, match="fewer than 400 different prompts"):
+        list(synthetic.rows("pick", 400, 0, evaluation=True))
