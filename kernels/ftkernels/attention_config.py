@@ -1,7 +1,27 @@
-"""Tiles of the attention kernels: a short table by GPU generation and head size, and what fits in shared memory.
-
-The entries marked measured come from one H200; the others are chosen so that accumulators stay in registers (checked
-by compiling for the architecture) and are then cut by the shared memory of the device.
-"""
+"""Tiles of the attention kernels: a short table by GPU generation, head size and softcap."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A kernel's block: queries x keys, warps a program, stages of the software pipeline, loads by TMA or not."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One tile a kernel. ``d_key_value`` None means dk and dv come from two launches, of ``d_key`` and ``d_value``."""
+
+    forward: Tile
+    d_query: Tile
+    d_key: Tile
+    d_value: Tile
+    d_key_value: Tile | None

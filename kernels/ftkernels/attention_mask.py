@@ -96,9 +96,7 @@ class AttentionMask:
         return cls(window=window)
 
     @classmethod
-    def from_padding(
-        cls, attention_mask: Tensor, *, causal: bool = True, window: int | None = None
-    ) -> AttentionMask:
+    def from_padding(cls, attention_mask: Tensor, *, causal: bool = True, window: int | None = None) -> AttentionMask:
         """From a (B, k_len) mask with 1 for tokens and 0 for padding; see ``padded``."""
         return cls(causal=causal, window=window).padded(attention_mask)
 

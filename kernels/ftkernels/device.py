@@ -1,8 +1,8 @@
 """Which implementation an operation takes: its Triton kernels or plain torch, and why.
 
-Triton kernels run on a CUDA device, or on the CPU when Triton's interpreter is switched on (``TRITON_INTERPRET=1``
-before triton is first imported). Everywhere else the operations run their torch form, so a model trains on a CPU with
-the same code.
+Triton kernels run on a CUDA device. Everywhere else the operations run their torch form, so a model trains on a CPU
+with the same code. Triton's interpreter (``TRITON_INTERPRET=1`` before triton is first imported) runs the kernels on
+CPU tensors, for tests; being slow, it is never chosen by itself, only by ``backend="triton"``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class Choice:
 
 
 def interpreting() -> bool:
-    """True when Triton kernels run in Triton's interpreter, on CPU tensors."""
-    return bool(triton.knobs.runtime.interpret)
+    """True when Triton kernels run in Triton's interpreter, on CPU tensors.
+
+    Asks how Triton's own functions were made at its import: the variable may have changed since, they have not.
+    """
+    return not isinstance(tl.sum, triton.JITFunction)
 
 
 def choose_backend(device: torch.device | str, backend: BackendName = "auto") -> Choice:
@@ -52,8 +55,8 @@ def choose_backend(device: torch.device | str, backend: BackendName = "auto") ->
         return Choice("torch", "plain torch was asked for")
     if kind == "cuda":
         return Choice("triton", "tensors on a CUDA device")
-    if kind == "cpu" and interpreting():
-        return Choice("triton", "Triton's interpreter is on")
+    if backend == "triton" and kind == "cpu" and interpreting():
+        return Choice("triton", "asked for, in Triton's interpreter")
     reason = f"tensors on {kind}: Triton kernels need a CUDA device"
     if backend == "triton":
         raise ValueError(f"backend='triton' was asked for, but {reason}")

@@ -88,7 +88,7 @@ class _LoraLinear(torch.autograd.Function):
             y = lowrank_add(base_forward(plan, x), xa, packed.b, res2, triton_kernel=plan.fused)
         ctx.plan, ctx.z_shape, ctx.z_dtype = plan, z.shape, z.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.save_for_backward(z2 if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
+        ctx.save_for_backward(z if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
         return y.view(*z.shape[:-1], plan.out_features)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _LoraLinear(torch.autograd.Function):
             grads = group_backward(
                 plan,
                 Packed(a, b),
-                x=x,
+                x=x.reshape(-1, x.shape[-1]),
                 norm_weight=norm_weight,
                 rstd=rstd,
                 xa=xa,

@@ -165,7 +165,7 @@ class _LoraMlp(torch.autograd.Function):
             y = lowrank_add(base_forward(outer, h), ha, second.b, added, triton_kernel=outer.fused)
         ctx.plans, ctx.activation, ctx.fused, ctx.residual = (inner, outer), activation, fused, residual
         ctx.z_shape, ctx.z_dtype = z.shape, z.dtype
-        kept = z2 if norm_weight is not None else x
+        kept = z if norm_weight is not None else x
         ctx.save_for_backward(kept, norm_weight, rstd, gate_up, xa, ha, first.a, first.b, second.a, second.b)
         ctx.set_materialize_grads(False)
         return y.view(*z.shape[:-1], outer.out_features), z if residual == "return" else None
@@ -189,7 +189,7 @@ class _LoraMlp(torch.autograd.Function):
             grads = group_backward(
                 inner,
                 Packed(a1, b1),
-                x=x,
+                x=x.reshape(-1, x.shape[-1]),
                 norm_weight=norm_weight,
                 rstd=rstd,
                 xa=xa,

@@ -142,10 +142,11 @@ class _LoraQkv(torch.autograd.Function):
                 for index, c in enumerate(columns):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
         ctx.plan, ctx.head_dim, ctx.z_shape, ctx.z_dtype = plan, head_dim, z.shape, z.dtype
-        kept = z2 if norm_weight is not None else x
+        kept = z if norm_weight is not None else x
         ctx.save_for_backward(kept, norm_weight, rstd, xa, packed.a, packed.b, cos, sin)
         ctx.set_materialize_grads(False)
-        parts = [y[:, c].view(batch, seq_len, -1, head_dim).transpose(1, 2) for c in columns]
+        heads = [p.out_features // head_dim for p in plan.projections]
+        parts = [y[:, c].view(batch, seq_len, n, head_dim).transpose(1, 2) for c, n in zip(columns, heads, strict=True)]
         return *parts, z
 
     @staticmethod
@@ -166,12 +167,12 @@ class _LoraQkv(torch.autograd.Function):
             if cos is not None and sin is not None:
                 dy, dxa = qkv_rope_backward(*grads_in, b, _rotary(plan, cos, sin, ctx.head_dim), plan.dtype)
             else:
-                flat = [g.transpose(1, 2).reshape(batch * seq_len, -1) for g in grads_in]
+                flat = [g.transpose(1, 2).flatten(2).flatten(0, 1) for g in grads_in]
                 dy = torch.cat(flat, dim=1).to(plan.dtype)
             grads = group_backward(
                 plan,
                 Packed(a, b),
-                x=x,
+                x=x.reshape(-1, x.shape[-1]),
                 norm_weight=norm_weight,
                 rstd=rstd,
                 xa=xa,

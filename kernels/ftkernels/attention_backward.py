@@ -1,0 +1,358 @@
+"""Backward of attention without atomics: every output tile has one owner, so two runs give the same bits.
+
+With s, p of the forward, t = tanh(scale * q @ k.T / softcap), dP = dO @ v.T (docs/attention.md derives it):
+
+    delta = sum_d(dO * O)                 one number a query; equals sum_k p * dP
+    ds = p * (dP - delta) * (1 - t^2)     the last factor only with softcap
+    dq = scale * ds @ k,    dk = scale * ds.T @ q,    dv = p.T @ dO
+
+The query kernel owns a tile of queries and writes dq (and delta, which the others read). The key kernel owns a tile of
+keys of one key head, walks over all query heads of its group, and computes the transposed scores k @ q.T directly: on
+Hopper the transpose of a product would go through shared memory, and has been miscompiled. It runs once for dk and dv
+together, or twice, once for each: at head size 256 two accumulators do not fit into the registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.attention_config import Tile, Tiles
+from ftkernels.attention_launch import Problem, common_constants, strides, tile_source
+from ftkernels.attention_mask import TokenRanges
+from ftkernels.attention_parts import LOG2E, bounded, load_tile, store_tile, tile_span
+from ftkernels.device import on_device_of, rounded, store_dtype
+
+
+@triton.jit
+def _query_kernel(
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    out_ptr,
+    dq_ptr,
+    lse_ptr,
+    delta_ptr,
+    key_lo_ptr,
+    key_hi_ptr,
+    ranges_stride,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    o_stride_b,
+    o_stride_h,
+    o_stride_s,
+    dq_stride_b,
+    dq_stride_h,
+    dq_stride_s,
+    batch_heads,
+    heads,
+    q_len,
+    k_len,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
+    pid = tl.program_id(0)
+    tile = tl.cdiv(q_len, QUERIES) - 1 - pid // batch_heads
+    batch = (pid % batch_heads) // heads
+    head = (pid % batch_heads) % heads
+    row = tile * QUERIES
+    row_last = tl.minimum(row + QUERIES, q_len) - 1
+    key_lo = key_lo_ptr + batch * ranges_stride
+    key_hi = key_hi_ptr + batch * ranges_stride
+    first, full, full_count, masked_count = tile_span(
+        tl.load(key_lo + row), tl.load(key_lo + row_last), tl.load(key_hi + row), tl.load(key_hi + row_last), KEYS
+    )
+    rows = row + tl.arange(0, QUERIES)
+    lo = tl.load(key_lo + rows, mask=rows < q_len, other=0)
+    hi = tl.load(key_hi + rows, mask=rows < q_len, other=0)
+    q = load_tile(
+        q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
+    )
+    do = load_tile(
+        do_src, batch, head, row, do_stride_b, do_stride_h, do_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
+    )
+    out = load_tile(
+        out_ptr, batch, head, row, o_stride_b, o_stride_h, o_stride_s, q_len, True, D, BLOCK_D, QUERIES, tl.float32,
+        False,
+    )  # fmt: skip
+    per_query = (batch * heads + head).to(tl.int64) * q_len + rows
+    delta = tl.sum(out * do.to(tl.float32), 1)
+    tl.store(delta_ptr + per_query, delta, mask=rows < q_len)
+    lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
+    dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    for MASKED in tl.static_range(2):
+        for i in range(masked_count if MASKED else full_count):
+            index = full + i
+            if MASKED:
+                index = first + i
+                index = tl.where(index >= full, index + full_count, index)
+            col = index * KEYS
+            k = load_tile(
+                k_src, batch, head // GROUP, col, k_stride_b, k_stride_h, k_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
+                CD, TMA,
+            )  # fmt: skip
+            v = load_tile(
+                v_src, batch, head // GROUP, col, v_stride_b, v_stride_h, v_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
+                CD, TMA,
+            )  # fmt: skip
+            x = bounded(tl.dot(q, tl.trans(k), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
+            z = x * FACTOR - lse[:, None]
+            if MASKED:
+                cols = (col + tl.arange(0, KEYS))[None, :]
+                z = tl.where((cols >= lo[:, None]) & (cols < hi[:, None]), z, float("-inf"))
+            weight = tl.exp2(z)
+            if SOFTCAP != 0.0:  # before dP is there: x need not live beside it, and registers are what is short
+                weight *= 1.0 - x * x
+            ds = weight * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            dq = tl.dot(ds.to(CD), k, dq, input_precision=PRECISION)
+    store_tile(dq_ptr, dq * SCALE, batch, head, row, dq_stride_b, dq_stride_h, dq_stride_s, q_len, D, BLOCK_D, QUERIES)
+
+
+@triton.jit
+def _key_kernel(
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    dk_ptr,
+    dv_ptr,
+    lse_ptr,
+    delta_ptr,
+    query_lo_ptr,
+    query_hi_ptr,
+    ranges_stride,
+    q_stride_b,
+    q_stride_h,
+    q_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    do_stride_b,
+    do_stride_h,
+    do_stride_s,
+    dk_stride_b,
+    dk_stride_h,
+    dk_stride_s,
+    dv_stride_b,
+    dv_stride_h,
+    dv_stride_s,
+    batch_heads,
+    heads,
+    q_len,
+    k_len,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    CD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
+    # Under a causal mask the first keys are seen by the most queries, and start first.
+    pid = tl.program_id(0)
+    batch = (pid % batch_heads) // heads
+    head = (pid % batch_heads) % heads
+    col = (pid // batch_heads) * KEYS
+    col_last = tl.minimum(col + KEYS, k_len) - 1
+    query_lo = query_lo_ptr + batch * ranges_stride
+    query_hi = query_hi_ptr + batch * ranges_stride
+    first, full, full_count, masked_count = tile_span(
+        tl.load(query_lo + col),
+        tl.load(query_lo + col_last),
+        tl.load(query_hi + col),
+        tl.load(query_hi + col_last),
+        QUERIES,
+    )
+    cols = col + tl.arange(0, KEYS)
+    lo = tl.load(query_lo + cols, mask=cols < k_len, other=0)
+    hi = tl.load(query_hi + cols, mask=cols < k_len, other=0)
+    k = load_tile(k_src, batch, head, col, k_stride_b, k_stride_h, k_stride_s, k_len, True, D, BLOCK_D, KEYS, CD, TMA)
+    dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    if WANT_DK:
+        v = load_tile(
+            v_src, batch, head, col, v_stride_b, v_stride_h, v_stride_s, k_len, True, D, BLOCK_D, KEYS, CD, TMA
+        )
+    for MASKED in tl.static_range(2):
+        # One loop over (query head of the group, tile), so that loads stay in flight from one head to the next.
+        count = masked_count if MASKED else full_count
+        each = tl.maximum(count, 1)
+        for i in range(count * GROUP):
+            q_head = head * GROUP + i // each
+            index = full + i % each
+            if MASKED:
+                index = first + i % each
+                index = tl.where(index >= full, index + full_count, index)
+            row = index * QUERIES
+            rows = row + tl.arange(0, QUERIES)
+            per_query = (batch * heads * GROUP + q_head).to(tl.int64) * q_len + rows
+            q = load_tile(
+                q_src, batch, q_head, row, q_stride_b, q_stride_h, q_stride_s, q_len, MASKED, D, BLOCK_D, QUERIES, CD,
+                TMA,
+            )  # fmt: skip
+            do = load_tile(
+                do_src, batch, q_head, row, do_stride_b, do_stride_h, do_stride_s, q_len, MASKED, D, BLOCK_D, QUERIES,
+                CD, TMA,
+            )  # fmt: skip
+            lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
+            x = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
+            z = x * FACTOR - lse[None, :]
+            if MASKED:
+                z = tl.where((rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None]), z, float("-inf"))
+            p = tl.exp2(z)
+            if WANT_DV:
+                dv = tl.dot(p.to(CD), do, dv, input_precision=PRECISION)
+            if WANT_DK:
+                delta = tl.load(delta_ptr + per_query, mask=rows < q_len, other=0.0)
+                weight = p
+                if SOFTCAP != 0.0:
+                    weight = p * (1.0 - x * x)
+                ds = weight * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+                dk = tl.dot(ds.to(CD), q, dk, input_precision=PRECISION)
+    if WANT_DV:
+        store_tile(dv_ptr, dv, batch, head, col, dv_stride_b, dv_stride_h, dv_stride_s, k_len, D, BLOCK_D, KEYS)
+    if WANT_DK:
+        store_tile(dk_ptr, dk * SCALE, batch, head, col, dk_stride_b, dk_stride_h, dk_stride_s, k_len, D, BLOCK_D, KEYS)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """(B, H, S, D), a view of a contiguous (B, S, H, D): as the projections, which read it next, lay it out."""
+    batch, heads, length, size = tensor.shape
+    dtype = store_dtype(tensor.dtype)
+    return torch.empty((batch, length, heads, size), dtype=dtype, device=tensor.device).transpose(1, 2)
+
+
+def query_backward(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    d_out: Tensor,
+    ranges: TokenRanges,
+    problem: Problem,
+    tile: Tile,
+) -> tuple[Tensor, Tensor]:
+    """(dq, delta) from ``saved`` = (q, k, v, out, lse): dq as q, delta (B, Hq, Sq) float32."""
+    q, k, v, out, lse = saved
+    batch, heads, q_len, _ = q.shape
+    dq = _empty_like(q)
+    delta = torch.empty_like(lse)
+    if dq.numel():
+        with on_device_of(q):
+            _query_kernel[(triton.cdiv(q_len, tile.queries) * batch * heads,)](
+                tile_source(q, tile.queries, tile.tma),
+                tile_source(k, tile.keys, tile.tma),
+                tile_source(v, tile.keys, tile.tma),
+                tile_source(d_out, tile.queries, tile.tma),
+                out,
+                dq,
+                lse,
+                delta,
+                ranges.key_lo,
+                ranges.key_hi,
+                0 if ranges.batch == 1 else q_len,
+                *strides(q, k, v, d_out, out, dq),
+                batch * heads,
+                heads,
+                q_len,
+                k.shape[2],
+                **common_constants(problem, tile),
+            )
+    return rounded(dq, q.dtype), delta
+
+
+def key_backward(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    d_out: Tensor,
+    delta: Tensor,
+    ranges: TokenRanges,
+    problem: Problem,
+    tile: Tile,
+    *,
+    want_dk: bool,
+    want_dv: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dk, dv), None where not wanted, in one launch. ``delta`` is read for dk only."""
+    q, k, v, _, lse = saved
+    batch, heads, k_len, _ = k.shape
+    dk = _empty_like(k) if want_dk else None
+    dv = _empty_like(v) if want_dv else None
+    dk_target, dv_target = k if dk is None else dk, v if dv is None else dv
+    if k.numel():
+        with on_device_of(q):
+            _key_kernel[(triton.cdiv(k_len, tile.keys) * batch * heads,)](
+                tile_source(q, tile.queries, tile.tma),
+                tile_source(k, tile.keys, tile.tma),
+                tile_source(v, tile.keys, tile.tma),
+                tile_source(d_out, tile.queries, tile.tma),
+                dk_target,
+                dv_target,
+                lse,
+                delta,
+                ranges.query_lo,
+                ranges.query_hi,
+                0 if ranges.batch == 1 else k_len,
+                *strides(q, k, v, d_out, dk_target, dv_target),
+                batch * heads,
+                heads,
+                q.shape[2],
+                k_len,
+                WANT_DK=want_dk,
+                WANT_DV=want_dv,
+                **common_constants(problem, tile),
+            )
+    return None if dk is None else rounded(dk, k.dtype), None if dv is None else rounded(dv, v.dtype)
+
+
+def attention_backward(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    d_out: Tensor,
+    ranges: TokenRanges,
+    problem: Problem,
+    tiles: Tiles,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv), None where not ``wanted``; ``saved`` is (q, k, v, out, lse)."""
+    want_dq, want_dk, want_dv = wanted
+    dq = dk = dv = None
+    delta = saved[4]  # read by nobody until dk wants it
+    if want_dq or want_dk:
+        dq, delta = query_backward(saved, d_out, ranges, problem, tiles.d_query)
+    if want_dk and want_dv and tiles.d_key_value is not None:
+        dk, dv = key_backward(saved, d_out, delta, ranges, problem, tiles.d_key_value, want_dk=True, want_dv=True)
+        return dq if want_dq else None, dk, dv
+    if want_dv:
+        _, dv = key_backward(saved, d_out, delta, ranges, problem, tiles.d_value, want_dk=False, want_dv=True)
+    if want_dk:
+        dk, _ = key_backward(saved, d_out, delta, ranges, problem, tiles.d_key, want_dk=True, want_dv=False)
+    return dq if want_dq else None, dk, dv

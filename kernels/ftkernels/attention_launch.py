@@ -1,0 +1,77 @@
+"""What the launches of the attention kernels have in common on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ftkernels.attention_config import Tile
+from ftkernels.device import interpreting, triton_store_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What does not change between the forward and the backward of one call, and is compiled into the kernels."""
+
+    scale: float
+    softcap: float
+    head_size: int
+    group: int
+    dtype: torch.dtype
+
+
+def padded_size(head_size: int) -> int:
+    """The power of two that holds ``head_size``: blocks of Triton have no other widths."""
+    return max(16, triton.next_power_of_2(head_size))
+
+
+def common_constants(problem: Problem, tile: Tile) -> dict[str, Any]:
+    """The constexpr arguments, and the launch options, that all kernels take."""
+    return {
+        "GROUP": problem.group,
+        "SCALE": problem.scale,
+        "SOFTCAP": problem.softcap,
+        "FAST_TANH": problem.dtype != torch.float32 and not interpreting(),
+        "D": problem.head_size,
+        "BLOCK_D": padded_size(problem.head_size),
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "CD": triton_store_dtype(problem.dtype),
+        "PRECISION": "ieee",
+        "TMA": tile.tma,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Batch, head and sequence strides of (B, H, S, D) tensors, one after the other."""
+    return [tensor.stride(dim) for tensor in tensors for dim in (0, 1, 2)]
+
+
+def loadable(tensor: Tensor) -> Tensor:
+    """``tensor`` with contiguous rows: itself, or a copy where its last dimension has another stride than 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def takes_descriptor(*tensors: Tensor) -> bool:
+    """True when tensor memory access (TMA) can address all of the (B, H, S, D) tensors: Hopper wants 16-byte steps."""
+    return all(
+        tensor.numel() > 0
+        and tensor.data_ptr() % 16 == 0
+        and padded_size(tensor.shape[-1]) == tensor.shape[-1]
+        and all(s > 0 and s * tensor.element_size() % 16 == 0 for s in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+
+
+def tile_source(tensor: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
+    """What ``load_tile`` reads: the tensor's pointer, or a descriptor of tiles of ``rows`` rows of one head."""
+    if not tma:
+        return tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, tensor.shape[-1]])

@@ -1,0 +1,202 @@
+"""One body of tests, two tiers: Triton's interpreter on the CPU, and compiled kernels on a GPU (``-m gpu``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ftkernels import Norm, Projection
+from ftkernels.device import interpreting
+from torch import Tensor
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", id="interpreter"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the kernels run; every test asks for ``backend="triton"`` on it."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA machine")
+    if request.param == "cpu" and not interpreting():
+        pytest.skip("Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is NaN: an element that a kernel forgets to write is seen."""
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def poisoning(*args: Any, **kwargs: Any) -> Tensor:
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() and not out.is_meta else out
+
+        return poisoning
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """The same numbers in every run, whatever ran before."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        yield
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Largest relative error of an operation over outputs and gradients, and that of plain torch in the same dtype."""
+
+    error: float
+    torch_error: float
+
+
+class Tools:
+    """Comparison of an operation with its reference in float64, outputs and all gradients."""
+
+    @staticmethod
+    def relative(value: Tensor, exact: Tensor) -> float:
+        """Frobenius norm of the difference over that of the exact value."""
+        scale = exact.double().norm().clamp(min=1e-30)
+        return float((value.double() - exact.double()).norm() / scale)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        gradients: bool = True,
+    ) -> list[Tensor]:
+        """Outputs of ``function(*inputs)`` and, for random incoming gradients, the inputs' gradients."""
+        leaves = [t.detach().to(d).requires_grad_(t.is_floating_point()) for t, d in zip(inputs, dtypes, strict=True)]
+        out = function(*leaves)
+        outputs = list(out) if isinstance(out, tuple) else [out]
+        if not gradients:
+            return [o.detach() for o in outputs]
+        generator = torch.Generator().manual_seed(7)
+        incoming = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in outputs]
+        grads = torch.autograd.grad(outputs, leaves, incoming)
+        return [*(o.detach() for o in outputs), *grads]
+
+    def compare(
+        self,
+        function: Callable[..., Any],
+        reference: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+    ) -> Compared:
+        """``function`` in ``dtype`` (one, or one an input) against ``reference`` in float64 on the same rounded
+        inputs.
+        """
+        dtypes = [dtype] * len(inputs) if isinstance(dtype, torch.dtype) else list(dtype)
+        rounded = [t.to(d) for t, d in zip(inputs, dtypes, strict=True)]
+        exact = self.run(reference, rounded, [torch.float64] * len(inputs))
+        got = self.run(function, rounded, dtypes)
+        plain = self.run(reference, rounded, dtypes)
+        for value, truth in zip(got, exact, strict=True):
+            assert value.shape == truth.shape
+            assert torch.isfinite(value).all()
+        return Compared(
+            max(self.relative(g, e) for g, e in zip(got, exact, strict=True)),
+            max(self.relative(p, e) for p, e in zip(plain, exact, strict=True)),
+        )
+
+    def assert_float32(self, *args: Any) -> None:
+        """Relative error at most 1e-5 in float32."""
+        compared = self.compare(*args)
+        assert compared.error <= 1e-5, compared
+
+    def assert_bfloat16(self, *args: Any) -> None:
+        """At most 1.5 times the error of plain torch in the same dtypes, and at most 1e-2."""
+        compared = self.compare(*args)
+        assert compared.error <= max(1.5 * compared.torch_error, 1e-6), compared
+        assert compared.error <= 1e-2, compared
+
+
+@pytest.fixture
+def tools() -> Tools:
+    """The comparison helpers."""
+    return Tools()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Shapes and settings of one projection, and its tensors as float32 masters."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    scaling: float
+
+    def build(self, a: Tensor | None, b: Tensor | None, like: Tensor) -> Projection:
+        """The projection with these adapter leaves, its base in float64 when ``like`` is, else in ``like``'s dtype."""
+        weight = self.weight.to(like.dtype)
+        return Projection(weight, None if self.bias is None else self.bias.to(like.dtype), a, b, self.scaling)
+
+
+class Layers:
+    """Makes projections, and functions of flat tensors out of operations on projections."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def make(
+        self, out_features: int, in_features: int, rank: int, *, bias: bool = False, scaling: float = 2.0
+    ) -> Layer:
+        """A layer whose outputs are of order one; rank 0 has no adapter."""
+        at = {"device": self.device}
+        weight = torch.randn(out_features, in_features, **at) / in_features**0.5
+        return Layer(
+            weight,
+            torch.randn(out_features, **at) if bias else None,
+            torch.randn(rank, in_features, **at) / in_features**0.5 if rank else None,
+            torch.randn(out_features, rank, **at) / max(rank, 1) ** 0.5 if rank else None,
+            scaling,
+        )
+
+    def flat(self, *layers: Layer) -> list[Tensor]:
+        """The adapters' tensors in order."""
+        return [t for layer in layers for t in (layer.a, layer.b) if t is not None]
+
+    def function(
+        self,
+        operation: Callable[..., Any],
+        layers: Sequence[Layer],
+        *,
+        norm: bool = False,
+        form: Any = "llama",
+        **kwargs: Any,
+    ) -> Callable[..., Any]:
+        """``f(z, [norm weight], *adapters)`` calling ``operation(z, *projections, **kwargs)``; the base weights take
+        z's dtype.
+        """
+
+        def call(z: Tensor, *rest: Tensor) -> Any:
+            leaves = list(rest)
+            extra = dict(kwargs)
+            if norm:
+                extra["norm"] = Norm(leaves.pop(0), 1e-5, form)
+            built = [
+                layer.build(*((leaves.pop(0), leaves.pop(0)) if layer.a is not None else (None, None)), like=z)
+                for layer in layers
+            ]
+            extra = {
+                key: tuple(t.to(z.dtype) for t in value) if key == "rope" and value is not None else value
+                for key, value in extra.items()
+            }
+            return operation(z, *built, **extra)
+
+        return call
+
+
+@pytest.fixture
+def layers(device: str) -> Layers:
+    """Makes projections on the device under test."""
+    return Layers(device)
