@@ -1,6 +1,6 @@
 """What pydantic refuses, as findings in the recipe's own words: every problem of the schema at once.
 
-Codes FT201 to FT212; see docs/errors.md.
+Codes FT201 to FT211; see docs/errors.md.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Writer:
         node = self._schema.at(path)
         value = _value_at(self._tree, path)
         if node is None or value is None:
-            return Finding("FT212", f"{_dotted(path)}: {problem.message}", origin, "see docs/recipes.md")
+            return Finding("FT204", f"{_dotted(path)}: {problem.message}", origin, "see docs/recipes.md")
         shown = mask(describe_kind(value))
         if path == ("version",) and isinstance(value, Leaf) and isinstance(value.value, int):
             return Finding("FT211", f"recipe format {shown} is not known to this ftcli", origin, "it reads version: 1")

@@ -89,4 +89,4 @@ def _assert_caret(block: list[str], at: str) -> None:
 
 def _place(finding: dict[str, Any]) -> str:
     parts = (finding["source"], finding["line"], finding["column"])
-    return ":".join(str(part) for part in parts if part is not None)
+    return ":".join(str(part) for part in parts if part is not None) or "ftcli"
