@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ftkernels.projection import Projection
 from torch import nn
 
@@ -28,7 +30,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
     return None
 
 
-def projection_of(layer: nn.Module) -> Projection:
+def projection_of(layer: Any) -> Projection:
     """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged."""
     base = getattr(layer, "base_layer", layer)
     if base is layer or layer.disable_adapters or layer.merged or not layer.active_adapters:

@@ -132,7 +132,8 @@ def _sdpa(
 
 
 def _triton(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
-    from ftkernels.attention import AttentionMask, attention
+    from ftkernels.attention import attention
+    from ftkernels.attention_mask import AttentionMask
 
     return attention(query, key, value, AttentionMask(causal=True, window=window), scale=scaling, softcap=softcap)
 

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from ftkernels.norm_parts import NormForm
 
 
-def norm_eps(norm: nn.Module) -> float:
+def norm_eps(norm: Any) -> float:
     """The epsilon of a transformers RMSNorm, whichever name its family uses."""
-    eps = getattr(norm, "variance_epsilon", None)
+    eps: Any = getattr(norm, "variance_epsilon", None)
     return float(eps if eps is not None else norm.eps)
 
 
 class FusedNorm(nn.Module):
     """An RMSNorm on our kernel; shares ``weight`` with the module it stands for."""
 
-    def __init__(self, original: nn.Module, form: NormForm, backend: BackendName) -> None:
+    def __init__(self, original: Any, form: NormForm, backend: BackendName) -> None:
         super().__init__()
         self.weight = original.weight
         self.eps = norm_eps(original)
@@ -95,7 +95,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return self._sandwich(attended, residual)
         attention = self.self_attn
         hidden_states = lora_linear(attended, projection_of(attention.o_proj), residual=residual, backend=self._backend)
-        return self._mlp(hidden_states, self._norm(self.post_attention_layernorm), "add")  # type: ignore[return-value]
+        summed: Tensor = self._mlp(hidden_states, self._norm(self.post_attention_layernorm), "add")
+        return summed
 
     def _sandwich(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Gemma-2 and Gemma-3: each half is normalised once more before it is added."""
@@ -154,17 +155,17 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             backend=self._backend,
         )
 
-    def _norm(self, norm: nn.Module) -> Norm:
+    def _norm(self, norm: Any) -> Norm:
         return Norm(norm.weight, norm_eps(norm), self._family.norm)
 
-    def _head_norm(self, heads: Tensor, norm: nn.Module) -> Tensor:
+    def _head_norm(self, heads: Tensor, norm: Any) -> Tensor:
         return rms_norm(heads, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
 
-    def _add_normed(self, x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
+    def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         return rms_norm_add(x, residual, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
 
 
-def window_of(attention: nn.Module) -> int | None:
+def window_of(attention: Any) -> int | None:
     """The layer's sliding window: the attention module's own, else its config's when every layer has one (Mistral)."""
     if hasattr(attention, "sliding_window"):
         window: int | None = attention.sliding_window

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,10 +144,10 @@ def _why_not(layer: nn.Module, family: FamilyKernels) -> str | None:
 def _join(layer: nn.Module, done: Patch) -> None:
     """Lays weights that read the same input one behind the other, so that each group is one product."""
     for names in _JOINED:
-        modules = [layer.get_submodule(name) for name in names]
+        modules: list[Any] = [layer.get_submodule(name) for name in names]
         weights = [getattr(module, "base_layer", module).weight for module in modules]
         join_weights(weights)
-        done._restore.append(lambda weights=weights: _part(weights))
+        done._restore.append(partial(_part, weights))
 
 
 def _part(weights: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,11 +47,39 @@ class TrainerHooks:
     before_checkpoint: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A number of one step on its way to the host; ``arrived`` is None where it never left it."""
+
+    step: int
+    name: str
+    value: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def copy_of(cls, step: int, name: str, value: Tensor) -> Watched:
+        """Starts the copy. Reading a tensor would wait for all work queued before the read; this waits for none."""
+        value = value.detach()
+        if not value.is_cuda:
+            return cls(step, name, value, None)
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(step, name, host, arrived)
+
+    def number(self) -> float:
+        """The number; waits for its own copy only."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return float(self.value)
+
+
 class RunTrainerMixin:
     """Mixed into TRL's trainers, before them in the method resolution order.
 
-    The last loss and gradient norm stay on the device and are looked at one step later, when they have long been
-    computed, so that the check for NaN costs no synchronisation. A checkpoint is only written after a look.
+    Loss and gradient norm are copied to the host behind the device's back and looked at one step later, when they have
+    long arrived, so that the check for NaN lets the device run ahead. A checkpoint is only written after a look.
     """
 
     hooks: TrainerHooks
@@ -61,7 +90,7 @@ class RunTrainerMixin:
         self.hooks = hooks
         self.tokens_seen = 0
         self._token_count: Tensor | None = None
-        self._pending: list[tuple[int, str, Tensor]] = []
+        self._pending: list[Watched] = []
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
 
     # -- numbers ---------------------------------------------------------------------------------------------
@@ -81,19 +110,18 @@ class RunTrainerMixin:
     def watch(self, name: str, value: Tensor) -> None:
         """Remembers a number of this step to be checked for NaN and infinity later."""
         step = self.state.global_step + 1  # type: ignore[attr-defined]
-        self._pending.append((step, name, value.detach()))
+        self._pending.append(Watched.copy_of(step, name, value))
 
     def check_finite(self, *, before_step: int | None = None) -> None:
         """Raises FtcliError FT702 (exit 6) when a watched number of an earlier step is not finite."""
-        due = [p for p in self._pending if before_step is None or p[0] < before_step]
-        self._pending = [p for p in self._pending if before_step is not None and p[0] >= before_step]
-        if not due or bool(torch.isfinite(torch.stack([value.float() for _, _, value in due])).all()):
-            return
-        for step, name, value in due:
-            if not bool(torch.isfinite(value)):
+        due = [w for w in self._pending if before_step is None or w.step < before_step]
+        self._pending = [w for w in self._pending if before_step is not None and w.step >= before_step]
+        for watched in due:
+            number = watched.number()
+            if not math.isfinite(number):
                 raise FtcliError.single(
                     "FT702",
-                    f"{name} is {value.item()} at step {step}: training has diverged",
+                    f"{watched.name} is {number} at step {watched.step}: training has diverged",
                     exit_code=ExitCode.DIVERGED,
                     help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm; the last "
                     "checkpoint was written before this step",

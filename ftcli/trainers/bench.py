@@ -43,13 +43,11 @@ class StepTimes:
 
 
 class StepTimer(TrainerCallback):  # type: ignore[misc]
-    """Takes the time at the end of each step, when the device has finished it.
-
-    Waiting for the device once a step lets no work of the next step overlap: the times are upper bounds.
-    """
+    """Marks the end of each step: CUDA events in the stream on a GPU, so that nothing waits, as in training itself."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
         self._marks: list[float] = []
 
     def on_train_begin(
@@ -59,16 +57,23 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self._mark()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Takes the time of a step. Peak memory counts from the first step on."""
+        """Takes the time of a step."""
         self._mark()
 
     def _mark(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._marks.append(time.perf_counter())
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._marks.append(time.perf_counter())
 
     def times(self, steps: int) -> StepTimes:
         """The first ``steps`` steps."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            events = pairwise(self._events[: steps + 1])
+            return StepTimes(tuple(float(a.elapsed_time(b)) / 1000.0 for a, b in events))
         return StepTimes(tuple(b - a for a, b in pairwise(self._marks[: steps + 1])))
 
 

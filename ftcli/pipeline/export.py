@@ -1,0 +1,36 @@
+"""`ftcli export`: a run's result in other formats, each loaded again before it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.preflight.report import preflight
+from ftcli.reporting import Session
+from ftcli.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from ftcli.export.run import ExportResult
+
+
+def run(loaded: LoadedRecipe, session: Session, run_dir: Path) -> dict[str, Any]:
+    """Writes each of ``export.formats`` to ``<run>/export/<format>``. Raises FtcliError as ``export_run``."""
+    from ftcli.export.run import export_run
+
+    report = preflight(loaded, command="export", device=None, offline=session.offline)
+    for finding in report.findings:
+        session.reporter.finding(finding)
+    results = export_run(
+        RunDirectory(run_dir), loaded.recipe.export.formats, reporter=session.reporter, offline=session.offline
+    )
+    return {"run": str(run_dir), "exports": [_plain(result) for result in results]}
+
+
+def _plain(result: ExportResult) -> dict[str, Any]:
+    return {
+        "format": result.format,
+        "path": str(result.path),
+        "bytes": result.bytes,
+        "verification": result.verification,
+    }
