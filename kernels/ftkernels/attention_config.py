@@ -1,8 +1,21 @@
-"""Tiles of the attention kernels: a short table by GPU generation, head size and softcap."""
+"""Which machines run the attention kernels, and with which tiles: a short table by GPU generation and head size.
+
+All rows were compiled for their architecture (registers, shared memory). Those of Hopper start from tiles that were
+measured on an H200; no other generation has been measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from ftkernels.device import BackendName, Choice, choose_backend, interpreting
+
+Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
+
+LARGEST_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +31,207 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """One tile a kernel. ``d_key_value`` None means dk and dv come from two launches, of ``d_key`` and ``d_value``."""
+    """One tile a kernel. ``d_key_value`` None: dk and dv come from two launches, with ``d_key`` and ``d_value``."""
 
     forward: Tile
     d_query: Tile
     d_key: Tile
     d_value: Tile
     d_key_value: Tile | None
+
+    def without_tma(self) -> Tiles:
+        """The same tiles with plain loads, for tensors that TMA cannot address."""
+        joint = self.d_key_value
+        return Tiles(
+            forward=replace(self.forward, tma=False),
+            d_query=replace(self.d_query, tma=False),
+            d_key=replace(self.d_key, tma=False),
+            d_value=replace(self.d_value, tma=False),
+            d_key_value=None if joint is None else replace(joint, tma=False),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the choice of kernels depends on.
+
+    Attributes:
+        device: where the tensors are.
+        capability: compute capability; None outside CUDA.
+        shared_memory_bytes: the most that one program can have; 0 outside CUDA.
+        interpreted: Triton's interpreter is on.
+    """
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    shared_memory_bytes: int
+    interpreted: bool
+
+
+def machine_of(device: torch.device | str) -> Machine:
+    """Asks torch about ``device``."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Machine(device, None, 0, interpreting())
+    properties = torch.cuda.get_device_properties(device)
+    capability = (int(properties.major), int(properties.minor))
+    return Machine(device, capability, int(properties.shared_memory_per_block_optin), interpreting())
+
+
+def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:
+    """Triton kernels or plain torch for attention, and why: a function of its arguments alone.
+
+    Raises:
+        ValueError: ``backend="triton"`` where the kernels cannot run.
+    """
+    choice = choose_backend(machine.device, backend)
+    if not choice.is_triton:
+        return choice
+    refusal = _refusal(machine, dtype, head_size)
+    if refusal is None:
+        return choice
+    if backend == "triton":
+        raise ValueError(f"backend='triton' was asked for, but {refusal}")
+    return Choice("torch", refusal)
+
+
+def _refusal(machine: Machine, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the attention kernels take bfloat16, float16 and float32, not {dtype}"
+    if head_size % 16 or not 0 < head_size <= LARGEST_HEAD_SIZE:
+        return f"the attention kernels take head sizes that are multiples of 16 up to 256, not {head_size}"
+    if machine.capability is not None and machine.capability < (8, 0):
+        major, minor = machine.capability
+        return f"on sm_{major}{minor} Triton makes no tensor-core code; the attention kernels need sm_80 or newer"
+    if generation(machine) is None:
+        return f"the attention kernels need 99 KiB of shared memory, this GPU has {machine.shared_memory_bytes} bytes"
+    return None
+
+
+def generation(machine: Machine) -> Generation | None:
+    """The table's row; None for a GPU whose shared memory holds no row's tiles."""
+    if machine.capability is None:
+        return "interpreter"
+    if machine.shared_memory_bytes >= 227 * 1024 and machine.capability[0] in (9, 10):
+        return "hopper" if machine.capability[0] == 9 else "blackwell"
+    if machine.shared_memory_bytes >= 160 * 1024:
+        return "ampere"
+    return "small" if machine.shared_memory_bytes >= 99 * 1024 else None
+
+
+def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int, *, softcap: bool) -> Tiles:
+    """The tiles for heads padded to ``block_size``, on a machine that ``choose_attention`` sends to Triton.
+
+    Raises:
+        ValueError: no tiles fit the machine's shared memory.
+    """
+    row = generation(machine)
+    if row is None:
+        raise ValueError(str(_refusal(machine, dtype, block_size)))
+    width = 64 if block_size <= 64 else block_size
+    if row == "interpreter":
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _FLOAT32[width]
+    return (_CAPPED.get((row, width)) if softcap else None) or _TILES[row, width]
+
+
+_INTERPRETER = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None)
+
+_TILES: dict[tuple[Generation, int], Tiles] = {
+    ("hopper", 256): Tiles(
+        forward=Tile(128, 64, 8, 2, tma=True),
+        d_query=Tile(128, 32, 8, 3),
+        d_key=Tile(64, 64, 4, 2, tma=True),
+        d_value=Tile(64, 128, 8, 2, tma=True),
+        d_key_value=None,
+    ),
+    ("hopper", 128): Tiles(
+        forward=Tile(128, 128, 8, 2, tma=True),
+        d_query=Tile(128, 64, 8, 2, tma=True),
+        d_key=Tile(64, 128, 8, 2, tma=True),
+        d_value=Tile(64, 128, 8, 2, tma=True),
+        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ),
+    ("hopper", 64): Tiles(
+        forward=Tile(128, 128, 8, 2, tma=True),
+        d_query=Tile(128, 128, 8, 2, tma=True),
+        d_key=Tile(64, 128, 8, 2, tma=True),
+        d_value=Tile(64, 128, 8, 2, tma=True),
+        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ),
+    ("blackwell", 256): Tiles(
+        forward=Tile(128, 64, 8, 2, tma=True),
+        d_query=Tile(128, 32, 8, 2, tma=True),
+        d_key=Tile(64, 64, 4, 2, tma=True),
+        d_value=Tile(64, 64, 4, 2, tma=True),
+        d_key_value=None,
+    ),
+    ("blackwell", 128): Tiles(
+        forward=Tile(128, 64, 8, 2, tma=True),
+        d_query=Tile(128, 64, 8, 2, tma=True),
+        d_key=Tile(64, 128, 8, 2, tma=True),
+        d_value=Tile(64, 128, 8, 2, tma=True),
+        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ),
+    ("blackwell", 64): Tiles(
+        forward=Tile(128, 64, 8, 2, tma=True),
+        d_query=Tile(128, 64, 8, 2, tma=True),
+        d_key=Tile(64, 128, 8, 2, tma=True),
+        d_value=Tile(64, 128, 8, 2, tma=True),
+        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ),
+    ("ampere", 256): Tiles(
+        forward=Tile(64, 64, 8, 2),
+        d_query=Tile(64, 32, 8, 2),
+        d_key=Tile(32, 64, 8, 2),
+        d_value=Tile(64, 64, 8, 2),
+        d_key_value=None,
+    ),
+    ("ampere", 128): Tiles(
+        forward=Tile(128, 64, 8, 2),
+        d_query=Tile(64, 64, 8, 2),
+        d_key=Tile(64, 64, 8, 2),
+        d_value=Tile(64, 64, 8, 2),
+        d_key_value=Tile(64, 64, 8, 2),
+    ),
+    ("ampere", 64): Tiles(
+        forward=Tile(128, 64, 4, 3),
+        d_query=Tile(128, 64, 8, 2),
+        d_key=Tile(64, 128, 8, 2),
+        d_value=Tile(64, 128, 8, 2),
+        d_key_value=Tile(64, 128, 8, 2),
+    ),
+    ("small", 256): Tiles(
+        forward=Tile(64, 32, 8, 2),
+        d_query=Tile(64, 32, 8, 1),
+        d_key=Tile(32, 64, 8, 1),
+        d_value=Tile(32, 64, 8, 2),
+        d_key_value=None,
+    ),
+    ("small", 128): Tiles(
+        forward=Tile(128, 64, 8, 2),
+        d_query=Tile(64, 32, 4, 2),
+        d_key=Tile(64, 64, 8, 2),
+        d_value=Tile(64, 64, 8, 2),
+        d_key_value=Tile(32, 64, 8, 2),
+    ),
+    ("small", 64): Tiles(
+        forward=Tile(128, 64, 4, 3),
+        d_query=Tile(128, 64, 8, 2),
+        d_key=Tile(64, 128, 8, 2),
+        d_value=Tile(64, 128, 8, 2),
+        d_key_value=Tile(64, 128, 8, 2),
+    ),
+}
+
+# Where a softcap's tanh wants other tiles than plain scores.
+_CAPPED: dict[tuple[Generation, int], Tiles] = {}
+
+# Without tensor cores: every product runs on the ordinary units, and operands live in registers.
+_FLOAT32: dict[int, Tiles] = {
+    256: Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), None),
+    128: Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), None),
+    64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None),
+}

@@ -1,0 +1,155 @@
+"""Attention for training: softcap, causal, sliding window, GQA, packed documents, padding; nothing of size S squared.
+
+Legend: B batch, Hq query heads, Hkv key heads (Hq a multiple of Hkv), Sq queries, Sk keys, D head size.
+
+    s = scale * q @ k.T                                 query head h reads key head h // (Hq / Hkv)
+    s = softcap * tanh(s / softcap)  if softcap
+    p = softmax(s where the mask lets the query see the key, -inf elsewhere)
+    out = p @ v                                         0 for a query that sees nothing
+
+``attention_mask`` says what a query sees, ``attention_forward`` and ``attention_backward`` hold the kernels, and
+docs/attention.md derives the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ftkernels.attention_backward import attention_backward
+from ftkernels.attention_config import Tiles, choose_attention, choose_tiles, machine_of
+from ftkernels.attention_forward import attention_forward
+from ftkernels.attention_launch import Problem, loadable, padded_size, takes_descriptor
+from ftkernels.attention_mask import AttentionMask, TokenRanges
+from ftkernels.device import BackendName, accumulate_dtype, without_autocast
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | TokenRanges,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    backend: BackendName = "auto",
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Attention of ``q`` over ``k`` and ``v``; the module docstring has the formula.
+
+    Args:
+        q: (B, Hq, Sq, D), any strides; a view of (B, Sq, Hq * D) is read in place.
+        k, v: (B, Hkv, Sk, D), in q's dtype. Sq < Sk means that the queries are the last Sq positions.
+        mask: what each query sees. The ``TokenRanges`` of a mask serve all layers of one call of a model; given the
+            mask itself they are made here.
+        scale: factor on q.k, positive: D ** -0.5 for most models, query_pre_attn_scalar ** -0.5 for Gemma-2.
+        softcap: bound of the scores, 0 for none; Gemma-2 has 50.
+        backend: see ``ftkernels.attention_config.choose_attention``.
+        tiles: instead of the table's tiles, for tuning and tests.
+
+    Returns:
+        (B, Hq, Sq, D) in q's dtype, laid out so that ``.transpose(1, 2).reshape(B, Sq, Hq * D)`` is a view. Under
+        autocast all is done in autocast's dtype, as with torch's own attention.
+
+    Raises:
+        ValueError: shapes, dtypes or a mask that do not fit each other, an option outside its range, or
+            ``backend="triton"`` where the kernels cannot run.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v, scale, softcap)
+    ranges = mask if isinstance(mask, TokenRanges) else mask.ranges(q.shape[2], k.shape[2], q.device)
+    _check_ranges(ranges, q, k)
+    machine = machine_of(q.device)
+    if not choose_attention(machine, q.dtype, q.shape[3], backend).is_triton:
+        with without_autocast(q):
+            return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
+    problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
+    tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]), softcap=softcap > 0)
+    out: Tensor = _Attention.apply(loadable(q), loadable(k), loadable(v), ranges, problem, tiles)
+    return out
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | TokenRanges,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The same function with all scores at once and torch's own autograd: (B, Hkv, Hq / Hkv, Sq, Sk) of them, in
+    float32, or float64 for float64 inputs.
+    """
+    batch, heads, q_len, size = q.shape
+    kv_heads, k_len = k.shape[1:3]
+    acc = accumulate_dtype(q.dtype)
+    seen = mask.dense() if isinstance(mask, TokenRanges) else mask.dense(q_len, k_len, q.device)
+    seen = seen[:, :, None]
+    grouped = q.to(acc).reshape(batch, kv_heads, heads // kv_heads, q_len, size)
+    scores = grouped @ k.to(acc)[:, :, None].transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    # A row that sees nothing would be softmax of -inf alone, NaN in value and gradient; the product makes it 0.
+    p = torch.softmax(scores.masked_fill(~seen, torch.finfo(acc).min), dim=-1) * seen
+    out = p @ v.to(acc)[:, :, None]
+    out = out.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, size)  # copies into the layout that is promised
+    return out.to(q.dtype).transpose(1, 2)
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, the output and one number a query (log-sum-exp); scores are recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, problem: Problem, tiles: Tiles) -> Any:
+        forward_tiles = tiles if takes_descriptor(q, k, v) else tiles.without_tma()
+        out, lse = attention_forward(q, k, v, ranges, problem, forward_tiles.forward)
+        ctx.save_for_backward(q, k, v, out, lse, ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)
+        ctx.problem, ctx.tiles = problem, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *bounds = ctx.saved_tensors
+        d_out = loadable(d_out)
+        tiles = ctx.tiles if takes_descriptor(q, k, v, d_out) else ctx.tiles.without_tma()
+        wanted = ctx.needs_input_grad[:3]
+        grads = attention_backward((q, k, v, out, lse), d_out, TokenRanges(*bounds), ctx.problem, tiles, wanted)
+        return *grads, None, None, None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where autocast is on: a norm over heads may have left q and k in float32."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.dtype.is_floating_point and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or v.shape != k.shape:
+        raise ValueError(f"expected q (B, Hq, Sq, D) and k, v (B, Hkv, Sk, D) of one shape; got {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"batch and head size of q and k differ: {shapes}")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"expected one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+
+
+def _check_ranges(ranges: TokenRanges, q: Tensor, k: Tensor) -> None:
+    if ranges.batch not in (1, q.shape[0]) or ranges.q_len != q.shape[2] or ranges.k_len != k.shape[2]:
+        made = f"{ranges.batch} rows, {ranges.q_len} queries and {ranges.k_len} keys"
+        raise ValueError(f"the mask is for {made}; q is {tuple(q.shape)}, k is {tuple(k.shape)}")
+    if ranges.key_lo.device != q.device:
+        raise ValueError(f"the mask is on {ranges.key_lo.device}, q on {q.device}")
