@@ -26,9 +26,17 @@ def write_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
         OSError: it cannot be written.
     """
     for path in sorted(source.folder.iterdir()):
-        if path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith("."):
+        kept = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
+        if kept and not _is_blank_card(path):
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+
+
+def _is_blank_card(path: Path) -> bool:
+    """PEFT leaves a model card of placeholders; one that somebody has filled in is kept."""
+    return path.name == "README.md" and "[More Information Needed]" in path.read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
 def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.source import ExportSource
 from ftcli.model.load import load_tokenizer, source_of
 from ftcli.preflight.facts import ModelFacts
@@ -126,12 +127,9 @@ def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokeni
 
 def not_verified(folder: Path, problems: list[str]) -> FtcliError:
     """FT741: what was written does not do what it should; it has been removed again."""
-    return FtcliError.single(
-        "FT741",
-        "\n".join(["the export failed its verification and was removed", *(f"    {p}" for p in problems)]),
-        exit_code=ExitCode.BUG,
-        help=f"nothing was left in {folder.parent}; please report this with the lines above",
-    )
+    findings = [Finding("FT741", f"the export failed its verification: {problem}") for problem in problems]
+    remedy = f"it was removed again from {folder.parent}; please report this with all that is said here"
+    return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.BUG)
 
 
 def _first_line(error: BaseException) -> str:

@@ -108,6 +108,8 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
         else:
             verification, warnings = _merged(source, staged, offline, say)
         write_json(staged / RECORD, finite(_record(source, name, verification)))
+        for path in staged.iterdir():  # safetensors writes files that only their owner may read
+            path.chmod((staged / RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())
     return ExportResult(name, target, size, verification, warnings)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -309,16 +309,15 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[Change, ...]:
 
 
 def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
-    shown = [f"    {change}" for change in changes[:_SHOWN]]
+    shown = [str(change) for change in changes[:_SHOWN]]
     if len(changes) > _SHOWN:
-        shown.append(f"    and {len(changes) - _SHOWN} more")
-    return FtcliError.single(
-        "FT721",
-        "\n".join([f"the recipe differs from that of the run in {run.path}", *shown]),
-        exit_code=ExitCode.RECIPE,
-        help="set these keys back to continue the run; or start anew with --resume never, which keeps the old run "
-        "beside it, or with another --output-dir",
+        shown.append(f"{len(changes) - _SHOWN} more keys")
+    findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {text}") for text in shown]
+    remedy = (
+        "set what differs back to continue the run; or start anew with --resume never, which keeps the old run beside "
+        "it, or with another --output-dir"
     )
+    return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.RECIPE)
 
 
 def _no_run(path: Path, reason: str) -> FtcliError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli import __version__
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run.atomic import finite, storage_errors, write_json
 from ftcli.run.clock import utc_now
 from ftcli.run.ledger import read_json_object
@@ -171,10 +171,12 @@ def require_same_data(previous: Mapping[str, Any], data: Sequence[Fingerprint]) 
     changed = [f for f in data if known.get(f.name, f.sha256) != f.sha256]
     if not changed:
         return
-    lines = [f"    {f.name}: sha256 {known[f.name][:12]} -> {f.sha256[:12]}" for f in changed]
-    raise FtcliError.single(
-        "FT731",
-        "\n".join(["training data has changed since this run began", *lines]),
-        exit_code=ExitCode.RECIPE,
-        help="restore the files to continue; or start anew with --resume never, which keeps the old run beside it",
-    )
+    findings = [
+        Finding(
+            "FT731",
+            f"{f.name} has changed since this run began: sha256 {known[f.name][:12]} -> {f.sha256[:12]}",
+            help="restore the file to continue; or start anew with --resume never, which keeps the old run beside it",
+        )
+        for f in changed
+    ]
+    raise FtcliError(findings, ExitCode.RECIPE)

@@ -141,6 +141,8 @@ def _charts(metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -
         series = [
             Series(label, _points(metrics, key, chart.unit), chart.smooth) for key, label in chart.metrics.items()
         ]
+        if all(len(one.finite) < 2 for one in series):
+            continue  # one point is no curve; its value stands among the figures or in the evaluation
         drawn = line_chart(chart.title, series, from_zero=chart.from_zero, marks=filter(None, resumed), steps=limits)
         figures += [drawn] if drawn is not None else []
     if not figures:

@@ -40,8 +40,9 @@ def failure(trained: Trained, *formats: str) -> FtcliError:
 
 
 def code(error: FtcliError) -> str:
-    assert len(error.findings) == 1
-    return error.findings[0].code
+    assert not [finding for finding in error.findings if "\n" in finding.message]
+    (only,) = {finding.code for finding in error.findings}
+    return only
 
 
 @torch.no_grad()
@@ -140,6 +141,20 @@ def test_an_exported_adapter_is_the_same_bit_for_bit(trained: Callable[..., Trai
     assert all(torch.equal(copied[k], source[k]) for k in source)
     assert torch.equal(logits_of(made.base, result.path), logits_of(made.base, made.run.adapter_dir))
     assert not (result.path / "training_args.bin").exists()
+    assert not (result.path / "README.md").exists()  # PEFT's card of placeholders
+
+
+@pytest.mark.parametrize("name", ["adapter", "safetensors"])
+def test_exported_files_are_as_readable_as_any_other(trained: Callable[..., Trained], name: str) -> None:
+    (result,) = export(trained(), name)
+    assert len({path.stat().st_mode for path in result.path.iterdir()}) == 1
+
+
+def test_a_model_card_that_somebody_wrote_is_kept(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    (made.run.adapter_dir / "README.md").write_text("# Mine")
+    (result,) = export(made, "adapter")
+    assert (result.path / "README.md").read_text() == "# Mine"
 
 
 def wrong_scale(merge: Any) -> Any:

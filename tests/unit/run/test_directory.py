@@ -126,8 +126,9 @@ def test_a_changed_recipe_is_refused_with_old_and_new_values(tmp_path: Path) -> 
     changed = recipe(train={"learning_rate": 1e-5, "max_steps": 20}, lora={"r": 8}, logging={"every_steps": 1})
     with pytest.raises(FtcliError) as caught:
         open_run(run.path, "auto", changed)
-    message = caught.value.findings[0].message
-    assert codes(caught.value) == ["FT721"]
+    message = "\n".join(finding.message for finding in caught.value.findings)
+    assert set(codes(caught.value)) == {"FT721"}
+    assert "--resume never" in str(caught.value.findings[-1].help)
     assert caught.value.exit_code is ExitCode.RECIPE
     assert "train.learning_rate: 0.0002 -> 1.0e-05" in message
     assert "train.max_steps: 10 -> 20" in message

@@ -87,7 +87,7 @@ def test_changed_data_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FtcliError) as caught:
         require_same_data(manifest, [fingerprint("rows.jsonl", tmp_path / "rows.jsonl")])
     assert caught.value.findings[0].code == "FT731"
-    assert "rows.jsonl: sha256" in caught.value.findings[0].message
+    assert "rows.jsonl has changed since this run began: sha256" in caught.value.findings[0].message
 
 
 def test_ledgers_are_written_as_plain_json(tmp_path: Path) -> None:

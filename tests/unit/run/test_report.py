@@ -158,6 +158,15 @@ def test_long_runs_stay_small_and_keep_their_peaks(run: RunDirectory) -> None:
     assert "training: 99" in text
 
 
+def test_a_single_point_is_no_curve(run: RunDirectory) -> None:
+    with MetricsWriter(run.metrics_path) as metrics:
+        metrics.write(1, {"loss": 1.0, "grad_norm": 2.0})
+        metrics.write(2, {"loss": 0.5})
+    text = "".join(Page(render_report(run)).text)
+    assert "Loss" in text
+    assert "Gradient norm" not in text
+
+
 def test_escaping_is_the_default_and_survives_a_careless_join() -> None:
     assert escape("<b>&'\"") == "&lt;b&gt;&amp;&#x27;&quot;"
     assert tag("p", "<i>", tag("b", "x")) == "<p>&lt;i&gt;<b>x</b></p>"
