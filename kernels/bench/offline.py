@@ -131,7 +131,8 @@ def compile_instead_of_launch(record: list[Any]) -> Callable[..., Any]:
 
 def resources(ptx: str, capability: int) -> dict[str, int]:
     """Registers a thread, bytes of stack and of spills, as ptxas reports them."""
-    ptxas = triton.knobs.nvidia.ptxas.path
+    knobs = triton.knobs.nvidia
+    ptxas = (knobs.ptxas_blackwell if capability >= 100 and hasattr(knobs, "ptxas_blackwell") else knobs.ptxas).path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

@@ -63,6 +63,16 @@ def choose_backend(device: torch.device | str, backend: BackendName = "auto") ->
     return Choice("torch", reason)
 
 
+def fuses_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """True where small products inside elementwise kernels pay: half precision on tensor cores, and the interpreter.
+
+    In float32 exact products take plain arithmetic and spill, and Triton emits no tensor-core code below capability 8.
+    """
+    if device.type != "cuda":
+        return interpreting()
+    return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic inside a kernel: float64 for float64 tensors, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftkernels.device import BackendName, choose_backend, interpreting
+from ftkernels.device import BackendName, choose_backend, fuses_products
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
 from ftkernels.norm_parts import (
     WIDEST_ROW,
@@ -105,7 +105,7 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
         norm_form=None if norm is None else norm.form,
         eps=0.0 if norm is None else norm.eps,
         triton=triton,
-        fused=triton and rank <= _LARGEST_FUSED_RANK and (dtype != torch.float64 or interpreting()),
+        fused=triton and rank <= _LARGEST_FUSED_RANK and fuses_products(x.device, dtype),
         seeds=tuple(
             int(torch.randint(2**62, ())) if p.dropout > 0.0 and p.a is not None else None for p in projections
         ),

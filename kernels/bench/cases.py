@@ -1,0 +1,244 @@
+"""What is timed: every operation with its contenders, and the bytes and floating-point operations that it cannot avoid.
+
+Bytes are the operation's tensors read once and written once; operations are those of its products. A contender that
+moves more bytes than that shows it in a lower percentage.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ftkernels as ft
+import torch
+import torch.nn.functional as F
+from shapes import Shape
+from torch import Tensor
+
+
+@dataclass
+class Case:
+    """One operation: leaves that get gradients, contenders ``f(*leaves)``, and its work forward and backward."""
+
+    name: str
+    leaves: list[Tensor]
+    contenders: dict[str, Callable[..., Any]]
+    forward_bytes: float
+    backward_bytes: float
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    compile_these: tuple[str, ...] = field(default=("torch",))
+
+
+class Maker:
+    """Random tensors in the timed dtype on the timed device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def new(self, *shape: int, grad: bool = False, scale: float = 1.0) -> Tensor:
+        """A normal tensor times ``scale``."""
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype).requires_grad_(grad)
+
+    def adapter(self, out_features: int, in_features: int, rank: int) -> tuple[Tensor, Tensor]:
+        """A and B in float32, as PEFT keeps them under autocast."""
+        a = torch.randn(rank, in_features, device=self.device) / in_features**0.5
+        b = torch.randn(out_features, rank, device=self.device) * 0.02
+        return a.requires_grad_(), b.requires_grad_()
+
+
+def _liger() -> Any | None:
+    return importlib.import_module("liger_kernel.ops") if importlib.util.find_spec("liger_kernel") else None
+
+
+def norm_case(make: Maker, shape: Shape) -> Case:
+    """RMSNorm with a frozen weight, as in LoRA training."""
+    x, w = make.new(shape.tokens, shape.hidden, grad=True), make.new(shape.hidden)
+    contenders = {
+        "ftkernels": lambda x: ft.rms_norm(x, w, 1e-6, form=shape.form),
+        "torch": lambda x: ft.rms_norm_reference(x, w, 1e-6, form=shape.form),
+    }
+    liger = _liger()
+    if liger is not None:
+        offset = 1.0 if shape.form == "gemma" else 0.0
+        contenders["liger"] = lambda x: liger.LigerRMSNormFunction.apply(x, w, 1e-6, offset, shape.form, False)
+    size = x.numel() * x.element_size()
+    return Case("rms_norm", [x], contenders, 2 * size, 3 * size)
+
+
+def add_norm_case(make: Maker, shape: Shape) -> Case:
+    """Residual sum and RMSNorm."""
+    x, r = (make.new(shape.tokens, shape.hidden, grad=True) for _ in range(2))
+    w = make.new(shape.hidden)
+
+    def plain(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + r
+        return ft.rms_norm_reference(total, w, 1e-6, form=shape.form), total
+
+    contenders = {"ftkernels": lambda x, r: ft.add_rms_norm(x, r, w, 1e-6, form=shape.form), "torch": plain}
+    size = x.numel() * x.element_size()
+    return Case("add_rms_norm", [x, r], contenders, 4 * size, 4 * size)
+
+
+def rope_case(make: Maker, shape: Shape) -> Case:
+    """Rotary embedding of q and k as strided views of their projections."""
+    q = make.new(shape.batch, shape.seq_len, shape.q_heads * shape.head_dim, grad=True)
+    k = make.new(shape.batch, shape.seq_len, shape.k_heads * shape.head_dim, grad=True)
+    cos, sin = (make.new(1, shape.seq_len, shape.head_dim) for _ in range(2))
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
+
+    def rotate_half(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+    def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, c, s = heads(q), heads(k), cos[:, None], sin[:, None]
+        return q * c + rotate_half(q) * s, k * c + rotate_half(k) * s
+
+    contenders: dict[str, Callable[..., Any]] = {
+        "ftkernels": lambda q, k: ft.apply_rope(heads(q), heads(k), cos, sin),
+        "torch": plain,
+    }
+    liger = _liger()
+    if liger is not None:
+        # In place on its inputs, so it turns copies.
+        contenders["liger, with a copy"] = lambda q, k: liger.LigerRopeFunction.apply(
+            heads(q).clone(), heads(k).clone(), cos, sin
+        )
+    size = (q.numel() + k.numel()) * q.element_size()
+    return Case("rope", [q, k], contenders, 2 * size, 2 * size)
+
+
+def glu_case(make: Maker, shape: Shape) -> Case:
+    """The gated unit alone."""
+    gate, up = (make.new(shape.tokens, shape.inner, grad=True) for _ in range(2))
+
+    def plain(gate: Tensor, up: Tensor) -> Tensor:
+        return (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    contenders: dict[str, Callable[..., Any]] = {
+        "ftkernels": lambda gate, up: ft.glu(gate, up, shape.activation),
+        "torch": plain,
+    }
+    liger = _liger()
+    if liger is not None:
+        name = "LigerSiLUMulFunction" if shape.activation == "silu" else "LigerGELUMulFunction"
+        contenders["liger"] = getattr(liger, name).apply
+    size = gate.numel() * gate.element_size()
+    return Case(f"glu {shape.activation}", [gate, up], contenders, 3 * size, 5 * size)
+
+
+def cross_entropy_case(make: Maker, shape: Shape) -> Case:
+    """The frozen head with cross-entropy; its products are two, both in the forward of the chunked form."""
+    x = make.new(shape.tokens, shape.hidden, grad=True)
+    w = make.new(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5)
+    labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=make.device)
+    contenders: dict[str, Callable[..., Any]] = {
+        "ftkernels": lambda x: ft.linear_cross_entropy(x, w, labels, softcap=shape.softcap),
+        "torch": lambda x: ft.linear_cross_entropy_reference(x, w, labels, softcap=shape.softcap),
+    }
+    liger = _liger()
+    if liger is not None:
+        cap = shape.softcap or None
+        contenders["liger"] = lambda x: liger.LigerFusedLinearCrossEntropyFunction.apply(
+            x, w, labels, None, None, -100, 0.0, 0.0, "mean", cap
+        )[0]
+    flops = 2 * shape.tokens * shape.vocabulary * shape.hidden
+    size = x.numel() * x.element_size()
+    weight = w.numel() * w.element_size()
+    return Case("linear_cross_entropy", [x], contenders, size + weight, 2 * size, 2 * flops, 0.0)
+
+
+def _project(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What PEFT computes under autocast, scaling 2."""
+    dtype = w.dtype
+    return F.linear(x, w) + F.linear(F.linear(x, a.to(dtype)), b.to(dtype)) * 2.0
+
+
+def lora_linear_case(make: Maker, shape: Shape, rank: int) -> Case:
+    """The output projection with its residual."""
+    width = shape.q_heads * shape.head_dim
+    x, r = make.new(shape.tokens, width, grad=True), make.new(shape.tokens, shape.hidden, grad=True)
+    w = make.new(shape.hidden, width, scale=width**-0.5)
+    a, b = make.adapter(shape.hidden, width, rank)
+
+    def ours(x: Tensor, r: Tensor, a: Tensor, b: Tensor) -> Any:
+        return ft.lora_linear(x, ft.Projection(w, None, a, b, 2.0), residual=r)
+
+    contenders = {"ftkernels": ours, "torch": lambda x, r, a, b: r + _project(x, w, a, b)}
+    flops = 2 * shape.tokens * (width * shape.hidden + rank * (width + shape.hidden))
+    size = x.element_size()
+    moved = size * (shape.tokens * (width + 2 * shape.hidden) + w.numel())
+    return Case(
+        "lora_linear o", [x, r, a, b], contenders, moved, moved, flops, 2 * flops - 2 * shape.tokens * w.numel()
+    )
+
+
+def lora_qkv_case(make: Maker, shape: Shape, rank: int) -> Case:
+    """Norm, q, k, v and the rotary embedding."""
+    z = make.new(shape.batch, shape.seq_len, shape.hidden, grad=True)
+    norm = ft.Norm(make.new(shape.hidden), 1e-6, shape.form)
+    outs = [n * shape.head_dim for n in (shape.q_heads, shape.k_heads, shape.k_heads)]
+    weights = [make.new(o, shape.hidden, scale=shape.hidden**-0.5) for o in outs]
+    ft.join_weights(weights)
+    adapters = [t for o in outs for t in make.adapter(o, shape.hidden, rank)]
+    rope = (make.new(1, shape.seq_len, shape.head_dim), make.new(1, shape.seq_len, shape.head_dim))
+
+    def ours(z: Tensor, *ab: Tensor) -> Any:
+        built = [ft.Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
+        return tuple(ft.lora_qkv(z, *built, head_dim=shape.head_dim, norm=norm, rope=rope))[:3]
+
+    def plain(z: Tensor, *ab: Tensor) -> Any:
+        x = ft.rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
+        parts = [_project(x, w, ab[2 * i], ab[2 * i + 1]) for i, w in enumerate(weights)]
+        q, k, v = (p.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for p in parts)
+        return *ft.apply_rope_reference(q, k, *rope), v
+
+    rows, width = shape.tokens, sum(outs)
+    base = 2 * rows * width * shape.hidden
+    low = 2 * rows * rank * (3 * shape.hidden + width)
+    moved = z.element_size() * (rows * (shape.hidden + width) + width * shape.hidden)
+    return Case(
+        "lora_qkv", [z, *adapters], {"ftkernels": ours, "torch": plain}, moved, moved, base + low, base + 2 * low
+    )
+
+
+def lora_mlp_case(make: Maker, shape: Shape, rank: int) -> Case:
+    """Norm, gate, up, gated unit, down and the residual."""
+    z = make.new(shape.batch, shape.seq_len, shape.hidden, grad=True)
+    norm = ft.Norm(make.new(shape.hidden), 1e-6, shape.form)
+    sizes = [(shape.inner, shape.hidden), (shape.inner, shape.hidden), (shape.hidden, shape.inner)]
+    weights = [make.new(o, i, scale=i**-0.5) for o, i in sizes]
+    ft.join_weights(weights[:2])
+    adapters = [t for o, i in sizes for t in make.adapter(o, i, rank)]
+
+    def ours(z: Tensor, *ab: Tensor) -> Any:
+        built = [ft.Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
+        return ft.lora_mlp(z, *built, activation=shape.activation, norm=norm, residual="add")
+
+    def plain(z: Tensor, *ab: Tensor) -> Any:
+        x = ft.rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
+        g, u = (_project(x, weights[i], ab[2 * i], ab[2 * i + 1]) for i in range(2))
+        act = F.silu(g) if shape.activation == "silu" else F.gelu(g, approximate="tanh")
+        return z + _project(act * u, weights[2], ab[4], ab[5])
+
+    rows = shape.tokens
+    base = 2 * rows * 3 * shape.inner * shape.hidden
+    low = 2 * rows * rank * 3 * (shape.inner + shape.hidden)
+    moved = z.element_size() * (2 * rows * shape.hidden + 3 * shape.inner * shape.hidden)
+    return Case(
+        "lora_mlp", [z, *adapters], {"ftkernels": ours, "torch": plain}, moved, moved, base + low, base + 2 * low
+    )
+
+
+def all_cases(make: Maker, shape: Shape, rank: int) -> Iterator[Case]:
+    """Every operation at one shape; each case's tensors are freed before the next is made."""
+    for build in (norm_case, add_norm_case, rope_case, glu_case):
+        yield build(make, shape)
+    for lora in (lora_linear_case, lora_qkv_case, lora_mlp_case):
+        yield lora(make, shape, rank)
+    yield cross_entropy_case(make, shape)
