@@ -137,13 +137,19 @@ def _run(request: Request, words: list[str]) -> _Answer:
     try:
         with results_only_on_stdout(), library_environment(session), fewer_library_warnings(session):
             result = request.action(session)
+        text = _text_of(result, request)
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place where everything ends
         failed = failure.describe(error, command=session.command, debug=session.debug)
         return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
-    text = request.render(result) if request.render is not None else render.result_text(result)
     return _Answer(int(ExitCode.OK), (), tuple(reporter.findings), result, text)
+
+
+def _text_of(result: Result, request: Request) -> str | None:
+    if request.options.json and not request.raw:
+        return None
+    return request.render(result) if request.render is not None else render.result_text(result)
 
 
 def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
