@@ -68,7 +68,9 @@ def attention(
             return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
     problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
     tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]), softcap=softcap > 0)
-    out: Tensor = _Attention.apply(loadable(q), loadable(k), loadable(v), ranges, problem, tiles)
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        loadable(q), loadable(k), loadable(v), ranges, problem, tiles
+    )
     return out
 
 

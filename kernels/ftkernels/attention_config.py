@@ -75,7 +75,7 @@ def machine_of(device: torch.device | str) -> Machine:
         return Machine(device, None, 0, interpreting())
     properties = torch.cuda.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
-    return Machine(device, capability, int(properties.shared_memory_per_block_optin), interpreting())
+    return Machine(device, capability, int(properties.shared_memory_per_block_optin), interpreting())  # type: ignore[attr-defined]
 
 
 def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:

@@ -27,7 +27,7 @@ class Problem:
 
 def padded_size(head_size: int) -> int:
     """The power of two that holds ``head_size``: blocks of Triton have no other widths."""
-    return max(16, triton.next_power_of_2(head_size))
+    return max(16, int(triton.next_power_of_2(head_size)))
 
 
 def common_constants(problem: Problem, tile: Tile) -> dict[str, Any]:
