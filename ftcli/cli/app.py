@@ -35,6 +35,9 @@ _EPILOG = (
     "  ftcli eval recipes/smoke.yaml --run runs/smoke\n"
 )
 
+#: Findings shown to a person at once.
+_MOST_SHOWN = 100
+
 #: What a shell reports for a program that wrote into a closed pipe.
 _BROKEN_PIPE = 141
 
@@ -155,7 +158,9 @@ def _text_of(result: Result, request: Request) -> str | None:
 def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
     """Findings to stderr and the result to stdout; with `json` the document to stdout instead of the result."""
     if answer.findings:
-        typer.echo(render.findings_text(answer.findings, style_for(sys.stderr)), err=True)
+        typer.echo(render.findings_text(answer.findings[:_MOST_SHOWN], style_for(sys.stderr)), err=True)
+    if len(answer.findings) > _MOST_SHOWN:
+        typer.echo(f"ftcli: {len(answer.findings) - _MOST_SHOWN:,} more; --json has them all", err=True)
     if json:
         findings = (*answer.told, *answer.findings)
         typer.echo(render.document(command, answer.exit_code, findings, answer.result))

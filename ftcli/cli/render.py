@@ -160,7 +160,7 @@ def _value(key: str, value: Any) -> str:
         return ", ".join(_value(key, item) for item in value) or "-"
     if isinstance(value, dict):
         return ", ".join(f"{name}={_value(name, item)}" for name, item in value.items()) or "-"
-    if isinstance(value, int | float) and key.endswith("_bytes"):
+    if isinstance(value, int | float) and (key == "bytes" or key.endswith("_bytes")):
         return size(value)
     if isinstance(value, int | float) and key.endswith("_seconds"):
         return f"{value:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_all_problems_of_a_recipe_are_told_at_once_from_top_to_bottom(ftcli: Cal
     outcome = ftcli("train", "r.yaml", "--set", "run.seed=x")
     places = [line.partition(": error[")[0] for line in outcome.stderr.splitlines() if ": error[" in line]
     assert places == ["r.yaml:3:11", "r.yaml:3:21", "r.yaml:5:3", "r.yaml:6:10", "r.yaml:8:12", "--set run.seed=x"]
+
+
+def test_a_flood_of_problems_is_cut_for_people_and_whole_for_scripts(ftcli: Callable[..., object]) -> None:
+    Path("r.yaml").write_text(HEAD + "data:\n  train:\n" + "    - 7\n" * 250)
+    outcome = ftcli("check", "r.yaml")
+    assert outcome.stderr.count("error[FT204]") == 100
+    assert outcome.stderr.endswith("ftcli: 150 more; --json has them all\n")
+    assert len(json.loads(ftcli("check", "r.yaml", "--json").stdout)["findings"]) == 250
 
 
 def test_a_union_that_fails_is_one_finding(ftcli: Callable[..., object]) -> None:
