@@ -25,7 +25,8 @@ Rotary embeddings and residual additions keep nothing. With ``gradient_checkpoin
 and all of the above lives for one layer at a time. Checked against torch's saved-tensor hooks in
 tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
 
-A later policy (fused kernels) is another :class:`ActivationPolicy` in :data:`POLICIES`.
+Layers on ftcli's kernels keep less: :mod:`ftcli.preflight.fused_activations`. Which of them a run has is decided in
+:mod:`ftcli.preflight.policies`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from ftcli.preflight.families import Linear, ModelShape
 
@@ -78,7 +80,8 @@ class ActivationPolicy:
         return sum(term(shape, setting) for term in self.kept.values())
 
 
-def _norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
+def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
+    """Bytes that transformers' RMSNorm of this width keeps; ``element`` is the size of one of its inputs."""
     kept = 4 * width + 4
     if setting.full:
         kept += (4 if shape.family.gemma_norm else element) * width
@@ -86,13 +89,13 @@ def _norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -
 
 
 def _norms(shape: ModelShape, setting: Setting) -> float:
-    total = shape.family.norms * _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
+    total = shape.family.norms * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
     if shape.family.qk_norm:
         heads = shape.num_heads + shape.num_kv_heads
-        total += heads * _norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
+        total += heads * norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
     if shape.family.sub_norms:
-        total += _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_compute)
-        total += _norm_bytes(shape.intermediate_size, shape, setting, setting.bytes_compute)
+        total += norm_bytes(shape.hidden_size, shape, setting, setting.bytes_compute)
+        total += norm_bytes(shape.intermediate_size, shape, setting, setting.bytes_compute)
     return total
 
 
@@ -142,10 +145,14 @@ def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
 
 
-def _attention_eager(shape: ModelShape, setting: Setting) -> float:
+def eager_scores(shape: ModelShape, setting: Setting) -> float:
+    """Bytes of scores: float32 softmax, its cast for the product with the values, and the capped scores' tanh."""
     c = setting.bytes_compute
-    score = 4 + (c if c != 4 else 0) + (c if setting.softcap else 0)
-    return c * 3 * shape.q_width + shape.num_heads * setting.seq_len * score
+    return shape.num_heads * setting.seq_len * (4 + (c if c != 4 else 0) + (c if setting.softcap else 0))
+
+
+def _attention_eager(shape: ModelShape, setting: Setting) -> float:
+    return setting.bytes_compute * 3 * shape.q_width + eager_scores(shape, setting)
 
 
 def _mlp(shape: ModelShape, setting: Setting) -> float:
@@ -183,26 +190,6 @@ def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
     return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
 
 
-def _plain(attention: Term, forward: Term, backward: Term) -> ActivationPolicy:
-    kept = {
-        "norms": _norms,
-        "linear inputs": _linear_inputs,
-        "adapters": _lora,
-        "attention": attention,
-        "gated MLP": _mlp,
-    }
-    return ActivationPolicy(MappingProxyType(kept), forward, backward)
-
-
-#: By attention backend: models run as transformers and PEFT write them.
-POLICIES: Mapping[str, ActivationPolicy] = MappingProxyType(
-    {
-        "eager": _plain(_attention_eager, _eager_forward, _eager_backward),
-        "sdpa": _plain(_attention_sdpa, _sdpa_forward, _sdpa_backward),
-    }
-)
-
-
 def kept_bytes(
     shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: bool
 ) -> float:
@@ -212,5 +199,20 @@ def kept_bytes(
     """
     tokens = rows * setting.seq_len
     layer = shape.hidden_size * setting.bytes_residual if checkpointing else policy.layer_bytes(shape, setting)
-    final = _norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
+    final = norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
     return tokens * (shape.num_layers * layer + final)
+
+
+def plain_policy(attention: Literal["eager", "sdpa"]) -> ActivationPolicy:
+    """Layers as transformers and PEFT write them."""
+    eager = attention == "eager"
+    kept = {
+        "norms": _norms,
+        "linear inputs": _linear_inputs,
+        "adapters": _lora,
+        "attention": _attention_eager if eager else _attention_sdpa,
+        "gated MLP": _mlp,
+    }
+    if eager:
+        return ActivationPolicy(MappingProxyType(kept), _eager_forward, _eager_backward)
+    return ActivationPolicy(MappingProxyType(kept), _sdpa_forward, _sdpa_backward)

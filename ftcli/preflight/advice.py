@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from ftcli.config import LoraConfig, Recipe
 from ftcli.preflight.device import GPUS, DeviceFacts
 from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.memory import MemoryEstimate, Work, estimate_memory
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.policies import Work
 from ftcli.preflight.precision import plan_dtypes
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -106,8 +107,8 @@ def _fitting(
 def _candidates(recipe: Recipe, work: Work) -> Iterator[dict[str, Any]]:
     """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
     yield {}
-    if work == "eval":
-        yield from _shorter(recipe, work)
+    if work in ("eval", "export"):
+        yield from _shorter(recipe, work) if work == "eval" else ()
         return
     smaller = list(_smaller_batches(recipe))
     yield from smaller

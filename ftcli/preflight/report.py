@@ -30,7 +30,8 @@ from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
 from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.memory import MemoryEstimate, attention_backend, estimate_memory
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
 
 #: Stages in order, by the names that reports use.
@@ -42,13 +43,15 @@ class PreflightReport:
     """What preflight found out. ``findings`` holds warnings and notes: errors are raised.
 
     ``memory``, ``verdict`` and ``disk`` are None where no estimate could be made; ``not_made`` then says why.
-    ``attention`` is the backend that `auto` came to.
+    ``attention`` is the backend that `auto` came to; ``kernels`` says what computes the layers: ``fused`` and
+    ``reference`` are ftcli's, ``transformers`` leaves them as they were.
     """
 
     facts: ModelFacts
     device: DeviceFacts
     plan: DtypePlan
     attention: str
+    kernels: str
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None
@@ -63,6 +66,7 @@ class PreflightReport:
             "device": asdict(self.device),
             "dtypes": asdict(self.plan),
             "attention": self.attention,
+            "kernels": self.kernels,
             "memory": None if self.memory is None else self.memory.as_dict(),
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "disk": None if self.disk is None else {**asdict(self.disk), "total_bytes": self.disk.total_bytes},
@@ -90,6 +94,7 @@ class PreflightReport:
             ("compute dtype", f"{plan.compute}: {plan.reason}"),
             ("parameters", f"{plan.parameter}{adapters}"),
             ("attention", self.attention),
+            ("layers", self.kernels),
         ]
 
 
@@ -117,6 +122,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
     plan = plan_dtypes(loaded.recipe, device)
+    execution = execution_of(loaded.recipe, facts, plan, device, work=context.work)
     estimates = _estimates(context, facts, plan, device)
     findings = [*machine.check(context, device, plan), *estimates.findings]
     kept.stage(ExitCode.PREFLIGHT, findings, estimates.not_made)
@@ -124,7 +130,8 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         facts=facts,
         device=device,
         plan=plan,
-        attention=attention_backend(loaded.recipe, facts),
+        attention=execution.attention,
+        kernels=execution.kernels,
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,

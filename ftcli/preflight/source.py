@@ -7,8 +7,6 @@ only for the last two.
 from __future__ import annotations
 
 import json
-import socket
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -72,6 +70,9 @@ def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
 
 
 def _require_connection(endpoint: str) -> None:
+    import socket  # with urllib.request 50 ms, and few runs come here
+    import urllib.request
+
     if urllib.request.getproxies():
         return  # a direct connection proves nothing where a proxy is in use
     url = urlsplit(endpoint)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ftcli.config import Recipe
 from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
-from ftcli.preflight.memory import Work
+from ftcli.preflight.policies import Work
 
 Command = Literal["train", "eval", "grpo", "export", "check", "bench"]
 Findings = Iterator[Finding]
@@ -28,7 +28,9 @@ class Context:
         """The work that the command comes to; ``check`` looks at what the recipe is for."""
         if self.command == "grpo" or (self.command == "check" and self.recipe.grpo is not None):
             return "grpo"
-        return "eval" if self.command in ("eval", "export") else "train"
+        if self.command == "eval" or self.command == "export":
+            return self.command
+        return "train"
 
     @property
     def trains(self) -> bool:

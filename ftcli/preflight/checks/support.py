@@ -11,7 +11,7 @@ from ftcli.preflight.checks.base import Context, Findings, shown
 Installed = Callable[[str], bool]
 
 _ATTENTION = ("auto", "eager", "sdpa")
-_KERNELS = ("auto", "reference", "off")
+_KERNELS = ("auto", "triton", "reference", "off")
 _EXPORTS = ("adapter", "safetensors")
 #: Recipe key, package it needs, and the extra that installs it.
 _TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
@@ -44,6 +44,8 @@ def _values(context: Context) -> Findings:
     for path, value, carried_out in refused:
         if value not in carried_out:
             yield _not_yet(context, path, value, carried_out)
+    if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
+        yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
     if recipe.quantization.method != "none" and recipe.lora is None and recipe.quantization.method != "bitnet":
         yield context.error(
             "FT251",

@@ -11,8 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.preflight.activations import POLICIES, Setting, kept_bytes
+from ftcli.model.backbone import hidden_states
+from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
+from ftcli.model.patch import patch
+from ftcli.preflight.activations import Setting, kept_bytes, plain_policy
 from ftcli.preflight.families import shape_of
+from ftcli.preflight.fused_activations import fused_policy, packed_rank
+from ftcli.preflight.policies import FUSED_FAMILIES
 from ftcli.preflight.precision import DtypePlan
 
 SIZES: dict[str, Any] = {
@@ -117,12 +122,12 @@ def setting_of(
     )
 
 
-def predicted_bytes(family: str, attention: str, plan: DtypePlan, *, batch: int = BATCH, **options: Any) -> float:
+def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int = BATCH, **options: Any) -> float:
     """What the table says that one layer keeps."""
     shape = shape_of(config_of(family, 1))
     assert shape is not None
     setting = setting_of(family, plan, batch=batch, **options)
-    return batch * SEQ_LEN * POLICIES[attention].layer_bytes(shape, setting)
+    return batch * SEQ_LEN * plain_policy(attention).layer_bytes(shape, setting)
 
 
 CASES = [
@@ -173,7 +178,7 @@ def test_adapters_on_some_layers_only_keep_only_their_inputs(plan: str) -> None:
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_whole_model_is_within_ten_percent(family: str, attention: str, plan: str, checkpointing: bool) -> None:
+def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: str, checkpointing: bool) -> None:
     dtypes, layers = PLANS[plan], 6
     model = build(family, attention, dtypes, layers)
     if checkpointing:
@@ -182,5 +187,48 @@ def test_whole_model_is_within_ten_percent(family: str, attention: str, plan: st
             model.enable_input_require_grads()
     shape = shape_of(config_of(family, layers))
     assert shape is not None
-    kept = kept_bytes(shape, setting_of(family, dtypes), POLICIES[attention], BATCH, checkpointing=checkpointing)
+    kept = kept_bytes(shape, setting_of(family, dtypes), plain_policy(attention), BATCH, checkpointing=checkpointing)
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
+
+
+def on_kernels(family: str, plan: DtypePlan, layers: int, rows: int, *, dropout: float = 0.0) -> int:
+    """Bytes kept by a model on the kernels' torch form."""
+    model = build(family, "eager" if family == "gemma2" else "sdpa", plan, layers, dropout=dropout)
+    done = patch(model, "reference")
+    assert not done.off
+    ids = torch.randint(3, 97, (rows, SEQ_LEN))
+    with saved_storages(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=plan.autocast):
+        hidden_states(model, {"input_ids": ids})
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("family", sorted(FUSED_FAMILIES))
+@pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
+def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
+    # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
+    dtypes = PLANS[plan]
+    sizes = {(n, rows): on_kernels(family, dtypes, n, rows) for n in (2, 3) for rows in (2, 4)}
+    measured = (sizes[3, 4] - sizes[2, 4]) - (sizes[3, 2] - sizes[2, 2])
+    shape = shape_of(config_of(family, 1))
+    assert shape is not None
+    policy = fused_policy(capped_without_kernel=family == "gemma2", reference=True)
+    predicted = 2 * SEQ_LEN * policy.layer_bytes(shape, setting_of(family, dtypes, batch=1))
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_the_fused_families_are_those_of_the_kernels() -> None:
+    assert set(KERNEL_FAMILIES) == FUSED_FAMILIES
+
+
+@pytest.mark.parametrize(("rank", "packed"), [(0, 0), (1, 16), (16, 16), (17, 32), (48, 64), (64, 64)])
+def test_packed_ranks(rank: int, packed: int) -> None:
+    assert packed_rank(rank) == packed
+
+
+def test_kernels_keep_far_less_than_plain_layers() -> None:
+    dtypes = PLANS["lora-bfloat16"]
+    shape = shape_of(config_of("gemma2", 1))
+    assert shape is not None
+    setting = setting_of("gemma2", dtypes, batch=1)
+    fused = fused_policy(capped_without_kernel=False, reference=False)
+    assert fused.layer_bytes(shape, setting) < 0.5 * plain_policy("eager").layer_bytes(shape, setting)

@@ -46,7 +46,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",
         "model.attention=triton",
-        "model.kernels=triton",
         "export.formats=[gguf]",
         "export.formats=[safetensors, ollama]",
         "export.formats=[bitnet]",
@@ -67,7 +66,16 @@ def test_the_refusal_does_not_depend_on_the_command(command: str, context: Calla
     assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=nf4", command=command)))
 
 
-@pytest.mark.parametrize("setting", ["model.kernels=reference", "model.kernels=off", "model.attention=eager"])
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+def test_grpo_does_not_run_on_kernels_and_says_so(kernels: str, context: Callable[..., Any]) -> None:
+    assert codes(support.check(context(GRPO, f"model.kernels={kernels}"))) == ["FT250"]
+    assert codes(support.check(context(GRPO, f"model.kernels={kernels}", command="train"))) == []
+    assert codes(support.check(context(GRPO, "model.kernels=auto"))) == []
+
+
+@pytest.mark.parametrize(
+    "setting", ["model.kernels=reference", "model.kernels=triton", "model.kernels=off", "model.attention=eager"]
+)
 def test_what_is_carried_out_is_accepted(setting: str, context: Callable[..., Any]) -> None:
     assert list(support.check(context("", setting))) == []
 

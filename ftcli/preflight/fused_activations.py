@@ -1,0 +1,86 @@
+"""Bytes that a decoder layer on ftcli's kernels keeps for backward. Legend and element sizes as in ``activations``.
+
+P is the packed rank: the next power of two, 16 at least. Adapters only: a layer whose weights are trained stays as
+transformers wrote it.
+
+================  ==================================================================================================
+residual stream   2 · (pH + 4): the input of each half and its rsqrt. Layers with four norms keep the inputs of the
+                  two closing ones as well: 2 · (cH + 4).
+adapters          7 · cP: the products x·A of q, k, v, o, gate, up and down
+attention         c(Q + 2K) for query, key and value in one buffer, cQ for the output, which is the input of o as well,
+                  and 4n for log-sum-exp. Norms by head keep the rotated query and key besides: c(Q + K) + 4(n + n_kv).
+                  Where scores are capped and no kernel runs (CPU, float32): 4cQ and the scores of ``activations``.
+gated MLP         c · 2I: gate and up without their adapters' share; all else is formed again
+================  ==================================================================================================
+
+The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
+closing norms are transformers' own.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from ftcli.preflight.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
+from ftcli.preflight.families import ModelShape
+
+_SMALLEST_RANK = 16
+_PRODUCTS = 7
+
+
+def packed_rank(rank: int) -> int:
+    """Columns that an adapter of this rank takes in the kernels' layout."""
+    return max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()) if rank else 0
+
+
+def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationPolicy:
+    """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same."""
+
+    def residual_stream(shape: ModelShape, setting: Setting) -> float:
+        kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
+        if shape.family.norms == 4:
+            closing = setting.bytes_compute * shape.hidden_size + 4
+            kept += 2 * (norm_bytes(shape.hidden_size, shape, setting, 4) if reference else closing)
+        return kept
+
+    def attention(shape: ModelShape, setting: Setting) -> float:
+        c = setting.bytes_compute
+        if capped_without_kernel:
+            return 4 * c * shape.q_width + eager_scores(shape, setting)
+        rotated = c * (shape.q_width + shape.kv_width)
+        kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
+        if shape.family.qk_norm:
+            kept += rotated + 4 * (shape.num_heads + shape.num_kv_heads)
+            if reference and c != 4:
+                kept += 4 * (shape.q_width + shape.kv_width)
+        elif reference:
+            kept += rotated
+        return kept
+
+    def forward(shape: ModelShape, setting: Setting) -> float:
+        scores = _scores(shape, setting) if capped_without_kernel else 0
+        return max(setting.bytes_compute * (3 * shape.intermediate_size + 2 * shape.hidden_size), scores)
+
+    def backward(shape: ModelShape, setting: Setting) -> float:
+        scores = _scores(shape, setting) if capped_without_kernel else 0
+        return max(setting.bytes_compute * 4 * shape.intermediate_size, scores)
+
+    kept = {
+        "residual stream": residual_stream,
+        "adapters": _adapters,
+        "attention": attention,
+        "gated MLP": _gate_and_up,
+    }
+    return ActivationPolicy(MappingProxyType(kept), forward, backward)
+
+
+def _adapters(shape: ModelShape, setting: Setting) -> float:
+    return setting.bytes_compute * packed_rank(setting.rank) * _PRODUCTS
+
+
+def _gate_and_up(shape: ModelShape, setting: Setting) -> float:
+    return setting.bytes_compute * 2 * shape.intermediate_size
+
+
+def _scores(shape: ModelShape, setting: Setting) -> float:
+    return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)

@@ -1,0 +1,171 @@
+"""The memory estimate against what a GPU really allocates: plain transformers and PEFT, real widths, fewer layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.config.load import load_recipe
+from ftcli.preflight.device import GPUS
+from ftcli.preflight.facts import facts_of
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.policies import execution_of
+from ftcli.preflight.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.source import ConfigSource, bundled_configs
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+#: Estimates may be this much too high or too low; too low is worse, so it is the narrower side.
+TOO_HIGH, TOO_LOW = 1.20, 0.95
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    layers: int
+    lora: bool
+    rows: int
+    seq_len: int
+    checkpointing: bool
+    kernels: str = "off"
+
+    def __str__(self) -> str:
+        kind = "lora" if self.lora else "full"
+        checkpointing = "ckpt" if self.checkpointing else "none"
+        return f"{self.model.split('/')[1]}-{kind}-{self.rows}x{self.seq_len}-{checkpointing}-{self.kernels}"
+
+
+CASES = [
+    Case("meta-llama/Llama-3.1-8B", 6, True, 2, 4096, False),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, True),
+    Case("meta-llama/Llama-3.1-8B", 4, True, 1, 8192, False),
+    Case("meta-llama/Llama-3.1-8B", 3, False, 1, 4096, False),
+    Case("meta-llama/Llama-3.1-8B", 6, False, 2, 2048, True),
+    Case("google/gemma-2-9b", 6, True, 2, 2048, False),
+    Case("google/gemma-2-9b", 12, True, 2, 2048, True),
+    Case("google/gemma-2-9b", 4, True, 1, 4096, True),
+    Case("Qwen/Qwen3-8B", 6, True, 2, 2048, False),
+    Case("meta-llama/Llama-3.1-8B", 8, True, 2, 4096, False, "auto"),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, True, "auto"),
+    Case("google/gemma-2-9b", 8, True, 2, 4096, False, "auto"),
+    Case("Qwen/Qwen3-8B", 8, True, 2, 2048, False, "auto"),
+    Case("mistralai/Mistral-7B-v0.1", 8, True, 1, 8192, False, "auto"),
+]
+
+
+def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, DtypePlan, str]:
+    """Config values with fewer layers, the estimate, the plan and the attention backend."""
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"version: 1\nmodel: {{name_or_path: {case.model}, kernels: {case.kernels}}}\n"
+        + ("lora: {r: 16}\n" if case.lora else "")
+        + f"data: {{train: [a.jsonl], eval: [b.jsonl], max_seq_len: {case.seq_len}}}\n"
+        + f"train: {{per_device_train_batch_size: {case.rows}, "
+        + f"gradient_checkpointing: {str(case.checkpointing).lower()}}}\n"
+        + f"eval: {{per_device_eval_batch_size: {case.rows}}}\n",
+        encoding="utf-8",
+    )
+    loaded = load_recipe(path)
+    config_folder, _ = bundled_configs()[case.model]
+
+    raw = {**json.loads((config_folder / "config.json").read_text()), "num_hidden_layers": case.layers}
+    if "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][: case.layers]
+    facts = facts_of(ConfigSource("bundled config", config_folder, raw), loaded.recipe.model, loaded.origins)
+    gpu = GPUS["h100"]
+    plan = plan_dtypes(loaded.recipe, gpu)
+    estimate = estimate_memory(loaded.recipe, facts, plan, gpu, work="train")
+    assert estimate is not None
+    plain = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"kernels": "off"})})
+    return raw, estimate, plan, execution_of(plain, facts, plan, gpu, work="train").attention
+
+
+def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> Any:
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "architectures")}
+    config = AutoConfig.for_model(raw["model_type"], **values)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, plan.parameter), attn_implementation=attention
+        )
+    if case.lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if case.lora:
+            model.enable_input_require_grads()
+    model.train()
+    if case.kernels != "off":
+        from ftcli.model.patch import patch
+
+        assert not patch(model, "auto").off
+    return model
+
+
+@pytest.fixture
+def clean_gpu() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def measured(model: Any, case: Case) -> dict[str, int]:
+    """Peak allocated bytes of each phase of a second step, when the optimizer's state exists."""
+    from ftcli.model.backbone import forward_loss
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+    ids = torch.randint(3, 1000, (case.rows, case.seq_len), device="cuda")
+    mask = torch.ones_like(ids)
+    if case.rows > 1:
+        mask[0, -7:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+    peaks: dict[str, int] = {}
+
+    def phase(name: str, work: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        result = work()
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated()
+        return result
+
+    def forward() -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return forward_loss(model, batch, num_items=ids.numel()).loss
+
+    for _ in range(2):  # gradients of the first micro-batch are there in the second, as under accumulation
+        loss = phase("forward", forward)
+        phase("backward", loss.backward)
+        del loss
+        phase("optimizer step", optimizer.step)
+    optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        phase("evaluation", forward)
+    return peaks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_phase_is_estimated_within_the_stated_margin(
+    case: Case, tmp_path: Path, clean_gpu: None, record_property: Callable[[str, object], None]
+) -> None:
+    torch.manual_seed(0)
+    raw, estimate, plan, attention = prepared(case, tmp_path)
+    peaks = measured(build(raw, plan, attention, case), case)
+    lines = []
+    for name, peak in peaks.items():
+        predicted = estimate.phase_bytes(name) - estimate.parts["runtime"]
+        lines.append(f"{name}: predicted {predicted / GIB:.2f} measured {peak / GIB:.2f} = {predicted / peak:.2f}")
+    record_property(str(case), "; ".join(lines))
+    largest = max(peaks, key=lambda name: peaks[name])
+    ratio = (estimate.phase_bytes(largest) - estimate.parts["runtime"]) / peaks[largest]
+    assert TOO_LOW <= ratio <= TOO_HIGH, lines
