@@ -15,7 +15,7 @@ h, act(g), x and every adapter's output are formed again inside kernels that rea
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,19 +23,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.gemm import add_mm_
 from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import Activation, GluLowRank, glu_backward, glu_forward
 from ftkernels.lowrank import (
     Packed,
     Plan,
+    a_grads,
+    adapter_dx,
     adapter_input_grad,
     adapter_tensors,
+    b_grads,
     base_backward,
     base_forward,
     enter,
     group_backward,
     make_plan,
     pack,
+    pack_a,
+    pack_b,
     project,
 )
 from ftkernels.lowrank_add import lowrank_add
@@ -83,10 +89,11 @@ def lora_mlp(
     inner = make_plan(z, [gate, up], norm, backend)
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
-    fused = inner.fused and outer.fused and not outer.drops
+    spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops)
     weight = None if norm is None else norm.weight
-    tensors = adapter_tensors([gate, up, down])
-    y, passed = _LoraMlp.apply(inner, outer, activation, fused, residual, z, weight, *tensors)
+    h, ha, passed = _Unit.apply(spec, z, weight, *adapter_tensors([gate, up]), down.a)
+    added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
+    y = _Down.apply(outer, h, ha, added, down.b).view(*z.shape[:-1], down.out_features)
     return (y, passed) if residual == "return" else y
 
 
@@ -108,30 +115,14 @@ def lora_mlp_reference(
     return (y, z) if residual == "return" else y
 
 
-def _middle_forward(
-    inner: Plan,
-    outer: Plan,
-    activation: Activation,
-    fused: bool,
-    gate_up: Tensor,
-    xa: Tensor | None,
-    packs: tuple[Packed, Packed],
-) -> tuple[Tensor, Tensor | None]:
-    """(h, ha) from the base outputs of gate and up; unfused, ``gate_up`` becomes the full outputs in place."""
-    width = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    first, second = packs
-    if fused:
-        low = _low_rank(first, second, xa)
-        h, ha = glu_forward(gate, up, activation, low)
-        if low is not None and low.a_down is not None:
-            return h, None if ha is None else ha.to(inner.dtype)
-        return h, project(outer, second, h)
-    if xa is not None and first.b is not None:
-        for index, columns in enumerate(inner.columns()):
-            lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], first.b[columns], None, triton_kernel=False)
-    h = glu_forward(gate, up, activation)[0] if inner.triton else glu_reference(gate, up, activation)
-    return h, project(outer, second, h)
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """One call: the plans of gate and up (``inner``) and of down (``outer``), whether the low-rank terms are fused."""
+
+    inner: Plan
+    outer: Plan
+    activation: Activation
+    fused: bool
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:
@@ -141,123 +132,143 @@ def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | 
     return GluLowRank(xa, first.b, second.a)
 
 
-class _LoraMlp(torch.autograd.Function):
+def _unit_forward(
+    spec: _Spec, gate_up: Tensor, xa: Tensor | None, first: Packed, second: Packed
+) -> tuple[Tensor, Tensor | None]:
+    """(h, ha) from the base outputs of gate and up; unfused, ``gate_up`` becomes the full outputs in place."""
+    inner, outer = spec.inner, spec.outer
+    width = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    if spec.fused:
+        low = _low_rank(first, second, xa)
+        h, ha = glu_forward(gate, up, spec.activation, low)
+        if low is not None and low.a_down is not None:
+            return h, None if ha is None else ha.to(inner.dtype)
+        return h, project(outer, second, h)
+    if xa is not None and first.b is not None:
+        for index, columns in enumerate(inner.columns()):
+            lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], first.b[columns], None, triton_kernel=False)
+    h = glu_forward(gate, up, spec.activation)[0] if inner.triton else glu_reference(gate, up, spec.activation)
+    return h, project(outer, second, h)
+
+
+class _Unit(torch.autograd.Function):
+    """(h, ha, z) from z: everything in front of down's products. h is not saved; down's A gets its gradient here.
+
+    The MLP is cut in two so that activation checkpointing need not run down's product again: all that is saved through
+    autograd is known once this half has run.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any,
-        inner: Plan,
-        outer: Plan,
-        activation: Activation,
-        fused: bool,
-        residual: ResidualMode,
-        z: Tensor,
-        norm_weight: Tensor | None,
-        *_: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, spec: _Spec, z: Tensor, norm_weight: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        inner = spec.inner
         with without_autocast(z):
-            z2 = z.reshape(-1, z.shape[-1])
-            x, rstd = enter(inner, z2, norm_weight)
-            first, second = pack(inner, z.device), pack(outer, z.device)
+            x, rstd = enter(inner, z.reshape(-1, z.shape[-1]), norm_weight)
+            first, second = pack(inner, z.device), Packed(pack_a(spec.outer, z.device), None)
             xa = project(inner, first, x)
             gate_up = base_forward(inner, x)
-            h, ha = _middle_forward(inner, outer, activation, fused, gate_up, xa, (first, second))
-            added = z2 if residual == "add" else None
-            y = lowrank_add(base_forward(outer, h), ha, second.b, added, triton_kernel=outer.fused)
-        ctx.plans, ctx.activation, ctx.fused, ctx.residual = (inner, outer), activation, fused, residual
-        ctx.z_shape, ctx.z_dtype = z.shape, z.dtype
+            h, ha = _unit_forward(spec, gate_up, xa, first, second)
+        ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
         kept = z if norm_weight is not None else x
-        ctx.save_for_backward(kept, norm_weight, rstd, gate_up, xa, ha, first.a, first.b, second.a, second.b)
+        ctx.save_for_backward(kept, norm_weight, rstd, gate_up, xa, first.a, first.b, second.a)
         ctx.set_materialize_grads(False)
-        return y.view(*z.shape[:-1], outer.out_features), z if residual == "return" else None
+        return h, ha, z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, d_pass: Tensor | None) -> tuple[Any, ...]:
-        inner, outer = ctx.plans
-        x, norm_weight, rstd, gate_up, xa, ha, a1, b1, a2, b2 = ctx.saved_tensors
-        wants_z, *wants = ctx.needs_input_grad[5:]
-        if dy is None:  # only the returned residual was used
-            return (None,) * 5 + (d_pass, *(None for _ in wants))
-        with without_autocast(dy):
-            dy2 = dy.reshape(-1, outer.out_features)
-            d_pass2 = dy2 if ctx.residual == "add" else None
-            if ctx.residual == "return" and d_pass is not None:
-                d_pass2 = d_pass.reshape(-1, d_pass.shape[-1])
-            dy2 = dy2.to(inner.dtype)
-            middle = _middle_backward(ctx, dy2, gate_up, xa, ha, Packed(a1, b1), Packed(a2, b2), wants[5:])
-            d_both, dxa, down_grads = middle
+    def backward(ctx: Any, dh: Tensor | None, dha: Tensor | None, d_pass: Tensor | None) -> tuple[Any, ...]:
+        spec: _Spec = ctx.spec
+        x, norm_weight, rstd, gate_up, xa, a1, b1, a2 = ctx.saved_tensors
+        _, wants_z, *wants = ctx.needs_input_grad
+        if dh is None:  # only the returned residual was used
+            return None, d_pass, *(None for _ in wants)
+        with without_autocast(dh):
+            first, second = Packed(a1, b1), Packed(a2, None)
+            d_both, dxa, d_down = _unit_backward(spec, dh, dha, gate_up, xa, first, second, want_down=wants[5])
             grads = group_backward(
-                inner,
-                Packed(a1, b1),
+                spec.inner,
+                first,
                 x=x.reshape(-1, x.shape[-1]),
                 norm_weight=norm_weight,
                 rstd=rstd,
                 xa=xa,
                 dy=d_both,
                 dxa=dxa,
-                d_pass=d_pass2,
+                d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
                 wants=[wants_z, *wants[:5]],
             )
         d_z = grads.dx.to(ctx.z_dtype).view(ctx.z_shape) if wants_z and grads.dx is not None else None
-        d_norm = (
-            None if grads.d_norm_weight is None or norm_weight is None else grads.d_norm_weight.to(norm_weight.dtype)
-        )
-        return None, None, None, None, None, d_z, d_norm, *grads.adapters, *down_grads
+        d_norm = grads.d_norm_weight
+        d_norm = None if d_norm is None or norm_weight is None else d_norm.to(norm_weight.dtype)
+        return None, d_z, d_norm, *grads.adapters, d_down
 
 
-def _middle_backward(
-    ctx: Any,
-    dy: Tensor,
+def _unit_backward(
+    spec: _Spec,
+    dh: Tensor,
+    dha: Tensor | None,
     gate_up: Tensor,
     xa: Tensor | None,
-    ha: Tensor | None,
     first: Packed,
     second: Packed,
-    wants: list[bool],
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """(dgate beside dup (M, 2F), dxa (M, 2K) float32 or None, [dA, dB] of down), from dy (M, H)."""
-    inner, outer = ctx.plans
+    *,
+    want_down: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dgate beside dup (M, 2F), dxa (M, 2K) or None, dA of down or None). ``dh`` is this operation's own:
+    overwritten.
+    """
+    inner, outer = spec.inner, spec.outer
     width = gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    want_h = second.a is not None and any(wants)
-    dya = None if second.b is None else adapter_input_grad(outer, second.b, dy)
-    low = _low_rank(first, second, xa) if ctx.fused else None
+    want_h = want_down and dha is not None
+    low = _low_rank(first, second, xa) if spec.fused else None
+    dxa: Tensor | None = None
+    h: Tensor | None
     if low is not None:
-        dh = base_backward(outer, dy, None)
-        dya_low = None if dya is None else dya.to(inner.dtype)
-        d_both, h, dxa = glu_backward(dh, gate, up, ctx.activation, lowrank=low, dya=dya_low, want_h=want_h)
+        d_both, h, dxa = glu_backward(dh, gate, up, spec.activation, lowrank=low, dya=dha, want_h=want_h)
     else:
         # Not fused: the saved gate and up are complete, and dh takes its delta from a GEMM.
-        dh_grads = group_backward(
-            outer,
-            second,
-            x=dy,
-            norm_weight=None,
-            rstd=None,
-            xa=None,
-            dy=dy,
-            dxa=dya,
-            d_pass=None,
-            wants=[True, False, False, False],
-        )
-        assert dh_grads.dx is not None
-        dxa = None
+        if dha is not None and second.a is not None:
+            dh = dh.add_(adapter_dx(outer, second.a, dha)) if outer.drops else add_mm_(dh, dha, second.a)
         if inner.triton:
-            d_both, h, _ = glu_backward(dh_grads.dx, gate, up, ctx.activation, want_h=want_h)
+            d_both, h, _ = glu_backward(dh, gate, up, spec.activation, want_h=want_h)
         else:
-            d_both, h = glu_backward_torch(dh_grads.dx, gate, up, ctx.activation)
-    if second.a is None or h is None:
-        return d_both, dxa, [None, None]
-    down = group_backward(
-        outer,
-        second,
-        x=h,
-        norm_weight=None,
-        rstd=None,
-        xa=ha,
-        dy=dy,
-        dxa=dya,
-        d_pass=None,
-        wants=[False, False, *wants],
-    )
-    return d_both, dxa, down.adapters
+            d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
+    if not want_h or h is None or dha is None:
+        return d_both, dxa, None
+    grads: list[Tensor | None] = [None, None]
+    a_grads(outer, dha, h, None, None, grads, [True])
+    return d_both, dxa, grads[0]
+
+
+class _Down(torch.autograd.Function):
+    """y from h and ha. Keeps ha and B, both of the adapter's rank, and not h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outer: Plan, h: Tensor, ha: Tensor | None, residual: Tensor | None, *_: Tensor | None
+    ) -> Tensor:
+        with without_autocast(h):
+            b = pack_b(outer, h.device)
+            y = lowrank_add(base_forward(outer, h), ha, b, residual, triton_kernel=outer.fused)
+        ctx.outer, ctx.residual_dtype = outer, None if residual is None else residual.dtype
+        # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
+        ctx.ha, ctx.b = None if ha is None else ha.detach(), b
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        outer: Plan = ctx.outer
+        _, _, _, wants_residual, wants_b = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None, None]
+        dha = None
+        with without_autocast(dy):
+            low = dy.to(outer.dtype)
+            if ctx.b is not None:
+                dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
+                b_grads(outer, low, ctx.ha, grads, [wants_b])
+            dh = base_backward(outer, low, None)
+        return None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1]

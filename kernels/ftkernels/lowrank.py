@@ -24,7 +24,7 @@ With a norm in front, x = norm(z) = rstd * z * w, and x is neither saved nor for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -122,21 +122,36 @@ class Packed:
 
 def pack(plan: Plan, device: torch.device) -> Packed:
     """Copy the adapters into the packed layout of the module docstring."""
+    return Packed(pack_a(plan, device), pack_b(plan, device))
+
+
+def pack_a(plan: Plan, device: torch.device) -> Tensor | None:
+    """Every A, times its scaling, (P * K, I): rounded once, one launch each."""
     if not plan.rank:
-        return Packed(None, None)
-    count, features = len(plan.projections), int(plan.projections[0].weight.shape[1])
-    exact = all(p.rank == plan.rank for p in plan.projections)
-    make = torch.empty if exact else torch.zeros
-    a = make((count * plan.rank, features), dtype=plan.dtype, device=device)
-    b = make((plan.out_features, plan.rank), dtype=plan.dtype, device=device)
-    for index, (p, columns) in enumerate(zip(plan.projections, plan.columns(), strict=True)):
-        if p.a is None or p.b is None:
-            continue
-        start = index * plan.rank
-        # In A's own dtype and rounded once; one launch each.
-        torch.mul(p.a, p.scaling, out=a[start : start + p.rank])
-        b[columns, : p.rank].copy_(p.b)
-    return Packed(a, b)
+        return None
+    features = int(plan.projections[0].weight.shape[1])
+    a = _packing(plan)((len(plan.projections) * plan.rank, features), dtype=plan.dtype, device=device)
+    for index, p in enumerate(plan.projections):
+        if p.a is not None:
+            start = index * plan.rank
+            torch.mul(p.a, p.scaling, out=a[start : start + p.rank])
+    return a
+
+
+def pack_b(plan: Plan, device: torch.device) -> Tensor | None:
+    """Every B above the next, (sum O, K)."""
+    if not plan.rank:
+        return None
+    b = _packing(plan)((plan.out_features, plan.rank), dtype=plan.dtype, device=device)
+    for p, columns in zip(plan.projections, plan.columns(), strict=True):
+        if p.b is not None:
+            b[columns, : p.rank].copy_(p.b)
+    return b
+
+
+def _packing(plan: Plan) -> Callable[..., Tensor]:
+    """Zeros where ranks are padded, else memory that will be overwritten throughout."""
+    return torch.empty if all(p.rank == plan.rank for p in plan.projections) else torch.zeros
 
 
 def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -241,9 +256,9 @@ def group_backward(
         dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
         dxa_low = dxa.to(plan.dtype)
         if wants[0] or wants[1]:
-            dx = _delta_dx(plan, packed.a, dxa_low)
-        _b_grads(plan, dy, xa, adapters, wants[3::2])
-        _a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
+            dx = adapter_dx(plan, packed.a, dxa_low)
+        b_grads(plan, dy, xa, adapters, wants[3::2])
+        a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
@@ -260,7 +275,7 @@ def adapter_input_grad(plan: Plan, b: Tensor, dy: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _delta_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
+def adapter_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
     """The adapters' share of dx, through their dropout."""
     if not plan.drops:
         return torch.mm(dxa, a)
@@ -273,7 +288,7 @@ def _delta_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
     return total
 
 
-def _b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None], wants: Sequence[bool]) -> None:
+def b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None], wants: Sequence[bool]) -> None:
     """dB of every projection from one product over all of them; the off-diagonal blocks are thrown away."""
     if xa is None or not any(wants):
         return
@@ -284,7 +299,7 @@ def _b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None]
             out[2 * index + 1] = product[columns, start : start + p.rank].to(p.b.dtype)
 
 
-def _a_grads(
+def a_grads(
     plan: Plan,
     dxa: Tensor,
     x: Tensor,

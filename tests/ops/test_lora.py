@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from ftkernels import (
     lora_qkv,
     lora_qkv_reference,
 )
+from ftkernels.lowrank import base_forward
 from ftkernels.projection import joined
+from torch.utils.checkpoint import checkpoint
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -406,6 +409,28 @@ def test_saved_tensors_are_the_minimum(device: str, layers: Any) -> None:
             layers.function(operation, used, backend="triton", **options)(*leaves)
         sizes[name] = sum(saved.values())
     assert sizes == {"linear": hidden, "qkv": hidden, "mlp": hidden + 2 * inner}
+
+
+def test_a_checkpoint_does_not_run_downs_product_again(
+    device: str, layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("ftkernels.lora_mlp")
+    products: list[int] = []
+
+    def counting(plan: Any, x: torch.Tensor) -> torch.Tensor:
+        products.append(plan.out_features)
+        return base_forward(plan, x)
+
+    monkeypatch.setattr(module, "base_forward", counting)
+    _, _, _, used, options = _three(device, layers)[2]
+    leaves = [t.requires_grad_() for t in (_z(device, 2, 5, 64), torch.ones(64, device=device), *layers.flat(*used))]
+    call = layers.function(lora_mlp, used, backend="triton", **options)
+    direct = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    assert products == [192, 64]
+    products.clear()
+    kept = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False).square().sum(), leaves)
+    assert products == [192, 64, 192]
+    assert all(torch.equal(a, b) for a, b in zip(direct, kept, strict=True))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["linear", "qkv", "mlp"])
