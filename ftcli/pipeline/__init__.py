@@ -19,41 +19,41 @@ Result = dict[str, Any]
 
 def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None) -> Result:
     """Preflight only. ``as_gpu`` answers for a named GPU instead of this machine."""
-    from ftcli.pipeline.check import run
+    from ftcli.pipeline.checking import run
 
     return run(loaded, session, as_gpu)
 
 
 def train(loaded: LoadedRecipe, session: Session) -> Result:
     """Supervised fine-tuning into the recipe's run directory."""
-    from ftcli.pipeline.train import run
+    from ftcli.pipeline.training import run
 
     return run(loaded, session)
 
 
 def grpo(loaded: LoadedRecipe, session: Session) -> Result:
     """GRPO reinforcement fine-tuning into the recipe's run directory."""
-    from ftcli.pipeline.grpo import run
+    from ftcli.pipeline.reinforcement import run
 
     return run(loaded, session)
 
 
 def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> Result:
     """Loss and tasks of the base model, and of the run in ``run_dir`` beside it."""
-    from ftcli.pipeline.evaluate import run
+    from ftcli.pipeline.evaluation import run
 
     return run(loaded, session, run_dir)
 
 
 def export(loaded: LoadedRecipe, session: Session, run_dir: Path) -> Result:
     """Writes the run's result in the recipe's formats, each verified by loading it again."""
-    from ftcli.pipeline.export import run
+    from ftcli.pipeline.exporting import run
 
     return run(loaded, session, run_dir)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Result:
     """The real training step on synthetic tokens and random weights."""
-    from ftcli.pipeline.bench import run
+    from ftcli.pipeline.benchmark import run
 
     return run(loaded, session, options)

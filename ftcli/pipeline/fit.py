@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.build import Built, Texts
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 
 if TYPE_CHECKING:
+    from ftcli.pipeline.build import Built, Texts
     from ftcli.trainers.base import TrainerHooks
 
 
@@ -57,8 +57,10 @@ def fit(
         _loop(trainer, context)
     step = trainer.state.global_step
     raise_if_stopped(context, callback.stopped_by, step)
-    target = context.save_result(built.model, save_weights)
-    texts.tokenizer.save_pretrained(str(target))
+    target = context.save_result(
+        lambda folder: save_weights(built.model, folder),
+        lambda folder: texts.tokenizer.save_pretrained(str(folder)),
+    )
     return {
         "run": str(context.directory.path),
         "result": str(target),

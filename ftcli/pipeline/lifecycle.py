@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from ftcli.data.load import resolve_path
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Progress, Reporter, Session
-from ftcli.run.atomic import replace_directory
+from ftcli.run.atomic import replace_directory, storage_errors
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.ledger import DatasetTokens, write_tokens
 from ftcli.run.manifest import (
@@ -51,13 +52,21 @@ class RunContext:
         """Appends to metrics.jsonl; ``line`` has ``step``."""
         self.metrics.write(int(line["step"]), {key: value for key, value in line.items() if key != "step"})
 
-    def save_result(self, model: Any, save: Any) -> Path:
-        """Writes adapter/ or model/ aside and renames it; ``save(model, folder)`` does the writing."""
+    def save_result(self, *writers: Callable[[Path], object]) -> Path:
+        """Writes adapter/ or model/ aside and renames it; each of ``writers`` is given the folder to write into.
+
+        Raises FtcliError FT723 or FT724 when it cannot be written.
+        """
         target = self.directory.adapter_dir if self.recipe.lora is not None else self.directory.model_dir
         staged = target.with_name(f".writing-{target.name}")
-        staged.mkdir(exist_ok=True)
-        save(model, staged)
-        replace_directory(staged, target)
+        with storage_errors(target):
+            shutil.rmtree(staged, ignore_errors=True)  # left behind by a crash
+            staged.mkdir()
+            for write in writers:
+                write(staged)
+            for file in staged.iterdir():
+                file.chmod(0o644)  # safetensors makes files that only their owner can read
+            replace_directory(staged, target)
         return target
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
-from ftcli.pipeline import build
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, opened_run, write_token_ledger
 from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
@@ -17,6 +16,7 @@ from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.pipeline import build
 
 
 def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
@@ -35,6 +35,7 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
 
 
 def _train(recipe: Recipe, session: Session, report: PreflightReport, context: RunContext) -> dict[str, Any]:
+    from ftcli.pipeline import build
     from ftcli.trainers.sft import build_sft_trainer
 
     started = time.perf_counter()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline import build
 from ftcli.pipeline.results import scores
 from ftcli.preflight.report import preflight
 from ftcli.reporting import Session
@@ -24,8 +23,6 @@ def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[st
 
     Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT764 when there is nothing to evaluate.
     """
-    from ftcli.evaluate.suite import Evaluator
-
     recipe = loaded.recipe
     directory = None if run_dir is None else _finished_run(run_dir)
     report = preflight(loaded, command="eval", device=None, offline=session.offline)
@@ -38,6 +35,9 @@ def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[st
             exit_code=ExitCode.RECIPE,
             help="name held-out files in data.eval",
         )
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.pipeline import build
+
     texts = build.texts_of(recipe, report, session)
     prepared = build.tokenized(recipe, session, texts, "eval")
     built = build.build_base(recipe, report, session, texts)

@@ -11,7 +11,6 @@ from ftcli.data.formats import Prompt, prompts_of
 from ftcli.data.load import read_rows
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline import build
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, opened_run
 from ftcli.pipeline.results import complete_result
@@ -49,6 +48,7 @@ def _grpo(
 ) -> dict[str, Any]:
     from ftcli.evaluate.generate import prompt_text
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.pipeline import build
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started = time.perf_counter()

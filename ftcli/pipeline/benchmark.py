@@ -8,7 +8,6 @@ from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline import build
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.flops import StepFlops, step_flops
 from ftcli.preflight.report import PreflightReport, preflight
@@ -75,6 +74,7 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
 def _measure(recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
     import torch
 
+    from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.bench import StepProfiler, StepTimer, measure_matmul_rate, spread, synthetic_tokens
     from ftcli.trainers.callbacks import peak_memory_bytes

@@ -1,0 +1,80 @@
+"""Commands as a user runs them, on the bundled tiny model with a few rows and steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftcli.cli.app import main
+
+RECIPE: dict[str, Any] = {
+    "version": 1,
+    "run": {"seed": 3},
+    "model": {"name_or_path": "bundled:tiny-gemma2", "dtype": "float32"},
+    "lora": {"r": 4},
+    "data": {
+        "train": [{"path": "bundled:smoke-train", "max_rows": 40}],
+        "eval": [{"path": "bundled:smoke-eval", "max_rows": 6}],
+        "max_seq_len": 64,
+    },
+    "train": {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+    "eval": {"generate": {"max_new_tokens": 4}},
+    "logging": {"every_steps": 1},
+}
+
+
+def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with the maps of ``change`` merged into it."""
+    result = dict(base)
+    for key, value in change.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+@dataclass(frozen=True)
+class User:
+    """Runs command lines in ``folder``."""
+
+    folder: Path
+    capture: pytest.CaptureFixture[str]
+
+    def recipe(self, name: str = "r", **change: Any) -> str:
+        """Writes a recipe whose run directory is ``<folder>/<name>``; returns its path."""
+        path = self.folder / f"{name}.yaml"
+        values = merged(merged(RECIPE, {"run": {"output_dir": str(self.folder / name)}}), change)
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return str(path)
+
+    def run(self, *words: str) -> tuple[int, dict[str, Any]]:
+        """Exit status and JSON document of one command."""
+        self.capture.readouterr()
+        status = main([*words, "--json", "--quiet", "--offline"])
+        return status, json.loads(self.capture.readouterr().out)
+
+    def done(self, *words: str) -> dict[str, Any]:
+        """The result of a command that succeeds."""
+        status, document = self.run(*words)
+        assert status == 0, document["findings"]
+        result: dict[str, Any] = document["result"]
+        return result
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a run's metrics.jsonl."""
+        text = (self.folder / name / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def losses(self, name: str) -> list[float]:
+        """The training losses of a run, by step."""
+        return [line["loss"] for line in self.metrics(name) if "loss" in line]
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
+    """A user in an empty folder."""
+    return User(tmp_path, capsys)

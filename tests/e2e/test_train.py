@@ -1,0 +1,165 @@
+"""`ftcli train`: what it leaves, that it is reproducible, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ftcli.assets import asset
+from tests.e2e.conftest import User
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
+    result = user.done("train", user.recipe())
+    run = user.folder / "r"
+    for name in ("recipe.yaml", "manifest.json", "metrics.jsonl", "tokens.json", "eval.json", "report.html"):
+        assert (run / name).stat().st_size > 0, name
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("completed", 0)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["seeds"] == {"seed": 3}
+    assert manifest["dtype_plan"]["compute"] == "float32"
+    assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
+
+    lines = user.metrics("r")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for name in ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "peak_memory_bytes"):
+        assert all(line[name] > 0 for line in steps), name
+    assert result["eval"]["tokens"] > 0
+
+    model = AutoPeftModelForCausalLM.from_pretrained(str(run / "adapter"))
+    tokenizer = AutoTokenizer.from_pretrained(str(run / "adapter"))
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "mirror: ab"}], return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+
+
+def test_same_seed_same_bits_another_seed_others(user: User) -> None:
+    for name in ("a", "b"):
+        user.done("train", user.recipe(name))
+    user.done("train", user.recipe("c", run={"seed": 4}))
+    assert user.losses("a") == user.losses("b")
+    assert user.losses("a") != user.losses("c")
+    first, second = weights(user.folder / "a"), weights(user.folder / "b")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_accumulation_gives_the_loss_of_one_large_batch(user: User) -> None:
+    user.done("train", user.recipe("whole", train={"per_device_train_batch_size": 8}))
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    user.done("train", user.recipe("split", train=split))
+    assert user.losses("split") == pytest.approx(user.losses("whole"), rel=1e-5)
+
+
+def test_full_fine_tuning_leaves_a_model(user: User) -> None:
+    user.done("train", user.recipe(lora=None, train={"max_steps": 2}))
+    model = AutoModelForCausalLM.from_pretrained(str(user.folder / "r" / "model"))
+    assert model.config.model_type == "gemma2"
+    assert not (user.folder / "r" / "adapter").exists()
+
+
+def test_a_finished_run_is_not_repeated_and_never_overwritten(user: User) -> None:
+    recipe = user.recipe(train={"max_steps": 2})
+    user.done("train", recipe)
+    before = weights(user.folder / "r")
+    assert user.done("train", recipe)["already_complete"] is True
+    user.done("train", recipe, "--resume", "never", "--set", "run.seed=9")
+    kept = weights(user.folder / "r.previous-1")
+    assert all(torch.equal(kept[key], before[key]) for key in before)
+    status, document = user.run("train", recipe, "--max-steps", "3", "--set", "run.seed=9")
+    assert status == 2
+    assert "train.max_steps" in json.dumps(document["findings"])
+
+
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(user: User) -> None:
+    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}}
+    user.done("train", user.recipe("whole", **change))
+    recipe = user.recipe("part", **change)
+    user.done("train", recipe)
+    # As if the machine had gone away after the checkpoint of step 3: the result and the end of the status are missing.
+    run = user.folder / "part"
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (run / "adapter" / name).unlink()
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    user.done("train", recipe)
+    assert user.losses("part") == user.losses("whole")
+    resumed, whole = weights(run), weights(user.folder / "whole")
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize(("number", "status", "state"), [(signal.SIGTERM, 75, "preempted"), (signal.SIGINT, 130, None)])
+def test_a_signal_finishes_the_step_saves_and_says_where(
+    user: User, number: signal.Signals, status: int, state: str | None
+) -> None:
+    recipe = user.recipe(train={"max_steps": 2000})
+    command = [sys.executable, "-m", "ftcli", "train", recipe, "--offline"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+    metrics = user.folder / "r" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == status, said
+    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    checkpoint = user.folder / "r" / "checkpoints" / f"step-{step:08d}"
+    assert checkpoint.is_dir()
+    assert str(checkpoint) in said
+    assert "Traceback" not in said
+    written = json.loads((user.folder / "r" / "status.json").read_text())
+    assert written["resumable"] is True
+    assert written["exit_code"] == status
+    if state is not None:
+        assert written["state"] == state
+    # Started again with fewer steps to go it would be another recipe; the same one continues from there.
+    assert user.run("check", recipe)[0] == 0
+
+
+def test_divergence_stops_with_exit_6(user: User) -> None:
+    model = user.folder / "model"
+    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    status, document = user.run("train", user.recipe(model={"name_or_path": str(model)}))
+    assert status == 6
+    assert document["findings"][-1]["code"] == "FT702"
+    assert "step 1" in document["findings"][-1]["message"]
+    assert json.loads((user.folder / "r" / "status.json").read_text())["state"] == "failed"
+
+
+def test_bad_rows_stop_before_the_model_is_loaded(user: User) -> None:
+    bad = user.folder / "bad.jsonl"
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    bad.write_text("\n".join([json.dumps(good)] * 300 + ['{"messages": []}', json.dumps(good)]))
+    status, document = user.run("train", user.recipe(data={"train": [str(bad)]}))
+    assert status == 4
+    finding = document["findings"][-1]
+    assert (finding["code"], finding["line"]) == ("FT412", 301)
+
+
+def test_held_out_loss_is_measured_during_training(user: User) -> None:
+    user.done("train", user.recipe(eval={"every_steps": 2}))
+    measured = {line["step"]: line["eval_loss"] for line in user.metrics("r") if "eval_loss" in line}
+    assert sorted(measured) == [2, 4, 6]
+    assert len(set(measured.values())) == 3
