@@ -98,8 +98,8 @@ def attention_reference(
     # A row that sees nothing would be softmax of -inf alone, NaN in value and gradient; the product makes it 0.
     p = torch.softmax(scores.masked_fill(~seen, torch.finfo(acc).min), dim=-1) * seen
     out = p @ v.to(acc)[:, :, None]
-    out = out.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, size)  # copies into the layout that is promised
-    return out.to(q.dtype).transpose(1, 2)
+    out = out.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, size)
+    return out.to(q.dtype).contiguous().transpose(1, 2)
 
 
 class _Attention(torch.autograd.Function):

@@ -14,7 +14,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def tanh_exact(x):
     """tanh to float32 accuracy and without overflow: a polynomial near 0, where 1 - exp cancels, else exp(-2|x|)."""
-    y = x * x
+    y = tl.minimum(x * x, 1.0)  # the polynomial's value is not used above 0.39, but must not overflow
     p = -5.70498872745e-3 * y + 2.06390887954e-2
     p = p * y - 5.37397155531e-2
     p = p * y + 1.33314422036e-1

@@ -1,0 +1,92 @@
+"""Which machines take the attention kernels, with which tiles, and why others do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ftkernels.attention_config import Machine, Tile, Tiles, choose_attention, choose_tiles, generation
+from ftkernels.attention_launch import padded_size, takes_descriptor
+
+KIB = 1024
+CUDA = torch.device("cuda")
+MACHINES = {
+    "t4": Machine(CUDA, (7, 5), 64 * KIB, interpreted=False),
+    "a100": Machine(CUDA, (8, 0), 163 * KIB, interpreted=False),
+    "a10": Machine(CUDA, (8, 6), 99 * KIB, interpreted=False),
+    "l4": Machine(CUDA, (8, 9), 99 * KIB, interpreted=False),
+    "h200": Machine(CUDA, (9, 0), 227 * KIB, interpreted=False),
+    "b200": Machine(CUDA, (10, 0), 227 * KIB, interpreted=False),
+    "rtx5090": Machine(CUDA, (12, 0), 99 * KIB, interpreted=False),
+}
+
+
+@pytest.mark.parametrize(("name", "row"), [
+    ("a100", "ampere"), ("a10", "small"), ("l4", "small"), ("h200", "hopper"), ("b200", "blackwell"),
+    ("rtx5090", "small"),
+])  # fmt: skip
+def test_each_generation_has_its_row(name: str, row: str) -> None:
+    assert generation(MACHINES[name]) == row
+    assert choose_attention(MACHINES[name], torch.bfloat16, 256).is_triton
+
+
+@pytest.mark.parametrize(("machine", "dtype", "size", "reason"), [
+    (MACHINES["t4"], torch.float16, 128, "sm_75"),
+    (MACHINES["h200"], torch.float64, 128, "float64"),
+    (MACHINES["h200"], torch.bfloat16, 72, "not 72"),
+    (MACHINES["h200"], torch.bfloat16, 512, "not 512"),
+    (Machine(CUDA, (8, 0), 48 * KIB, interpreted=False), torch.bfloat16, 64, "shared memory"),
+    (Machine(torch.device("cpu"), None, 0, interpreted=False), torch.bfloat16, 64, "CUDA device"),
+])  # fmt: skip
+def test_a_refusal_has_a_reason(machine: Machine, dtype: torch.dtype, size: int, reason: str) -> None:
+    choice = choose_attention(machine, dtype, size)
+    assert choice.name == "torch"
+    assert reason in choice.reason
+    with pytest.raises(ValueError, match="asked for, but"):
+        choose_attention(machine, dtype, size, "triton")
+    assert choose_attention(machine, dtype, size, "torch").reason == "plain torch was asked for"
+
+
+def _shared_memory(tiles: Tiles, size: int, itemsize: int) -> int:
+    """The least that any kernel needs: the tiles of one step of its loop."""
+    row = size * itemsize
+    loops = [
+        tiles.forward.stages * 2 * tiles.forward.keys,
+        tiles.d_query.stages * 2 * tiles.d_query.keys,
+        tiles.d_key.stages * 2 * tiles.d_key.queries,
+        tiles.d_value.stages * 2 * tiles.d_value.queries,
+    ]
+    return max(loops) * row
+
+
+@pytest.mark.parametrize("name", [name for name in MACHINES if name != "t4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("softcap", [True, False])
+def test_every_head_size_has_tiles_that_fit(name: str, dtype: torch.dtype, softcap: bool) -> None:
+    for size in range(16, 257, 16):
+        tiles = choose_tiles(MACHINES[name], dtype, padded_size(size), softcap=softcap)
+        assert _shared_memory(tiles, padded_size(size), dtype.itemsize) <= MACHINES[name].shared_memory_bytes
+        every = [tiles.forward, tiles.d_query, tiles.d_key, tiles.d_value, tiles.d_key_value]
+        for tile in filter(None, every):
+            assert tile.queries >= 16
+            assert tile.keys >= 16
+            assert not tile.tma or name in ("h200", "b200"), "only Hopper and Blackwell have TMA"
+    assert choose_tiles(MACHINES[name], dtype, 256, softcap=softcap).d_key_value is None
+
+
+def test_tiles_are_the_same_every_time() -> None:
+    first = choose_tiles(MACHINES["h200"], torch.bfloat16, 256, softcap=True)
+    assert first == choose_tiles(MACHINES["h200"], torch.bfloat16, 256, softcap=True)
+
+
+def test_without_tma_nothing_else_changes() -> None:
+    tiles = Tiles(*[Tile(64, 32, 4, 2, tma=True)] * 5)
+    assert tiles.without_tma() == Tiles(*[Tile(64, 32, 4, 2)] * 5)
+
+
+def test_tma_takes_aligned_rows_of_a_power_of_two() -> None:
+    x = torch.zeros(2, 3, 8, 64, dtype=torch.bfloat16)
+    assert takes_descriptor(x, x.transpose(1, 2))
+    assert not takes_descriptor(x, x[..., 4:36]), "starts between two 16-byte steps"
+    assert not takes_descriptor(torch.zeros(2, 3, 8, 48, dtype=torch.bfloat16)), "48 columns are padded to 64"
+    assert not takes_descriptor(x[:1].expand(2, 3, 8, 64)), "all rows of the batch at one place"
+    assert not takes_descriptor(x[:0])
