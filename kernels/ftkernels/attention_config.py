@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ftkernels.device import BackendName, Choice, choose_backend, interpreting
+from ftkernels.device import BackendName, Choice, choose_backend
 
 Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
 
@@ -59,23 +59,21 @@ class Machine:
         device: where the tensors are.
         capability: compute capability; None outside CUDA.
         shared_memory_bytes: the most that one program can have; 0 outside CUDA.
-        interpreted: Triton's interpreter is on.
     """
 
     device: torch.device
     capability: tuple[int, int] | None
     shared_memory_bytes: int
-    interpreted: bool
 
 
 def machine_of(device: torch.device | str) -> Machine:
     """Asks torch about ``device``."""
     device = torch.device(device)
     if device.type != "cuda":
-        return Machine(device, None, 0, interpreting())
+        return Machine(device, None, 0)
     properties = torch.cuda.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
-    return Machine(device, capability, int(properties.shared_memory_per_block_optin), interpreting())  # type: ignore[attr-defined]
+    return Machine(device, capability, int(properties.shared_memory_per_block_optin))  # type: ignore[attr-defined]
 
 
 def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:
