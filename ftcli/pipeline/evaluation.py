@@ -21,20 +21,13 @@ if TYPE_CHECKING:
 def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
     """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
 
-    Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT764 when there is nothing to evaluate.
+    Raises FtcliError FT763 when ``run_dir`` holds no finished run.
     """
     recipe = loaded.recipe
     directory = None if run_dir is None else _finished_run(run_dir)
     report = preflight(loaded, command="eval", device=None, offline=session.offline)
     for finding in report.findings:
         session.reporter.finding(finding)
-    if not recipe.data.eval and not any(task.data for task in recipe.eval.tasks):
-        raise FtcliError.single(
-            "FT764",
-            "there is nothing to evaluate: data.eval is empty and no task names data",
-            exit_code=ExitCode.RECIPE,
-            help="name held-out files in data.eval",
-        )
     from ftcli.evaluate.suite import Evaluator
     from ftcli.pipeline import build
 

@@ -50,7 +50,7 @@ def test_eval_of_what_is_not_there(user: User) -> None:
     status, document = user.run("eval", recipe, "--run", str(unfinished))
     assert (status, document["findings"][-1]["code"]) == (2, "FT763")
     status, document = user.run("eval", user.recipe(data={"eval": []}))
-    assert (status, document["findings"][-1]["code"]) == (2, "FT764")
+    assert (status, document["findings"][-1]["code"]) == (2, "FT255")
 
 
 def test_export_is_verified_and_loads_without_ftcli(user: User, trained: str) -> None:
