@@ -183,8 +183,8 @@ class AttentionMask:
             # A query that is padding gets an empty interval, on the side that keeps both ends monotone.
             hi = torch.where(position < start, torch.minimum(hi, start), torch.minimum(hi, end))
             lo = torch.where(position >= end, torch.maximum(lo, end), torch.maximum(lo, start))
-        shape = torch.broadcast_shapes(lo.shape, hi.shape)
-        lo, hi = (x.to(torch.int32).expand(shape).contiguous() for x in (lo, hi))
+        lo, hi = lo + torch.zeros_like(hi), hi + torch.zeros_like(lo)  # both of both batch sizes
+        lo, hi = lo.to(torch.int32), hi.to(torch.int32)
         # Query i sees key j iff lo[i] <= j, true for a prefix of the queries, and hi[i] > j, true for a suffix.
         keys = torch.arange(k_len, device=device, dtype=torch.int32).expand(lo.shape[0], k_len).contiguous()
         return TokenRanges(
