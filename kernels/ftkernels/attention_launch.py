@@ -13,6 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ftkernels.attention_config import Tile
 from ftkernels.device import interpreting, triton_store_dtype
 
+# No tile is longer.
+_MOST_ROWS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -55,8 +58,11 @@ def strides(*tensors: Tensor) -> list[int]:
 
 
 def loadable(tensor: Tensor) -> Tensor:
-    """``tensor`` with contiguous rows: itself, or a copy where its last dimension has another stride than 1."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """``tensor`` as the kernels can address it: itself, or a copy where its last dimension has another stride than 1,
+    or where rows of one tile lie further apart than int32 reaches (offsets between tiles are int64).
+    """
+    far = tensor.stride(2) * _MOST_ROWS >= 2**31
+    return tensor.contiguous() if tensor.stride(-1) != 1 or far else tensor
 
 
 def takes_descriptor(*tensors: Tensor) -> bool:

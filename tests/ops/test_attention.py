@@ -138,7 +138,7 @@ def test_half_precision(device: str, tools: Any, dtype: torch.dtype, softcap: fl
     run = call(attention, AttentionMask.causal_mask(30), backend="triton", softcap=softcap)
     reference = call(attention_reference, AttentionMask.causal_mask(30), softcap=softcap)
     compared = tools.compare(run, reference, tensors, dtype)
-    assert compared.error <= (5e-3 if dtype == torch.bfloat16 else 1.5e-3), compared
+    assert compared.error <= (5e-3 if dtype == torch.bfloat16 else 2e-3), compared
 
 
 def test_a_slice_of_a_fused_projection_is_read_in_place(device: str, tools: Any) -> None:

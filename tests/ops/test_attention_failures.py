@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.attention import attention, attention_reference
-from ftkernels.attention_config import Tile, Tiles
+from ftkernels.attention_config import Tile, Tiles, choose_tiles, machine_of
 from ftkernels.attention_mask import AttentionMask
 from torch import Tensor
 
@@ -94,7 +94,7 @@ def test_scores_all_at_the_bottom_of_the_cap_do_not_vanish(device: str) -> None:
 
 @pytest.mark.parametrize(("side", "softcap"), [("left", 5.0), ("right", 0.0)])
 def test_padding_gets_zeros_whatever_it_holds(device: str, side: str, softcap: float) -> None:
-    """Output and gradients at padding are exactly 0, and NaN in padding's queries reaches nobody.
+    """Output and gradients at padding are exactly 0, and what padding holds reaches nobody, not by one bit.
 
     The conftest fills new memory with NaN: an element that no kernel writes would show.
     """
@@ -151,17 +151,21 @@ def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
     assert torch.allclose(together[1:, :, 25:], alone, atol=1e-6)
 
 
-def test_offsets_past_two_to_the_31(device: str) -> None:
-    """FA 2611: rows of one head lie further apart than int32 reaches. Memory is reserved, not touched, in between."""
+@pytest.mark.parametrize("rows_per_two_gib", [150, 30])
+def test_offsets_past_two_to_the_31(device: str, rows_per_two_gib: int) -> None:
+    """FA 2611: rows of one head lie further apart than int32 reaches, from tile to tile or inside a tile."""
     if device == "cpu":
-        pytest.skip("would reserve 9 GB of main memory")
-    stride = 2**31 // 30
-    flat = torch.zeros(stride * 33 + 16, device=device, dtype=torch.bfloat16)
-    far = flat.as_strided((1, 1, 33, 16), (flat.numel(), flat.numel(), stride, 1))
-    q, k, v = (x.bfloat16()[:, :1, :33] for x in inputs(device))
+        pytest.skip("takes 5 GB of memory")
+    stride = 2**31 // rows_per_two_gib // 16 * 16
+    length = rows_per_two_gib + 5
+    flat = torch.zeros(stride * length + 16, device=device, dtype=torch.bfloat16)
+    far = flat.as_strided((1, 1, length, 16), (flat.numel() // 16 * 16, flat.numel() // 16 * 16, stride, 1))
+    q, k, v = (x.bfloat16()[:, :1] for x in inputs(device, length=length))
     far.copy_(v)
-    out = attention(q, k, far, CAUSAL, scale=0.25, backend="triton")
-    assert torch.equal(out, attention(q, k, v, CAUSAL, scale=0.25, backend="triton"))
+    near = attention(q, k, v, CAUSAL, scale=0.25, backend="triton")
+    tiles = choose_tiles(machine_of(device), torch.bfloat16, 16, softcap=False)
+    for loads in (tiles, tiles.without_tma()):
+        assert torch.equal(attention(q, k, far, CAUSAL, scale=0.25, backend="triton", tiles=loads), near)
 
 
 def test_no_tokens_and_no_rows(device: str) -> None:
