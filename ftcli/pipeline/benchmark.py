@@ -56,6 +56,7 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "max_steps": options.steps + 1 + options.profile,
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
+            "warmup_steps": 0.0,
         }
     )
     logging = recipe.logging.model_copy(update={"every_steps": options.steps + 1, "tensorboard": False, "wandb": False})

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, Origin
 
 _GIB = 2**30
 _KIB = 2**10
@@ -119,6 +119,7 @@ def named_device(name: str) -> DeviceFacts:
         "FT506",
         f"unknown device {name!r}",
         exit_code=ExitCode.RECIPE,
+        origin=Origin(f"--as {name}"),
         help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from ftcli.config import Recipe
 from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
@@ -43,8 +45,20 @@ class Context:
         return self.command not in ("bench", "export")
 
     def says(self, path: str) -> bool:
-        """Whether the recipe or an override sets this value, rather than a default."""
-        return self.origins.explicit(path)
+        """Whether the recipe or an override sets this value to something else than the default.
+
+        A run's own recipe.yaml spells every default out; that says nothing about what its author wanted.
+        """
+        value: object = self.recipe
+        default: object = None
+        for name in path.split("."):
+            if isinstance(value, tuple):
+                value, default = value[int(name)], None
+                continue
+            field = type(value).model_fields[name] if isinstance(value, BaseModel) else None
+            default = field.get_default(call_default_factory=True) if field is not None else None
+            value = getattr(value, name, None)
+        return self.origins.explicit(path) and value != default
 
     def error(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """An error that points at the value of ``path``."""

@@ -73,13 +73,21 @@ def _lengths(context: Context) -> Findings:
 def _schedule(context: Context) -> Findings:
     train, steps = context.recipe.train, context.recipe.train.max_steps
     if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
-        yield context.error(
+        # A run cut short on the command line is a trial: it is told, not refused.
+        tell = context.warning if _is_trial(context) else context.error
+        yield tell(
             "FT268",
             "train.warmup_steps",
             f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
             "the learning rate would never reach its peak",
-            help="use fewer, or a fraction such as 0.1",
+            "use fewer, or a fraction such as 0.1",
         )
+
+
+def _is_trial(context: Context) -> bool:
+    """Whether ``train.max_steps`` comes from the command line."""
+    origin = context.origins.at("train.max_steps")
+    return origin is not None and origin.source.startswith("--")
 
 
 def _tasks(context: Context) -> Findings:
@@ -151,9 +159,8 @@ def _without_effect(context: Context) -> Findings:
 
 def _never_reached(context: Context) -> Findings:
     recipe, steps = context.recipe, context.recipe.train.max_steps
-    origin = context.origins.at("train.max_steps")
-    if steps is None or (origin is not None and origin.source.startswith("--")):
-        return  # a run cut short on the command line is a trial; its recipe is not at fault
+    if steps is None or _is_trial(context):
+        return
     for path, every in (
         ("eval.every_steps", recipe.eval.every_steps),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),

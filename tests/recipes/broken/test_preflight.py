@@ -75,7 +75,7 @@ def test_data_is_refused(
 
 def test_unknown_gpu(refused: Callable[..., object]) -> None:
     Path("r.yaml").write_text(HEAD + DATA)
-    refused(["check", "r.yaml", "--as", "h10"], code="FT506", at="ftcli", help="did you mean h100?")
+    refused(["check", "r.yaml", "--as", "h10"], code="FT506", at="--as h10", help="did you mean h100?")
 
 
 def test_gpu_without_bfloat16_and_too_small(refused: Callable[..., object]) -> None:
