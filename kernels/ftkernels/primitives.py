@@ -29,9 +29,14 @@ def activate(x, ACT: tl.constexpr):
         value = x * s
         slope = s * (1.0 + x * (1.0 - s))
     elif ACT == "gelu_tanh":
-        t = tanh(0.7978845608028654 * x * (1.0 + 0.044715 * x * x))
-        value = 0.5 * x * (1.0 + t)
-        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        # (1 + tanh(y)) / 2 is sigmoid(2y), and 1 + tanh would cancel for negative x: 1e-5 is lost at x = -3.
+        y = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
+        e = tl.exp(-tl.abs(y))
+        big = 1.0 / (1.0 + e)
+        small = e * big
+        s = tl.where(y < 0, small, big)
+        value = x * s
+        slope = s + x * (big * small) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "gelu":
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * phi

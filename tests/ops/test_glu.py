@@ -46,6 +46,18 @@ def test_tanh_and_erf_forms_differ_as_torchs_do(device: str) -> None:
     assert torch.allclose(swiglu(gate, up, backend="triton"), F.silu(gate) * up, atol=1e-5)
 
 
+def test_gelu_tanh_keeps_its_digits_where_one_plus_tanh_cancels(device: str) -> None:
+    gate = torch.tensor([[-2.5, -3.0, -4.0, -1e-3, 1e-3, 4.0]], device=device)
+    exact = gate.double().requires_grad_()
+    inner = 0.7978845608028654 * (exact + 0.044715 * exact**3)
+    (slope,) = torch.autograd.grad((exact * torch.sigmoid(2 * inner)).sum(), exact)
+    leaf = gate.clone().requires_grad_()
+    value = glu(leaf, torch.ones_like(leaf), "gelu_tanh", backend="triton")
+    (grad,) = torch.autograd.grad(value.sum(), leaf)
+    assert torch.allclose(value.detach().double(), gate.double() * torch.sigmoid(2 * inner.detach()), rtol=2e-6, atol=0)
+    assert torch.allclose(grad.double(), slope, rtol=2e-5, atol=0)
+
+
 def test_vllm_56578_large_inputs_saturate_and_are_not_nan(device: str) -> None:
     """tanh as a ratio of exponentials gives inf / inf."""
     gate = torch.tensor([[-1e9, -1e5, -200.0, 200.0, 1e5, 1e9]], device=device, requires_grad=True)

@@ -186,16 +186,30 @@ def test_twice_the_same_bits(device: str) -> None:
 def test_logits_never_exist_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("ftkernels.linear_cross_entropy")  # the package's attribute of that name is the function
     seen: list[int] = []
+    addresses: set[int] = set()
 
     def recording(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(logits.shape[0])
+        addresses.add(logits.data_ptr())
         return cross_entropy_rows(logits, *args, **kwargs)
 
     monkeypatch.setattr(module, "cross_entropy_rows", recording)
-    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 128 * 301 * 4)
-    x, w, b, labels = _case(device, 300)
+    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 256 * 301 * 4)
+    x, w, b, labels = _case(device, 600)
     ours(x.requires_grad_(), w, labels, bias=b)
-    assert seen == [128, 72]  # 200 labelled rows, in multiples of 128 that fit
+    assert seen == [256, 144]  # 400 labelled rows, in multiples of 256 that fit
+    assert len(addresses) == 1  # one buffer, chunk after chunk
+
+
+def test_the_incoming_gradient_is_not_rounded_to_bfloat16(device: str) -> None:
+    """A 0-d factor is rounded to the other operand's dtype on a GPU: every gradient would be off by the same 0.2%."""
+    x, w, _, labels = _case(device, 24, 64, 300)
+    x, w = x.bfloat16().requires_grad_(), w.bfloat16()
+    grads = [
+        torch.autograd.grad(ours(x, w, labels, reduction="sum"), x, torch.tensor(factor, device=device))[0].double()
+        for factor in (1.0, 1.3)  # 1.296875 in bfloat16
+    ]
+    assert abs(float((grads[1] * grads[0]).sum() / grads[0].square().sum()) / 1.3 - 1.0) < 5e-4
 
 
 def test_gradcheck(device: str) -> None:
