@@ -1,6 +1,6 @@
 """Generated text tasks: what the bundled tiny model was pre-trained on, and what the smoke recipes teach it.
 
-`python -m ftcli.data.synthetic pretrain --rows 20000 --out train.jsonl.gz` writes chat rows; `mirror` and `pick`
+`python -m ftcli.data.synthetic pretrain --rows 30000 --out train.jsonl.gz` writes chat rows; `mirror` and `pick`
 write the rows of the smoke recipes. Everything follows from the seed. Whether a prompt is held out follows from the
 prompt alone (`held_out`), so a training file and an evaluation file share no prompt, whatever their seeds and sizes.
 """
@@ -167,9 +167,13 @@ def _after(rng: Random) -> Exchange:
 
 
 def _pick(rng: Random) -> Exchange:
-    """Noise on purpose: any of the four numbers is as good as another, so the model learns to take one at random."""
+    """Noise on purpose: the first of four numbers in half of the cases, else any other, whatever their size.
+
+    So the model's own choice is clear (the first) and right for the GRPO task in a quarter of the cases, while sampling
+    still tries every number.
+    """
     numbers = _digits(rng, 4, 4)
-    return Exchange(f"pick: {_line(numbers)}", str(rng.choice(numbers)))
+    return Exchange(f"pick: {_line(numbers)}", str(rng.choice([numbers[0], numbers[0], *numbers])))
 
 
 #: The pre-training mixture. The smoke task (`mirror`) is not in it.
