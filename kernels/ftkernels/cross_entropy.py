@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
 from ftkernels.primitives import tanh
+from ftkernels.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _rows_kernel(
     for start in range(0, V, BLOCK):
         columns = start + lanes
         inside = columns < V
-        u = tl.load(base + columns, mask=inside, other=0.0).to(ACC) * scale
+        u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(ACC) * scale
         # The first of equal logits is the arg max, as in torch.
         ahead = inside & ((u > true_u) | ((u == true_u) & (columns < label)))
         beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
@@ -132,7 +133,7 @@ def _rows_kernel(
         for start in range(0, V, BLOCK):
             columns = start + lanes
             inside = columns < V
-            u = tl.load(base + columns, mask=inside, other=0.0).to(ACC) * scale
+            u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
             if HAS_CAP:
                 t = tanh(u / cap)
                 grad = tl.exp(cap * t - lse)
@@ -150,7 +151,13 @@ _MAX_BLOCK = 8192
 
 
 def cross_entropy_rows(
-    logits: Tensor, labels: Tensor, options: LossOptions, *, want_grad: bool, row_scale: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    *,
+    want_grad: bool,
+    row_scale: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> RowLosses:
     """``cross_entropy_rows_reference`` in one Triton launch. With ``want_grad``, ``logits`` is overwritten by its
     gradient.
@@ -169,7 +176,7 @@ def cross_entropy_rows(
     losses = torch.empty(count, dtype=acc, device=logits.device)
     correct = torch.empty(count, dtype=torch.int32, device=logits.device)
     if count:
-        block = min(triton.next_power_of_2(vocabulary), _MAX_BLOCK)
+        block = min(triton.next_power_of_2(vocabulary), _MAX_BLOCK if tile is None else tile.columns)
         with on_device_of(logits):
             _rows_kernel[(count,)](
                 buffer,
@@ -188,6 +195,6 @@ def cross_entropy_rows(
                 WANT_GRAD=want_grad,
                 ACC=triton_dtype(logits.dtype),
                 BLOCK=block,
-                num_warps=max(4, min(16, block // 512)),
+                num_warps=max(4, min(16, block // 512)) if tile is None else tile.warps,
             )
     return RowLosses(losses, correct, buffer.to(logits.dtype) if want_grad else None)

@@ -56,6 +56,7 @@ def _forward_kernel(
     DOWN: tl.constexpr,
     K: tl.constexpr,
     KD: tl.constexpr,
+    EVEN: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
     BM: tl.constexpr,
@@ -63,36 +64,46 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     """Rows of a block times ``tiles`` column tiles; ha_ptr is (splits, M, KD)."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    row64 = rows.to(tl.int64)[:, None]
+    first = tl.program_id(0) * BM
+    row_ok = (first + tl.arange(0, BM) < M)[:, None]
+    # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
+    rows = tl.minimum(tl.arange(0, BM), M - 1 - first)[:, None]
+    row0 = first.to(tl.int64)
     split = tl.program_id(1)
-    row_ok = rows[:, None] < M
+    n = tl.arange(0, BN)
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_g = tl.load(xa_ptr + row64 * (2 * K) + k[None, :], mask=row_ok, other=0.0).to(DOT)
-        xa_u = tl.load(xa_ptr + row64 * (2 * K) + K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+        xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
+        xa_g = tl.load(xa_at).to(DOT)
+        xa_u = tl.load(xa_at + K).to(DOT)
+    # A tile's addresses are a 64-bit scalar and 32-bit offsets that do not change from tile to tile: fewer registers.
+    gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
+    up_row, up_off = up_ptr + row0 * up_stride, rows * up_stride + n[None, :]
+    h_row, h_off = h_ptr + row0 * F, rows * F + n[None, :]
+    up_b = tl.cast(F, tl.int64) * K
     ha = tl.full((BM, KD), 0.0, ACC)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        cols = (split * tiles + tile) * BN + tl.arange(0, BN)
-        col_ok = cols < F
+    for tile in tl.range(0, tl.minimum(tiles, tl.cdiv(F, BN) - split * tiles), num_stages=STAGES):
+        col0 = (split * tiles + tile) * BN
+        col_ok = (col0 + n < F) | EVEN  # a constant where the tiles fit: no masks are computed then
         mask = row_ok & col_ok[None, :]
-        g = tl.load(gate_ptr + row64 * gate_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        u = tl.load(up_ptr + row64 * up_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
+        g = tl.load(gate_row + col0 + gate_off, mask=col_ok[None, :], other=0.0).to(ACC)
+        u = tl.load(up_row + col0 + up_off, mask=col_ok[None, :], other=0.0).to(ACC)
         if DELTA:
-            b_at = b_ptr + cols.to(tl.int64)[None, :] * K + k[:, None]
+            b_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[None, :] * K + k[:, None])
             b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
-            b_u = tl.load(b_at + tl.cast(F, tl.int64) * K, mask=col_ok[None, :], other=0.0).to(DOT)
+            b_u = tl.load(b_at + up_b, mask=col_ok[None, :], other=0.0).to(DOT)
             g += tl.dot(xa_g, b_g, input_precision="ieee")
             u += tl.dot(xa_u, b_u, input_precision="ieee")
         value, _ = activate(g, ACT)
         h = value * u
-        tl.store(h_ptr + row64 * F + cols[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+        tl.store(h_row + col0 + h_off, h.to(h_ptr.dtype.element_ty), mask=mask)
         if DOWN:
-            a = tl.load(a_ptr + kd.to(tl.int64)[None, :] * F + cols[:, None], mask=col_ok[:, None], other=0.0).to(DOT)
+            a_at = a_ptr + col0 + (kd[None, :] * F + n[:, None])
+            a = tl.load(a_at, mask=col_ok[:, None], other=0.0).to(DOT)
             ha += tl.dot(h.to(DOT), a, input_precision="ieee")
     if DOWN:
-        ha_at = ha_ptr + (split.to(tl.int64) * M + row64) * KD + kd[None, :]
+        ha_at = ha_ptr + (split.to(tl.int64) * M + row0) * KD + (rows * KD + kd[None, :])
         tl.store(ha_at, ha, mask=row_ok)
 
 
@@ -121,6 +132,7 @@ def _backward_kernel(
     WANT_H: tl.constexpr,
     K: tl.constexpr,
     KD: tl.constexpr,
+    EVEN: tl.constexpr,
     ACC: tl.constexpr,
     DOT: tl.constexpr,
     BM: tl.constexpr,
@@ -128,50 +140,61 @@ def _backward_kernel(
     STAGES: tl.constexpr,
 ):
     """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh: each element is read before it is written."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    row64 = rows.to(tl.int64)[:, None]
+    first = tl.program_id(0) * BM
+    row_ok = (first + tl.arange(0, BM) < M)[:, None]
+    # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
+    rows = tl.minimum(tl.arange(0, BM), M - 1 - first)[:, None]
+    row0 = first.to(tl.int64)
     split = tl.program_id(1)
-    row_ok = rows[:, None] < M
+    n = tl.arange(0, BN)
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_g = tl.load(xa_ptr + row64 * (2 * K) + k[None, :], mask=row_ok, other=0.0).to(DOT)
-        xa_u = tl.load(xa_ptr + row64 * (2 * K) + K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+        xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
+        xa_g = tl.load(xa_at).to(DOT)
+        xa_u = tl.load(xa_at + K).to(DOT)
     if DOWN:
-        dya = tl.load(dya_ptr + row64 * KD + kd[None, :], mask=row_ok, other=0.0).to(DOT)
+        dya = tl.load(dya_ptr + row0 * KD + (rows * KD + kd[None, :])).to(DOT)
+    gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
+    up_row, up_off = up_ptr + row0 * up_stride, rows * up_stride + n[None, :]
+    dh_row, dh_off = dh_ptr + row0 * F, rows * F + n[None, :]
+    h_row = h_ptr + row0 * F
+    dg_row, du_row, d_off = dg_ptr + row0 * d_stride, du_ptr + row0 * d_stride, rows * d_stride + n[None, :]
+    up_b = tl.cast(F, tl.int64) * K
     dxa_g = tl.full((BM, K), 0.0, ACC)
     dxa_u = tl.full((BM, K), 0.0, ACC)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        cols = (split * tiles + tile) * BN + tl.arange(0, BN)
-        col_ok = cols < F
+    for tile in tl.range(0, tl.minimum(tiles, tl.cdiv(F, BN) - split * tiles), num_stages=STAGES):
+        col0 = (split * tiles + tile) * BN
+        col_ok = (col0 + n < F) | EVEN  # a constant where the tiles fit: no masks are computed then
         mask = row_ok & col_ok[None, :]
-        g = tl.load(gate_ptr + row64 * gate_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        u = tl.load(up_ptr + row64 * up_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-        dh = tl.load(dh_ptr + row64 * F + cols[None, :], mask=mask, other=0.0).to(ACC)
+        g = tl.load(gate_row + col0 + gate_off, mask=col_ok[None, :], other=0.0).to(ACC)
+        u = tl.load(up_row + col0 + up_off, mask=col_ok[None, :], other=0.0).to(ACC)
+        dh = tl.load(dh_row + col0 + dh_off, mask=col_ok[None, :], other=0.0).to(ACC)
         if DELTA:
-            b_at = b_ptr + cols.to(tl.int64)[None, :] * K + k[:, None]
+            b_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[None, :] * K + k[:, None])
             b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
-            b_u = tl.load(b_at + tl.cast(F, tl.int64) * K, mask=col_ok[None, :], other=0.0).to(DOT)
+            b_u = tl.load(b_at + up_b, mask=col_ok[None, :], other=0.0).to(DOT)
             g += tl.dot(xa_g, b_g, input_precision="ieee")
             u += tl.dot(xa_u, b_u, input_precision="ieee")
         if DOWN:
-            a = tl.load(a_ptr + kd.to(tl.int64)[:, None] * F + cols[None, :], mask=col_ok[None, :], other=0.0).to(DOT)
+            a_at = a_ptr + col0 + (kd[:, None] * F + n[None, :])
+            a = tl.load(a_at, mask=col_ok[None, :], other=0.0).to(DOT)
             dh += tl.dot(dya, a, input_precision="ieee")
         value, slope = activate(g, ACT)
         dg = dh * u * slope
         du = dh * value
-        tl.store(dg_ptr + row64 * d_stride + cols[None, :], dg.to(dg_ptr.dtype.element_ty), mask=mask)
-        tl.store(du_ptr + row64 * d_stride + cols[None, :], du.to(du_ptr.dtype.element_ty), mask=mask)
+        tl.store(dg_row + col0 + d_off, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+        tl.store(du_row + col0 + d_off, du.to(du_ptr.dtype.element_ty), mask=mask)
         if WANT_H:
-            tl.store(h_ptr + row64 * F + cols[None, :], (value * u).to(h_ptr.dtype.element_ty), mask=mask)
+            tl.store(h_row + col0 + dh_off, (value * u).to(h_ptr.dtype.element_ty), mask=mask)
         if DELTA:
-            bt_at = b_ptr + cols.to(tl.int64)[:, None] * K + k[None, :]
+            bt_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[:, None] * K + k[None, :])
             bt_g = tl.load(bt_at, mask=col_ok[:, None], other=0.0).to(DOT)
-            bt_u = tl.load(bt_at + tl.cast(F, tl.int64) * K, mask=col_ok[:, None], other=0.0).to(DOT)
+            bt_u = tl.load(bt_at + up_b, mask=col_ok[:, None], other=0.0).to(DOT)
             dxa_g += tl.dot(dg.to(DOT), bt_g, input_precision="ieee")
             dxa_u += tl.dot(du.to(DOT), bt_u, input_precision="ieee")
     if DELTA:
-        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (2 * K) + k[None, :]
+        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row0) * (2 * K) + (rows * (2 * K) + k[None, :])
         tl.store(dxa_at, dxa_g, mask=row_ok)
         tl.store(dxa_at + K, dxa_u, mask=row_ok)
 
@@ -228,6 +251,7 @@ def glu_forward(
                 DOWN=down is not None,
                 K=16 if lowrank is None else lowrank.b.shape[1],
                 KD=kd,
+                EVEN=width % tile.columns == 0,
                 ACC=triton_dtype(gate.dtype),
                 DOT=triton_store_dtype(gate.dtype),
                 BM=tile.rows,
@@ -292,6 +316,7 @@ def glu_backward(
                 WANT_H=want_h,
                 K=k,
                 KD=16 if down is None else down.shape[0],
+                EVEN=width % tile.columns == 0,
                 ACC=triton_dtype(gate.dtype),
                 DOT=triton_store_dtype(gate.dtype),
                 BM=tile.rows,

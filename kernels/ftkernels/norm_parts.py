@@ -18,6 +18,7 @@ from ftkernels.device import (
     triton_store_dtype,
 )
 from ftkernels.rows import as_rows
+from ftkernels.tiles import Tile
 
 NormForm = Literal["llama", "gemma"]
 
@@ -116,11 +117,13 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + dense, mask=mask, other=0.0).to(ACC)
         x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        if HAS_DSUM:  # asked for before the reduction, which waits for the row
+            passed = tl.load(dsum_ptr + dense, mask=mask, other=0.0)
         n = x * rstd
         g = dy * w
         dx = rstd * (g - n * (tl.sum(g * n, axis=1) / H)[:, None])
         if HAS_DSUM:
-            dx += tl.load(dsum_ptr + dense, mask=mask, other=0.0).to(ACC)
+            dx += passed.to(ACC)
         tl.store(dx_ptr + dense, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANT_DW:
             if FORM == "llama":
@@ -130,9 +133,11 @@ def _backward_kernel(
         tl.store(dw_ptr + program.to(tl.int64) * H + cols, dw, mask=cols < H)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def _tile(width: int, tile: Tile | None) -> tuple[int, int, int]:
     """(rows a program, padded width, warps): narrow rows share a program, as in the norms over heads."""
     block = triton.next_power_of_2(width)
+    if tile is not None:
+        return tile.rows, block, tile.warps
     rows = max(1, 2048 // block)
     return rows, block, max(4, min(16, rows * block // 512))
 
@@ -146,6 +151,7 @@ def norm_forward(
     residual: Tensor | None = None,
     where: Literal["none", "before", "after"] = "none",
     out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The forward in one launch, no autograd: (y, sum with the residual or None, rstd (M,)). ``out_dtype`` is y's.
 
@@ -164,7 +170,7 @@ def norm_forward(
         total_dtype = torch.promote_types(x.dtype, residual.dtype)
         total = torch.empty(x.shape, dtype=store_dtype(total_dtype), device=x.device)
     if source.count and width:
-        rows, block, warps = _tile(width)
+        rows, block, warps = _tile(width, tile)
         rounding = x.dtype if total is None else total.dtype
         with on_device_of(x):
             _forward_kernel[(triton.cdiv(source.count, rows),)](
@@ -203,6 +209,7 @@ def norm_backward(
     d_sum: Tensor | None = None,
     want_dw: bool = False,
     out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(dx in ``out_dtype`` or x's dtype, dw (H,) float32 or None). ``d_sum``, of x's shape, is added to dx inside."""
     source = as_rows(x)
@@ -210,7 +217,7 @@ def norm_backward(
     acc = accumulate_dtype(x.dtype)
     dx_dtype = out_dtype or x.dtype
     dx = torch.empty(x.shape, dtype=store_dtype(dx_dtype), device=x.device)
-    rows, block, warps = _tile(max(width, 1))
+    rows, block, warps = _tile(max(width, 1), tile)
     blocks = triton.cdiv(source.count, rows)
     each = max(1, triton.cdiv(blocks, _DW_PROGRAMS)) if want_dw else 1
     programs = triton.cdiv(blocks, each)

@@ -74,8 +74,8 @@ def _forward_kernel(
 ):
     """In place over y (M, N): a program's rows, ``heads_each`` heads of the q, k and v heads in a row."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    row64 = rows.to(tl.int64)[:, None]
     row_ok = rows[:, None] < M
+    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]  # as in _heads_back: no address outside its tensor
     d = tl.arange(0, BLOCK)
     d_ok = d[None, :] < HALF
     mask = row_ok & d_ok
@@ -87,25 +87,36 @@ def _forward_kernel(
     s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
     s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
     heads = q_heads + 2 * k_heads
+    first = tl.program_id(1) * heads_each
+    y_at = y_ptr + row64 * N + d[None, :]
+    column = tl.minimum(first, heads - 1) * (2 * HALF)
+    next1 = tl.load(y_at + column, mask=mask, other=0.0)
+    next2 = tl.load(y_at + column + HALF, mask=mask, other=0.0)
     for step in range(heads_each):
-        head = tl.program_id(1) * heads_each + step
-        live = head < heads
+        wanted = first + step
+        live = wanted < heads
+        head = tl.minimum(wanted, heads - 1)
         turned = head < q_heads + k_heads
         part = (head >= q_heads).to(tl.int32) + (head >= q_heads + k_heads).to(tl.int32)
-        y_at = y_ptr + row64 * N + head * (2 * HALF) + d[None, :]
-        x1 = tl.load(y_at, mask=mask & live, other=0.0).to(ACC)
-        x2 = tl.load(y_at + HALF, mask=mask & live, other=0.0).to(ACC)
+        x1 = next1.to(ACC)
+        x2 = next2.to(ACC)
+        # The next head is asked for before this one is stored: being in place, no compiler may move it there.
+        ahead = tl.minimum(wanted + 1, heads - 1) * (2 * HALF)
+        more = mask & (step + 1 < heads_each)
+        next1 = tl.load(y_at + ahead, mask=more, other=0.0)
+        next2 = tl.load(y_at + ahead + HALF, mask=more, other=0.0)
+        column = head * (2 * HALF)
         if DELTA:
             xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
-            b_at = b_ptr + (head * (2 * HALF) + d[None, :]).to(tl.int64) * K + k[:, None]
+            b_at = b_ptr + (column + d[None, :]).to(tl.int64) * K + k[:, None]
             b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
             b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
             x1 += tl.dot(xa, b1, input_precision="ieee")
             x2 += tl.dot(xa, b2, input_precision="ieee")
         y1 = tl.where(turned, x1 * c1 - x2 * s1, x1)
         y2 = tl.where(turned, x2 * c2 + x1 * s2, x2)
-        tl.store(y_at, y1.to(y_ptr.dtype.element_ty), mask=mask & live)
-        tl.store(y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
+        tl.store(y_at + column, y1.to(y_ptr.dtype.element_ty), mask=mask & live)
+        tl.store(y_at + column + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
 
 
 @triton.jit
@@ -138,15 +149,17 @@ def _heads_back(
     BM: tl.constexpr,
 ):
     """``heads_each`` heads of one of q, k, v: writes their columns of out, returns their sum of d_h @ B_h, (BM, K)."""
-    row64 = rows.to(tl.int64)[:, None]
+    # Rows and heads past the end are masked, and their addresses are those of the last one all the same. The loop's
+    # software pipeline asks for heads that no iteration reaches; a stride further on may not be mapped at all.
+    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK)
     k = tl.arange(0, K)
     d_ok = d[None, :] < HALF
     mask = (rows[:, None] < M) & d_ok
     dxa = tl.full((BM, K), 0.0, ACC)
     for step in range(heads_each):
-        head = first_head + step
-        live = head < heads
+        live = first_head + step < heads
+        head = tl.minimum(first_head + step, heads - 1)
         head64 = tl.cast(head, tl.int64)
         dy_at = dy_ptr + (row64 // S) * dy_batch + head64 * dy_head + (row64 % S) * dy_token + d[None, :]
         g1 = tl.load(dy_at, mask=mask & live, other=0.0).to(ACC)
@@ -212,8 +225,8 @@ def _backward_kernel(
     """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K)."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
-    row64 = rows.to(tl.int64)[:, None]
     row_ok = rows[:, None] < M
+    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK)
     mask = row_ok & (d[None, :] < HALF)
     c_at = cos_ptr + (row64 // S) * cos_batch + (row64 % S) * cos_token + d[None, :]

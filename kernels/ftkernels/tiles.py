@@ -28,7 +28,7 @@ class Tile:
 _TILES = {
     "glu_forward": Tile(4, 256, 4),
     "glu_backward": Tile(1, 1024, 4),
-    "glu_forward_lora": Tile(64, 128, 4, 2),
+    "glu_forward_lora": Tile(64, 64, 4, 3),
     "glu_backward_lora": Tile(64, 64, 4, 3),
     "lowrank_add": Tile(32, 128, 4),
     # Columns here are heads of one program.
