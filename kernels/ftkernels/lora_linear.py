@@ -22,12 +22,10 @@ from ftkernels.lowrank import (
     Packed,
     Plan,
     adapter_tensors,
-    base_forward,
     enter,
     group_backward,
     make_plan,
-    pack,
-    project,
+    products,
 )
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
@@ -82,10 +80,9 @@ class _LoraLinear(torch.autograd.Function):
         with without_autocast(z):
             z2 = z.reshape(-1, z.shape[-1])
             x, rstd = enter(plan, z2, norm_weight)
-            packed = pack(plan, z.device)
-            xa = project(plan, packed, x)
+            y, packed, xa = products(plan, x)
             res2 = None if residual is None else residual.reshape(-1, residual.shape[-1])
-            y = lowrank_add(base_forward(plan, x), xa, packed.b, res2, triton_kernel=plan.fused)
+            y = lowrank_add(y, xa, packed.b, res2, triton_kernel=plan.fused)
         ctx.plan, ctx.z_shape, ctx.z_dtype = plan, z.shape, z.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.save_for_backward(z if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)

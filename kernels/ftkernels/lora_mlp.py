@@ -39,13 +39,14 @@ from ftkernels.lowrank import (
     enter,
     group_backward,
     make_plan,
-    pack,
     pack_a,
     pack_b,
+    products,
     project,
 )
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
+from ftkernels.side_stream import Side
 
 ResidualMode = Literal["none", "add", "return"]
 
@@ -166,9 +167,8 @@ class _Unit(torch.autograd.Function):
         inner = spec.inner
         with without_autocast(z):
             x, rstd = enter(inner, z.reshape(-1, z.shape[-1]), norm_weight)
-            first, second = pack(inner, z.device), Packed(pack_a(spec.outer, z.device), None)
-            xa = project(inner, first, x)
-            gate_up = base_forward(inner, x)
+            gate_up, first, xa = products(inner, x)
+            second = Packed(pack_a(spec.outer, z.device), None)
             h, ha = _unit_forward(spec, gate_up, xa, first, second)
         ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
         kept = z if norm_weight is not None else x
@@ -251,8 +251,12 @@ class _Down(torch.autograd.Function):
         ctx: Any, outer: Plan, h: Tensor, ha: Tensor | None, residual: Tensor | None, *_: Tensor | None
     ) -> Tensor:
         with without_autocast(h):
-            b = pack_b(outer, h.device)
-            y = lowrank_add(base_forward(outer, h), ha, b, residual, triton_kernel=outer.fused)
+            side = Side(h.device)
+            y = base_forward(outer, h)
+            with side.work():
+                b = pack_b(outer, h.device)
+            side.join()
+            y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused)
         ctx.outer, ctx.residual_dtype = outer, None if residual is None else residual.dtype
         # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
         ctx.ha, ctx.b = None if ha is None else ha.detach(), b
@@ -267,8 +271,11 @@ class _Down(torch.autograd.Function):
         dha = None
         with without_autocast(dy):
             low = dy.to(outer.dtype)
-            if ctx.b is not None:
-                dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
-                b_grads(outer, low, ctx.ha, grads, [wants_b])
+            side = Side(dy.device)
             dh = base_backward(outer, low, None)
+            if ctx.b is not None:
+                with side.work():
+                    dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
+                    b_grads(outer, low, ctx.ha, grads, [wants_b])
+            side.join()
         return None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1]

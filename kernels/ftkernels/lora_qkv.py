@@ -24,12 +24,10 @@ from ftkernels.lowrank import (
     Packed,
     Plan,
     adapter_tensors,
-    base_forward,
     enter,
     group_backward,
     make_plan,
-    pack,
-    project,
+    products,
 )
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
@@ -133,9 +131,7 @@ class _LoraQkv(torch.autograd.Function):
         with without_autocast(z):
             z2 = z.reshape(-1, z.shape[-1])
             x, rstd = enter(plan, z2, norm_weight)
-            packed = pack(plan, z.device)
-            xa = project(plan, packed, x)
-            y = base_forward(plan, x)
+            y, packed, xa = products(plan, x)
             if cos is not None and sin is not None:
                 y = qkv_rope_forward(y, xa, packed.b, _rotary(plan, cos, sin, head_dim))
             elif xa is not None and packed.b is not None:

@@ -43,6 +43,7 @@ from ftkernels.norm_parts import (
     norm_forward_torch,
 )
 from ftkernels.projection import Norm, Projection, dense, joined
+from ftkernels.side_stream import Side
 
 # Kernels keep a (rows, K) and a (columns, K) tile beside the data; above this rank a GEMM of its own is the better way.
 _LARGEST_FUSED_RANK = 64
@@ -222,6 +223,17 @@ def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     return dx
 
 
+def products(plan: Plan, x: Tensor) -> tuple[Tensor, Packed, Tensor | None]:
+    """(base output (M, sum O), packed adapters, xa (M, P * K) or None): the adapters' side beside the base GEMM."""
+    side = Side(x.device)
+    y = base_forward(plan, x)
+    with side.work():
+        packed = pack(plan, x.device)
+        xa = project(plan, packed, x)
+    side.join()
+    return y, packed, xa
+
+
 @dataclass(frozen=True, slots=True)
 class GroupGrads:
     """dx (M, I) or None, the norm weight's gradient or None, and [dA, dB] of every projection in turn."""
@@ -254,18 +266,23 @@ def group_backward(
     adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
     if packed.a is not None and packed.b is not None:
         dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
-        dxa_low = dxa.to(plan.dtype)
         if wants[0] or wants[1]:
-            dx = adapter_dx(plan, packed.a, dxa_low)
-        b_grads(plan, dy, xa, adapters, wants[3::2])
-        a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
+            dx = adapter_dx(plan, packed.a, dxa.to(plan.dtype))
+    side = Side(dy.device)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
+    if dxa is not None:
+        with side.work():
+            b_grads(plan, dy, xa, adapters, wants[3::2])
+            a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
+    if wants[0] or wants[1]:
+        assert dx is not None
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
             backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass
+    side.join()
     return GroupGrads(dx, d_norm_weight, adapters)
 
 

@@ -414,14 +414,14 @@ def test_saved_tensors_are_the_minimum(device: str, layers: Any) -> None:
 def test_a_checkpoint_does_not_run_downs_product_again(
     device: str, layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = import_module("ftkernels.lora_mlp")
     products: list[int] = []
 
     def counting(plan: Any, x: torch.Tensor) -> torch.Tensor:
         products.append(plan.out_features)
         return base_forward(plan, x)
 
-    monkeypatch.setattr(module, "base_forward", counting)
+    for name in ("ftkernels.lora_mlp", "ftkernels.lowrank"):
+        monkeypatch.setattr(import_module(name), "base_forward", counting)
     _, _, _, used, options = _three(device, layers)[2]
     leaves = [t.requires_grad_() for t in (_z(device, 2, 5, 64), torch.ones(64, device=device), *layers.flat(*used))]
     call = layers.function(lora_mlp, used, backend="triton", **options)
