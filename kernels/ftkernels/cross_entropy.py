@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
-from ftkernels.primitives import tanh
 from ftkernels.tiles import Tile
 
 
@@ -69,6 +68,17 @@ def cross_entropy_rows_reference(
 
 
 @triton.jit
+def _falling(u, cap):
+    """r = 1 / (1 + exp(2u / cap)), so that cap * tanh(u / cap) = cap - 2 cap r and 1 - tanh^2 = 4 r (1 - r).
+
+    One exponential and one division, no branch on the sign. The exponent is bounded where r is 1e-35 already: without
+    that, the other form, (e - 1) / (e + 1), is inf / inf (vLLM 56578). The error of cap - 2 cap r is some units in the
+    last place of cap, for small u too; the cross-entropy adds such values and needs no relative accuracy of each.
+    """
+    return 1.0 / (1.0 + tl.exp(tl.minimum(u * (2.0 / cap), 80.0)))
+
+
+@triton.jit
 def _rows_kernel(
     logits_ptr,
     row_stride,
@@ -81,6 +91,7 @@ def _rows_kernel(
     logit_scale,
     smoothing,
     HAS_CAP: tl.constexpr,
+    CAP_BOUNDS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     WANT_GRAD: tl.constexpr,
@@ -95,37 +106,42 @@ def _rows_kernel(
     scale = tl.cast(logit_scale, ACC)
     smooth = tl.cast(smoothing, ACC)
     true_u = tl.load(base + label).to(ACC) * scale
+    lanes = tl.arange(0, BLOCK)
+    beaten = tl.full((BLOCK,), 0, tl.int32)
     running_max = tl.full((), float("-inf"), ACC)
     running_sum = tl.full((), 0.0, ACC)
-    z_total = tl.full((), 0.0, ACC)
-    beaten = tl.full((), 0, tl.int32)
-    lanes = tl.arange(0, BLOCK)
+    sums = tl.full((BLOCK,), 0.0, ACC)
+    z_sums = tl.full((BLOCK,), 0.0, ACC)
     for start in range(0, V, BLOCK):
         columns = start + lanes
         inside = columns < V
         u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_last").to(ACC) * scale
         # The first of equal logits is the arg max, as in torch.
         ahead = inside & ((u > true_u) | ((u == true_u) & (columns < label)))
-        beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
-        z = u
-        if HAS_CAP:
-            z = cap * tanh(u / cap)
-        if HAS_SMOOTHING:
-            z_total += tl.sum(tl.where(inside, z, 0.0), axis=0)
+        beaten = tl.maximum(beaten, ahead.to(tl.int32))
         # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
-        z = tl.where(inside, z, float("-inf"))
-        block_max = tl.maximum(running_max, tl.max(z, axis=0))
-        running_sum = running_sum * tl.exp(running_max - block_max) + tl.sum(tl.exp(z - block_max), axis=0)
-        running_max = block_max
-    lse = running_max + tl.log(running_sum)
+        if HAS_CAP:
+            z = cap - 2.0 * cap * _falling(u, cap)
+            if CAP_BOUNDS:  # every z is in [-cap, cap]: no maximum to find, and the lanes are summed once, at the end
+                sums += tl.where(inside, tl.exp(z - cap), 0.0)
+        else:
+            z = u
+        if HAS_SMOOTHING:
+            z_sums += tl.where(inside, z, 0.0)
+        if not CAP_BOUNDS:
+            z = tl.where(inside, z, float("-inf"))
+            block_max = tl.maximum(running_max, tl.max(z, axis=0))
+            running_sum = running_sum * tl.exp(running_max - block_max) + tl.sum(tl.exp(z - block_max), axis=0)
+            running_max = block_max
+    lse = cap + tl.log(tl.sum(sums, axis=0)) if CAP_BOUNDS else running_max + tl.log(running_sum)
     true_z = true_u
     if HAS_CAP:
-        true_z = cap * tanh(true_u / cap)
+        true_z = cap - 2.0 * cap * _falling(true_u, cap)
     loss = lse - (1.0 - smooth) * true_z
     if HAS_SMOOTHING:
-        loss -= smooth * z_total / V
+        loss -= smooth * tl.sum(z_sums, axis=0) / V
     tl.store(losses_ptr + row, loss)
-    tl.store(correct_ptr + row, 1 - beaten)
+    tl.store(correct_ptr + row, 1 - tl.max(beaten, axis=0))
     if WANT_GRAD:
         factor = scale
         if HAS_ROW_SCALE:
@@ -135,19 +151,21 @@ def _rows_kernel(
             inside = columns < V
             u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
             if HAS_CAP:
-                t = tanh(u / cap)
-                grad = tl.exp(cap * t - lse)
+                r = _falling(u, cap)
+                grad = tl.exp(cap - lse - 2.0 * cap * r)
             else:
                 grad = tl.exp(u - lse)
             if HAS_SMOOTHING:
                 grad -= smooth / V
             grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
             if HAS_CAP:
-                grad *= 1.0 - t * t
+                grad *= 4.0 * r * (1.0 - r)  # 1 - tanh^2
             tl.store(base + columns, (grad * factor).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-_MAX_BLOCK = 8192
+_MAX_BLOCK = 16384
+# With a cap up to this, exp(z - cap) of the smallest z is far from where float32 ends, and the sum needs no maximum.
+_LARGEST_BOUNDING_CAP = 40.0
 
 
 def cross_entropy_rows(
@@ -190,6 +208,7 @@ def cross_entropy_rows(
                 options.logit_scale,
                 options.label_smoothing,
                 HAS_CAP=options.softcap != 0.0,
+                CAP_BOUNDS=0.0 < options.softcap <= _LARGEST_BOUNDING_CAP,
                 HAS_SMOOTHING=options.label_smoothing != 0.0,
                 HAS_ROW_SCALE=row_scale is not None,
                 WANT_GRAD=want_grad,

@@ -28,12 +28,12 @@ class Tile:
 _TILES = {
     "glu_forward": Tile(4, 256, 4),
     "glu_backward": Tile(1, 1024, 4),
-    "glu_forward_lora": Tile(64, 64, 4, 3),
+    "glu_forward_lora": Tile(64, 128, 4, 3, 256),
     "glu_backward_lora": Tile(64, 64, 4, 3),
     "lowrank_add": Tile(32, 128, 4),
     # Columns here are heads of one program.
     "qkv_rope_forward": Tile(16, 8, 4),
-    "qkv_rope_backward": Tile(16, 4, 4),
+    "qkv_rope_backward": Tile(32, 8, 4),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)
