@@ -1,8 +1,7 @@
 """Which attention backend serves a call: a pure function of the machine and the call, and the function that runs it.
 
-The registered implementation ``ftcli`` is what transformers' attention layers call. Masks are made for each call by
-transformers (``mask_for``) and never stored; without padding there is none, and causality and the window are the
-kernel's own.
+The registered implementation ``ftcli`` is what transformers' attention layers call. What a query sees comes with each
+call as a :class:`ftcli.model.masks.CallMask`; nothing is stored on a module.
 """
 
 from __future__ import annotations
@@ -12,8 +11,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from ftkernels.attention_config import Machine, machine_of
+from ftkernels.attention_config import choose_attention as choose_kernels
+from ftkernels.attention_mask import AttentionMask, TokenRanges
+from ftkernels.device import BackendName
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ftcli.model.masks import CallMask, MaskKind, mask_for
 
 NAME = "ftcli"
 
@@ -26,6 +31,28 @@ _PRIORITIES: dict[str, list[SDPBackend]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention, as far as the choice of a backend depends on it.
+
+    Attributes:
+        dtype: what the products are taken in: autocast's dtype, or the inputs'.
+        softcap: cap on the scores; 0 for none.
+        windowed: a sliding window shorter than the sequence is in force.
+        mask: what the mask is made of; see :data:`ftcli.model.masks.MaskKind`.
+        decoding: one query a row, against cached keys.
+        dropout: probabilities are dropped.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    softcap: float = 0.0
+    windowed: bool = False
+    mask: MaskKind = "plain"
+    decoding: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionChoice:
     """What runs, and why, for the manifest."""
 
@@ -33,36 +60,47 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(
-    *,
-    capability: tuple[int, int] | None,
-    dtype: torch.dtype,
-    head_dim: int,
-    softcap: float,
-    windowed: bool,
-    masked: bool,
-) -> AttentionChoice:
-    """The backend of one attention call.
+def choose_attention(machine: Machine, call: AttentionCall, kernels: BackendName = "auto") -> AttentionChoice:
+    """The backend of one attention call: a function of its arguments alone.
 
     Args:
-        capability: The GPU's compute capability; None on a CPU.
-        softcap: Cap on the scores; 0 for none.
-        windowed: A sliding window shorter than the sequence is in force.
-        masked: The call has an explicit mask (padding on the left, cached decoding).
+        kernels: "triton" insists on the Triton kernels wherever the call allows them, "torch" rules them out.
+
+    Raises:
+        ValueError: ``kernels="triton"`` on a machine that cannot run them.
     """
-    half = dtype in (torch.bfloat16, torch.float16)
-    if softcap:
-        if capability is not None and capability >= (8, 0) and not masked and half and head_dim <= 256:
+    runs = choose_kernels(machine, call.dtype, call.head_dim, kernels)
+    refusal = _why_no_kernel(call) or (None if runs.is_triton else runs.reason)
+    plain = call.mask == "plain" and not call.decoding
+    if call.softcap:
+        if refusal is None:
             return AttentionChoice("triton", "scores are capped, which SDPA cannot do")
-        return AttentionChoice("eager", "scores are capped, and the kernel needs capability 8.0 and half precision")
-    if masked:
-        return AttentionChoice("sdpa", "the call has an explicit mask")
-    if capability is None or not half:
-        return AttentionChoice("sdpa", "a CPU" if capability is None else f"{dtype} has no fused backend")
-    if windowed:
-        if capability >= (8, 0) and head_dim <= 256:
-            return AttentionChoice("triton", "a sliding window is in force, which dense backends cannot skip")
-        return AttentionChoice("sdpa", "a sliding window is in force: a masked call")
+        return AttentionChoice("eager", f"scores are capped, which SDPA cannot do, and {refusal}")
+    if not plain or call.windowed or kernels == "triton":
+        if refusal is None:
+            what = "a sliding window is in force" if plain else "padding, documents or a cached prefix are masked"
+            return AttentionChoice("triton", f"{what}, which dense backends cannot skip")
+        return AttentionChoice("sdpa", f"a dense mask is needed: {refusal}")
+    return _dense_backend(machine.capability, call)
+
+
+def _why_no_kernel(call: AttentionCall) -> str | None:
+    """What in the call, whatever the machine, rules the kernels out."""
+    if call.dropout:
+        return "the kernels have no dropout of probabilities"
+    if call.mask == "any":
+        return "the mask is not made of intervals"
+    if call.decoding:
+        return "one query a row would leave the kernels' tiles empty"
+    return None
+
+
+def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> AttentionChoice:
+    """Causal attention over whole sequences, without cap, window or padding."""
+    if capability is None:
+        return AttentionChoice("sdpa", "a CPU")
+    if call.dtype not in (torch.bfloat16, torch.float16) or call.dropout:
+        return AttentionChoice("sdpa", "dropout of probabilities" if call.dropout else f"{call.dtype}")
     if capability >= (9, 0):
         return AttentionChoice("cudnn", "dense causal attention on capability 9.0 or more")
     if capability >= (8, 0):
@@ -70,44 +108,85 @@ def choose_attention(
     return AttentionChoice("sdpa", f"capability {capability[0]}.{capability[1]} has no flash attention")
 
 
-def device_capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, None for anything else."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: CallMask | Tensor | None,
     *,
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    kernels: BackendName = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D)."""
-    window = sliding_window if sliding_window is not None and sliding_window < key.shape[2] else None
-    choice = choose_attention(
-        capability=device_capability(query.device),
-        dtype=query.dtype,
+    """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D).
+
+    Args:
+        attention_mask: What :func:`ftcli.model.masks.mask_for` made; a dense mask that a caller brought, boolean or
+            additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
+
+    Raises:
+        ValueError: the mask was made for another window than this layer's, or for other lengths.
+    """
+    if isinstance(attention_mask, CallMask):
+        _check(attention_mask, query, key, sliding_window)
+    call = AttentionCall(
+        dtype=_compute_dtype(query),
         head_dim=query.shape[-1],
         softcap=softcap or 0.0,
-        windowed=window is not None,
-        masked=attention_mask is not None or query.shape[2] != key.shape[2] or dropout > 0.0,
+        windowed=sliding_window is not None and sliding_window < key.shape[2],
+        mask=_kind(attention_mask, query, key),
+        decoding=query.shape[2] == 1,
+        dropout=dropout > 0.0,
     )
-    if choice.backend == "triton":
-        out = _triton(query, key, value, scaling, window, softcap or 0.0)
-    elif choice.backend == "eager":
-        out = _eager(query, key, value, attention_mask, scaling, window, softcap or 0.0, dropout)
+    backend = choose_attention(machine_of(query.device), call, kernels).backend
+    if backend == "triton":
+        out = _triton(query, key, value, _ranges(attention_mask, sliding_window), scaling, call.softcap, kernels)
+    elif backend == "eager":
+        mask = _dense(attention_mask, query, key, sliding_window)
+        out = _eager(query, key, value, mask, scaling, call.softcap, dropout)
     else:
-        mask = attention_mask
-        if mask is None and (window is not None or query.shape[2] != key.shape[2]):
-            mask = causal_mask(query, key, window)
-        out = _sdpa(query, key, value, mask, scaling, dropout, choice.backend)
+        plain = call.mask == "plain" and not call.windowed and not call.decoding
+        dense = None if plain else _dense(attention_mask, query, key, sliding_window)
+        out = _sdpa(query, key, value, dense, scaling, dropout, backend)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check(mask: CallMask, query: Tensor, key: Tensor, window: int | None) -> None:
+    """A mask applied to the wrong layers would train a wrong model in silence."""
+    if not mask.irregular and mask.window != window:
+        raise ValueError(f"a mask made for window {mask.window} reached a layer with window {window}")
+    if (mask.q_len, mask.k_len) != (query.shape[2], key.shape[2]):
+        made, got = f"{mask.q_len} queries and {mask.k_len} keys", f"{query.shape[2]} and {key.shape[2]}"
+        raise ValueError(f"a mask made for {made} reached a layer with {got}")
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _kind(mask: CallMask | Tensor | None, query: Tensor, key: Tensor) -> MaskKind:
+    if isinstance(mask, Tensor) or query.shape[2] == 1:
+        return "any"  # for one query a dense mask is a vector; looking into it would make the device wait
+    if mask is None:
+        return "plain" if query.shape[2] == key.shape[2] else "intervals"
+    return mask.kind
+
+
+def _ranges(mask: CallMask | Tensor | None, window: int | None) -> AttentionMask | TokenRanges:
+    return mask.ranges if isinstance(mask, CallMask) else AttentionMask.causal_mask(window)
+
+
+def _dense(mask: CallMask | Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    if isinstance(mask, Tensor):
+        return mask
+    if mask is None:
+        return AttentionMask.causal_mask(window).dense(query.shape[2], key.shape[2], query.device)
+    return mask.dense
 
 
 def _sdpa(
@@ -120,7 +199,7 @@ def _sdpa(
             value,
             attn_mask=mask,
             dropout_p=dropout,
-            is_causal=mask is None and query.shape[2] > 1,
+            is_causal=mask is None,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -131,62 +210,37 @@ def _sdpa(
         return call()
 
 
-def _triton(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
-    from ftkernels.attention import attention
-    from ftkernels.attention_mask import AttentionMask
-
-    return attention(query, key, value, AttentionMask(causal=True, window=window), scale=scaling, softcap=softcap)
-
-
-def _eager(
+def _triton(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: AttentionMask | TokenRanges,
     scaling: float,
-    window: int | None,
     softcap: float,
-    dropout: float,
+    kernels: BackendName,
 ) -> Tensor:
-    """Scores in the inputs' dtype, cap, mask, softmax in float32: what transformers' own eager attention computes."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * scaling
-    scores = softcap * torch.tanh(scores / softcap)
-    visible = mask if mask is not None else causal_mask(query, key, window)
-    if visible.dtype == torch.bool:
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + visible
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout) @ value
+    from ftkernels.attention import attention
+
+    return attention(query, key, value, mask, scale=scaling, softcap=softcap, backend=kernels)
 
 
-def causal_mask(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """(1, 1, S, S') bool, True where ``0 <= q - k < window``; the last query stands at the last key."""
-    offset = key.shape[2] - query.shape[2]
-    q = torch.arange(query.shape[2], device=query.device)[:, None] + offset
-    k = torch.arange(key.shape[2], device=query.device)[None, :]
-    visible = k <= q
-    if window is not None:
-        visible = visible & (q - k < window)
-    return visible[None, None]
+def _eager(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float
+) -> Tensor:
+    """Scores in the inputs' dtype, cap, mask, softmax in float32: what transformers' own eager attention computes.
 
-
-def mask_for(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask interface: None for full sequences without padding, else SDPA's boolean mask.
-
-    The kernels and :func:`attention_forward` know causality and the window themselves, so the common case of training
-    holds nothing of size S². ``allow_is_causal_skip`` is transformers' word that nothing else (packed documents, a
-    caller's own mask function) has been asked for.
+    The query heads that share a key head are taken as more queries of it, so that no key is copied.
     """
-    from transformers.masking_utils import sdpa_mask
-
-    whole = kwargs.get("q_length") == kwargs.get("kv_length")
-    if whole and kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", False):
-        return None
-    mask: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    return mask
+    batch, heads, q_len, size = query.shape
+    kv_heads, k_len = key.shape[1:3]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads * q_len, size)
+    scores = (grouped @ key.transpose(2, 3)).view(batch, heads, q_len, k_len) * scaling
+    scores = softcap * torch.tanh(scores / softcap)
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = F.dropout(weights, dropout).view(batch, kv_heads, -1, k_len)
+    return (weights @ value).view(batch, heads, q_len, size)
 
 
 def register() -> None:

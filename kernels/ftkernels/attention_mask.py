@@ -50,6 +50,38 @@ class TokenRanges:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PaddingBounds:
+    """What a padding mask says: tokens of row b are ``[starts[b], ends[b])``, (B,) int32, of ``length`` positions.
+
+    ``hole`` is the first row whose ones are not one run (the bounds then say too much), None without such a row;
+    ``dense`` is True without any padding.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    length: int
+    hole: int | None
+    dense: bool
+
+
+def padding_bounds(attention_mask: Tensor) -> PaddingBounds:
+    """Reads a padding mask (B, length), nonzero for tokens; waits for the device once.
+
+    Raises:
+        ValueError: the mask has not two dimensions.
+    """
+    if attention_mask.dim() != 2:
+        raise ValueError(f"expected a padding mask (batch, keys), got shape {tuple(attention_mask.shape)}")
+    valid = attention_mask != 0
+    length = int(valid.shape[1])
+    index = torch.arange(length, device=valid.device, dtype=torch.int32)
+    ends = torch.where(valid, index + 1, 0).amax(dim=1)
+    starts = torch.minimum(torch.where(valid, index, length).amin(dim=1), ends)
+    holes, dense = torch.stack([valid.sum(1) != ends - starts, valid.all(1)]).tolist()
+    return PaddingBounds(starts, ends, length, holes.index(True) if any(holes) else None, all(dense))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionMask:
     """Which keys a query sees. Query i of q_len queries stands at position ``i + k_len - q_len`` among the keys.
 
@@ -105,16 +137,14 @@ class AttentionMask:
         cls, document_ids: Tensor, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
         """From (B or 1, S) integers: every run of equal ids is a document."""
-        change = document_ids[:, 1:] != document_ids[:, :-1]
-        return cls._from_boundaries(change, causal, window)
+        return cls.from_boundaries(document_ids[:, 1:] != document_ids[:, :-1], causal=causal, window=window)
 
     @classmethod
     def from_position_ids(
         cls, position_ids: Tensor, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:
         """From (B or 1, S) positions inside documents: one starts wherever a position is not its predecessor + 1."""
-        change = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        return cls._from_boundaries(change, causal, window)
+        return cls.from_boundaries(position_ids[:, 1:] != position_ids[:, :-1] + 1, causal=causal, window=window)
 
     @classmethod
     def from_cu_seqlens(
@@ -126,12 +156,12 @@ class AttentionMask:
         return cls(causal, window, document_starts=cu_seqlens[document].to(torch.int32)[None], length=length)
 
     @classmethod
-    def _from_boundaries(cls, change: Tensor, causal: bool, window: int | None) -> AttentionMask:
-        """``change`` (B, S - 1): token i + 1 begins a document."""
-        length = change.shape[1] + 1
-        index = torch.arange(1, length, device=change.device, dtype=torch.int32)
-        first = torch.zeros((change.shape[0], 1), device=change.device, dtype=torch.int32)
-        starts = torch.cat([first, torch.where(change, index, 0)], dim=1).cummax(dim=1).values
+    def from_boundaries(cls, begins: Tensor, *, causal: bool = True, window: int | None = None) -> AttentionMask:
+        """From (B or 1, S - 1) booleans: True at i where token i + 1 begins a document."""
+        length = begins.shape[1] + 1
+        index = torch.arange(1, length, device=begins.device, dtype=torch.int32)
+        first = torch.zeros((begins.shape[0], 1), device=begins.device, dtype=torch.int32)
+        starts = torch.cat([first, torch.where(begins, index, 0)], dim=1).cummax(dim=1).values
         return cls(causal, window, document_starts=starts.to(torch.int32), length=length)
 
     def with_window(self, window: int | None) -> AttentionMask:
@@ -146,19 +176,16 @@ class AttentionMask:
         Raises:
             ValueError: the ones of a row are not one run: padding is at the left or at the right, never inside.
         """
-        if attention_mask.dim() != 2:
-            raise ValueError(f"expected a padding mask (batch, keys), got shape {tuple(attention_mask.shape)}")
-        valid = attention_mask != 0
-        length = valid.shape[1]
-        index = torch.arange(length, device=valid.device, dtype=torch.int32)
-        ends = torch.where(valid, index + 1, 0).amax(dim=1)
-        starts = torch.minimum(torch.where(valid, index, length).amin(dim=1), ends)
-        holes, dense = torch.stack([valid.sum(1) != ends - starts, valid.all(1)]).tolist()
-        if any(holes):
-            raise ValueError(f"the padding mask of row {holes.index(True)} has a hole: its ones must be one run")
-        if all(dense):
+        bounds = padding_bounds(attention_mask)
+        if bounds.hole is not None:
+            raise ValueError(f"the padding mask of row {bounds.hole} has a hole: its ones must be one run")
+        return self.bounded(bounds)
+
+    def bounded(self, bounds: PaddingBounds) -> AttentionMask:
+        """The same mask with padding that is known already; for a mask without holes."""
+        if bounds.dense:
             return replace(self, starts=None, ends=None)
-        return replace(self, starts=starts, ends=ends, length=length)
+        return replace(self, starts=bounds.starts, ends=bounds.ends, length=bounds.length)
 
     def ranges(self, q_len: int, k_len: int, device: torch.device | str) -> TokenRanges:
         """The intervals that kernels read. Make them once per mask and call of the model, not once per layer.

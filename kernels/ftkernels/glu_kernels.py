@@ -139,7 +139,9 @@ def _backward_kernel(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh: each element is read before it is written."""
+    """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh, and dg and du may be gate and up: each element is
+    read before it is written.
+    """
     first = tl.program_id(0) * BM
     row_ok = (first + tl.arange(0, BM) < M)[:, None]
     # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
@@ -273,18 +275,22 @@ def glu_backward(
     lowrank: GluLowRank | None = None,
     dya: Tensor | None = None,
     want_h: bool = False,
+    out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa (M, 2 * K) in the accumulation dtype or
     None).
 
     gate, up: (M, F), last stride 1; dh: (M, F) contiguous and the caller's own, since **h is written over it**;
-    dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``.
+    dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``. ``out``: (M, 2 * F) contiguous memory for the first result;
+    its halves may be gate and up themselves, since every element is read before it is written.
     """
     count, width = gate.shape
     tile = tile or tile_for("glu_backward" if lowrank is None else "glu_backward_lora")
     each, splits = _splits(count, width, tile, summing=lowrank is not None)
-    d_both = torch.empty((count, 2 * width), dtype=store_dtype(gate.dtype), device=gate.device)
+    stored = store_dtype(gate.dtype)
+    if out is None or out.dtype != stored:  # the dtypes differ in the interpreter only
+        out = torch.empty((count, 2 * width), dtype=stored, device=gate.device)
     k = 16 if lowrank is None else lowrank.b.shape[1]
     down = None if lowrank is None or dya is None else lowrank.a_down
     sums = (splits, count, 2 * k) if lowrank is not None else (1,)
@@ -298,8 +304,8 @@ def glu_backward(
                 up,
                 up.stride(0),
                 dh,
-                d_both,
-                d_both[:, width:],
+                out,
+                out[:, width:],
                 2 * width,
                 h,
                 dh if lowrank is None else lowrank.xa,
@@ -327,7 +333,7 @@ def glu_backward(
     elif lowrank is not None:
         dxa.zero_()
     return (
-        rounded(d_both, gate.dtype),
+        rounded(out, gate.dtype),
         rounded(h, dh.dtype) if want_h else None,
         None if lowrank is None else dxa.sum(0),
     )

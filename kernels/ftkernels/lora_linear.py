@@ -6,18 +6,20 @@ docs/kernels.md.
     x = norm(z)  or  z
     y = x @ W.T + bias + s * (x @ A.T) @ B.T + residual
 
-Saved: z, rstd (M,), xa (M, K) and the packed adapters. Never: x behind a norm, the base output, the adapter's output.
+Saved: z, rstd (M,), xa (M, K) and the packed adapters; with ``save="input"`` z alone. Never: x behind a norm, the
+base output, the adapter's output.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.early import Early
 from ftkernels.lowrank import (
     Packed,
     Plan,
@@ -25,7 +27,9 @@ from ftkernels.lowrank import (
     enter,
     group_backward,
     make_plan,
+    pack,
     products,
+    project,
 )
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
@@ -37,6 +41,7 @@ def lora_linear(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    save: Literal["products", "input"] = "products",
     backend: BackendName = "auto",
 ) -> Tensor:
     """``norm(z) @ W.T + bias + s * (dropout(norm(z)) @ A.T) @ B.T + residual``.
@@ -48,6 +53,8 @@ def lora_linear(
             W promote to; the adapter's own dtype never widens them.
         norm: applied to z first.
         residual: (..., O), added in float32 before the one rounding.
+        save: "products" saves what the module docstring lists; "input" saves z alone, before anything is computed, so
+            that a checkpoint stops in front of the product, and backward forms the small rest again. The same bits.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -61,7 +68,10 @@ def lora_linear(
         raise ValueError(f"residual {tuple(residual.shape)} does not fit z {tuple(z.shape)}")
     plan = make_plan(z, [projection], norm, backend)
     weight = None if norm is None else norm.weight
-    return _LoraLinear.apply(plan, z, residual, weight, *adapter_tensors([projection]))
+    early = Early() if save == "input" else None
+    if early is not None:
+        z = early.save(z)
+    return _LoraLinear.apply(plan, early, z, residual, weight, *adapter_tensors([projection]))
 
 
 def lora_linear_reference(
@@ -75,30 +85,45 @@ def lora_linear_reference(
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, z: Tensor, residual: Tensor | None, norm_weight: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        plan: Plan,
+        early: Early | None,
+        z: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        *_: Tensor | None,
     ) -> Tensor:
         with without_autocast(z):
-            z2 = z.reshape(-1, z.shape[-1])
-            x, rstd = enter(plan, z2, norm_weight)
+            x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
             y, packed, xa = products(plan, x)
             res2 = None if residual is None else residual.reshape(-1, residual.shape[-1])
             y = lowrank_add(y, xa, packed.b, res2, triton_kernel=plan.fused)
         ctx.plan, ctx.z_shape, ctx.z_dtype = plan, z.shape, z.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
-        ctx.save_for_backward(z if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
+        ctx.early = early
+        if early is not None:
+            ctx.norm_weight = None if norm_weight is None else norm_weight.detach()
+        else:
+            ctx.save_for_backward(z if norm_weight is not None else x, norm_weight, rstd, xa, packed.a, packed.b)
         return y.view(*z.shape[:-1], plan.out_features)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
-        x, norm_weight, rstd, xa, a, b = ctx.saved_tensors
-        _, wants_z, wants_residual, *wants = ctx.needs_input_grad
+        _, _, wants_z, wants_residual, *wants = ctx.needs_input_grad
         with without_autocast(dy):
+            if ctx.early is None:
+                x, norm_weight, rstd, xa, a, b = ctx.saved_tensors
+                packed = Packed(a, b)
+            else:
+                z, norm_weight = ctx.early.tensor(), ctx.norm_weight
+                x, rstd, packed, xa = _form(plan, z, norm_weight)
+                x = x if norm_weight is None else z
             dy2 = dy.reshape(-1, plan.out_features).to(plan.dtype)
             grads = group_backward(
                 plan,
-                Packed(a, b),
+                packed,
                 x=x.reshape(-1, x.shape[-1]),
                 norm_weight=norm_weight,
                 rstd=rstd,
@@ -112,4 +137,11 @@ class _LoraLinear(torch.autograd.Function):
         d_norm = (
             None if grads.d_norm_weight is None or norm_weight is None else grads.d_norm_weight.to(norm_weight.dtype)
         )
-        return None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.adapters
+        return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.adapters
+
+
+def _form(plan: Plan, z: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:
+    """(x (M, I), rstd, packed adapters, xa): all that stands in front of the base product."""
+    x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
+    packed = pack(plan, z.device)
+    return x, rstd, packed, project(plan, packed, x)

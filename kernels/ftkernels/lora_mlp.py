@@ -9,20 +9,22 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: d
     h = act(g) * u
     y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (+ z, the residual)
 
-Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters.
+Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters; with
+``save="input"`` z and ha alone.
 h, act(g), x and every adapter's output are formed again inside kernels that read what they need anyway.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.early import Early
 from ftkernels.gemm import add_mm_
 from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import Activation, GluLowRank, glu_backward, glu_forward
@@ -49,6 +51,7 @@ from ftkernels.projection import Norm, Projection, check_projection, norm_refere
 from ftkernels.side_stream import Side
 
 ResidualMode = Literal["none", "add", "return"]
+Save = Literal["gate_up", "gate_up_once", "input"]
 
 
 def lora_mlp(
@@ -60,6 +63,7 @@ def lora_mlp(
     activation: Activation = "silu",
     norm: Norm | None = None,
     residual: ResidualMode = "none",
+    save: Save = "gate_up",
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The MLP of the module docstring.
@@ -73,6 +77,10 @@ def lora_mlp(
         residual: "add" gives ``z + mlp``; "return" gives ``(mlp, z)``, where using the second output instead of z
             itself
             lets backward add both gradients of z in one kernel; "none" gives ``mlp``.
+        save: what backward finds. "gate_up": the base outputs of gate and up. "gate_up_once": the same, and the first
+            backward writes their gradients over them, 4 * M * F bytes less in half precision; a further backward
+            through a retained graph forms them again. "input": z alone, saved before anything is computed; backward
+            forms norm, gate and up again. All give the same bits.
         backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
@@ -83,15 +91,18 @@ def lora_mlp(
     check_projection(down, gate.out_features, "down")
     if gate.out_features != up.out_features:
         raise ValueError(f"gate has {gate.out_features} output features, up {up.out_features}")
-    if activation not in ACTIVATIONS or residual not in ("none", "add", "return"):
-        raise ValueError(f"unknown activation {activation!r} or residual mode {residual!r}")
+    if activation not in ACTIVATIONS or residual not in get_args(ResidualMode) or save not in get_args(Save):
+        raise ValueError(f"unknown activation {activation!r}, residual mode {residual!r} or save mode {save!r}")
     if residual == "add" and down.out_features != z.shape[-1]:
         raise ValueError(f"down gives {down.out_features} features, the residual has {z.shape[-1]}")
     inner = make_plan(z, [gate, up], norm, backend)
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
-    spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops)
+    early = Early() if save == "input" else None
+    spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops, save, early)
     weight = None if norm is None else norm.weight
+    if early is not None:
+        z = early.save(z)
     h, ha, passed = _Unit.apply(spec, z, weight, *adapter_tensors([gate, up]), down.a)
     added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
     y = _Down.apply(outer, h, ha, added, down.b).view(*z.shape[:-1], down.out_features)
@@ -118,12 +129,40 @@ def lora_mlp_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """One call: the plans of gate and up (``inner``) and of down (``outer``), whether the low-rank terms are fused."""
+    """One call: the plans of gate and up (``inner``) and of down (``outer``), whether the low-rank terms are fused,
+    and what is saved; ``early`` holds z when that is the input.
+    """
 
     inner: Plan
     outer: Plan
     activation: Activation
     fused: bool
+    save: Save
+    early: Early | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """What gate and up read and give: ``kept`` (..., H), the norm's input or x; ``gate_up`` (M, 2F), the base outputs
+    (unfused: the full ones).
+    """
+
+    kept: Tensor
+    rstd: Tensor | None
+    packed: Packed
+    xa: Tensor | None
+    gate_up: Tensor
+
+
+def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
+    """Everything up to gate and up, the same bits each time."""
+    inner = spec.inner
+    x, rstd = enter(inner, z.reshape(-1, z.shape[-1]), norm_weight)
+    gate_up, packed, xa = products(inner, x)
+    if not spec.fused and xa is not None and packed.b is not None:
+        for index, columns in enumerate(inner.columns()):
+            lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)
+    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up)
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:
@@ -133,22 +172,17 @@ def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | 
     return GluLowRank(xa, first.b, second.a)
 
 
-def _unit_forward(
-    spec: _Spec, gate_up: Tensor, xa: Tensor | None, first: Packed, second: Packed
-) -> tuple[Tensor, Tensor | None]:
-    """(h, ha) from the base outputs of gate and up; unfused, ``gate_up`` becomes the full outputs in place."""
+def _unit_forward(spec: _Spec, formed: _Inner, second: Packed) -> tuple[Tensor, Tensor | None]:
+    """(h, ha) from gate and up."""
     inner, outer = spec.inner, spec.outer
-    width = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
+    width = formed.gate_up.shape[1] // 2
+    gate, up = formed.gate_up[:, :width], formed.gate_up[:, width:]
     if spec.fused:
-        low = _low_rank(first, second, xa)
+        low = _low_rank(formed.packed, second, formed.xa)
         h, ha = glu_forward(gate, up, spec.activation, low)
         if low is not None and low.a_down is not None:
             return h, None if ha is None else ha.to(inner.dtype)
         return h, project(outer, second, h)
-    if xa is not None and first.b is not None:
-        for index, columns in enumerate(inner.columns()):
-            lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], first.b[columns], None, triton_kernel=False)
     h = glu_forward(gate, up, spec.activation)[0] if inner.triton else glu_reference(gate, up, spec.activation)
     return h, project(outer, second, h)
 
@@ -164,15 +198,17 @@ class _Unit(torch.autograd.Function):
     def forward(
         ctx: Any, spec: _Spec, z: Tensor, norm_weight: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        inner = spec.inner
         with without_autocast(z):
-            x, rstd = enter(inner, z.reshape(-1, z.shape[-1]), norm_weight)
-            gate_up, first, xa = products(inner, x)
+            formed = _form(spec, z, norm_weight)
             second = Packed(pack_a(spec.outer, z.device), None)
-            h, ha = _unit_forward(spec, gate_up, xa, first, second)
+            h, ha = _unit_forward(spec, formed, second)
         ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
-        kept = z if norm_weight is not None else x
-        ctx.save_for_backward(kept, norm_weight, rstd, gate_up, xa, first.a, first.b, second.a)
+        if spec.early is not None:
+            ctx.norm_weight = None if norm_weight is None else norm_weight.detach()
+        else:
+            a, b = formed.packed.a, formed.packed.b
+            ctx.save_for_backward(formed.kept, norm_weight, formed.rstd, formed.gate_up, formed.xa, a, b, second.a)
+        ctx.overwritten = False
         ctx.set_materialize_grads(False)
         return h, ha, z
 
@@ -180,20 +216,19 @@ class _Unit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dha: Tensor | None, d_pass: Tensor | None) -> tuple[Any, ...]:
         spec: _Spec = ctx.spec
-        x, norm_weight, rstd, gate_up, xa, a1, b1, a2 = ctx.saved_tensors
         _, wants_z, *wants = ctx.needs_input_grad
         if dh is None:  # only the returned residual was used
             return None, d_pass, *(None for _ in wants)
         with without_autocast(dh):
-            first, second = Packed(a1, b1), Packed(a2, None)
-            d_both, dxa, d_down = _unit_backward(spec, dh, dha, gate_up, xa, first, second, want_down=wants[5])
+            formed, norm_weight, second, ours = _recall(ctx)
+            d_both, dxa, d_down = _unit_backward(spec, dh, dha, formed, second, overwrite=ours, want_down=wants[5])
             grads = group_backward(
                 spec.inner,
-                first,
-                x=x.reshape(-1, x.shape[-1]),
+                formed.packed,
+                x=formed.kept.reshape(-1, formed.kept.shape[-1]),
                 norm_weight=norm_weight,
-                rstd=rstd,
-                xa=xa,
+                rstd=formed.rstd,
+                xa=formed.xa,
                 dy=d_both,
                 dxa=dxa,
                 d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
@@ -205,35 +240,44 @@ class _Unit(torch.autograd.Function):
         return None, d_z, d_norm, *grads.adapters, d_down
 
 
+def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
+    """What backward starts from: the state of gate and up, the norm's weight, down's packed A, and whether gate and up
+    are backward's to write over.
+    """
+    spec: _Spec = ctx.spec
+    if spec.early is not None:
+        z = spec.early.tensor()
+        return _form(spec, z, ctx.norm_weight), ctx.norm_weight, Packed(pack_a(spec.outer, z.device), None), True
+    kept, norm_weight, rstd, gate_up, xa, a, b, a_down = ctx.saved_tensors
+    second = Packed(a_down, None)
+    if ctx.overwritten:
+        return _form(spec, kept, norm_weight), norm_weight, second, True
+    ctx.overwritten = spec.save == "gate_up_once"
+    return _Inner(kept, rstd, Packed(a, b), xa, gate_up), norm_weight, second, ctx.overwritten
+
+
 def _unit_backward(
-    spec: _Spec,
-    dh: Tensor,
-    dha: Tensor | None,
-    gate_up: Tensor,
-    xa: Tensor | None,
-    first: Packed,
-    second: Packed,
-    *,
-    want_down: bool,
+    spec: _Spec, dh: Tensor, dha: Tensor | None, formed: _Inner, second: Packed, *, overwrite: bool, want_down: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(dgate beside dup (M, 2F), dxa (M, 2K) or None, dA of down or None). ``dh`` is this operation's own:
-    overwritten.
+    overwritten. So is ``formed.gate_up`` with ``overwrite``.
     """
     inner, outer = spec.inner, spec.outer
-    width = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
+    width = formed.gate_up.shape[1] // 2
+    gate, up = formed.gate_up[:, :width], formed.gate_up[:, width:]
+    out = formed.gate_up if overwrite else None
     want_h = want_down and dha is not None
-    low = _low_rank(first, second, xa) if spec.fused else None
+    low = _low_rank(formed.packed, second, formed.xa) if spec.fused else None
     dxa: Tensor | None = None
     h: Tensor | None
     if low is not None:
-        d_both, h, dxa = glu_backward(dh, gate, up, spec.activation, lowrank=low, dya=dha, want_h=want_h)
+        d_both, h, dxa = glu_backward(dh, gate, up, spec.activation, lowrank=low, dya=dha, want_h=want_h, out=out)
     else:
-        # Not fused: the saved gate and up are complete, and dh takes its delta from a GEMM.
+        # Not fused: gate and up are complete, and dh takes its delta from a GEMM.
         if dha is not None and second.a is not None:
             dh = dh.add_(adapter_dx(outer, second.a, dha)) if outer.drops else add_mm_(dh, dha, second.a)
         if inner.triton:
-            d_both, h, _ = glu_backward(dh, gate, up, spec.activation, want_h=want_h)
+            d_both, h, _ = glu_backward(dh, gate, up, spec.activation, want_h=want_h, out=out)
         else:
             d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
     if not want_h or h is None or dha is None:

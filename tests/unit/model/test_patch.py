@@ -12,7 +12,6 @@ from torch import nn
 
 from ftcli.errors import FtcliError
 from ftcli.model.adapted import why_not_fused
-from ftcli.model.attention import choose_attention
 from ftcli.model.backbone import base_of, forward_loss
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.patch import patch
@@ -192,33 +191,3 @@ def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)
     with pytest.raises(FtcliError, match=r"FT704.*layers\.1"):
         self_check(model, applied, "reference", batch(), PLAN)
-
-
-@pytest.mark.parametrize(
-    ("call", "backend"),
-    [
-        ({}, "cudnn"),
-        ({"capability": (8, 0)}, "flash"),
-        ({"capability": (7, 5), "dtype": torch.float16}, "sdpa"),
-        ({"capability": None, "dtype": torch.float32}, "sdpa"),
-        ({"masked": True}, "sdpa"),
-        ({"windowed": True}, "triton"),
-        ({"softcap": 50.0, "head_dim": 256}, "triton"),
-        ({"softcap": 50.0, "masked": True}, "eager"),
-        ({"softcap": 50.0, "capability": (7, 5), "dtype": torch.float16}, "eager"),
-        ({"softcap": 50.0, "capability": None, "dtype": torch.float32}, "eager"),
-    ],
-)
-def test_attention_backend_is_a_pure_function(call: dict[str, Any], backend: str) -> None:
-    settings: dict[str, Any] = {
-        "capability": (9, 0),
-        "dtype": torch.bfloat16,
-        "head_dim": 128,
-        "softcap": 0.0,
-        "windowed": False,
-        "masked": False,
-        **call,
-    }
-    choice = choose_attention(**settings)
-    assert choice.backend == backend
-    assert choice.reason

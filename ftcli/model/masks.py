@@ -1,0 +1,178 @@
+"""What the queries of one call may see: the object that transformers' mask interface makes for our attention.
+
+transformers calls :func:`mask_for` once for each call of a model and layer type (full, windowed), and hands what it
+returns to every layer of that type. It returns a :class:`CallMask`, which knows the call's lengths, window, padding and
+documents, and makes a form of them that a backend reads only when a layer asks: intervals for the kernels, O(tokens);
+transformers' own dense mask for everything else. Nothing is stored on a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from ftkernels.attention_mask import AttentionMask, TokenRanges, padding_bounds
+from torch import Tensor
+
+#: ``plain``: causal over the whole sequence, with or without a window; ``intervals``: padding, documents or a cached
+#: prefix, still one interval of keys a query; ``any``: something else, for dense masks only.
+MaskKind = Literal["plain", "intervals", "any"]
+
+_Rule = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class CallMask:
+    """Which keys each query of one call sees, for the layers of one type.
+
+    What it makes it keeps, for all layers of the call and for their recomputation under gradient checkpointing; it goes
+    with the call. Reading ``kind`` waits for the device once if there is padding or packing; nothing else does.
+
+    Attributes:
+        q_len, k_len: queries and keys. The queries are the last positions of the keys.
+        window: None, or W: a query sees the W keys ending at its own position, exactly ``0 <= q - k < W``.
+        padding: None, or (B, k_len) bool, True for tokens.
+        packing: None, or transformers' rule ``(batch, head, query, key) -> bool`` of a call without padding that has
+            more to it than causality and window: packed documents, as far as we know.
+        irregular: the call is known to be none of this; only ``dense`` says what is seen.
+    """
+
+    q_len: int
+    k_len: int
+    window: int | None
+    device: torch.device
+    padding: Tensor | None
+    packing: _Rule | None
+    irregular: bool
+    batch: int
+    make_dense: Callable[[], Tensor]
+
+    @property
+    def kind(self) -> MaskKind:
+        """What a backend has to be able to do."""
+        mask = self._mask
+        if mask is None:
+            return "any"
+        whole = self.q_len == self.k_len and mask.starts is None and mask.document_starts is None
+        return "plain" if whole else "intervals"
+
+    @cached_property
+    def ranges(self) -> TokenRanges:
+        """The intervals that the kernels read.
+
+        Raises:
+            ValueError: the mask is not made of intervals (``kind`` is "any").
+        """
+        if self._mask is None:
+            raise ValueError("this mask lets a query see keys that are not one interval")
+        return self._mask.ranges(self.q_len, self.k_len, self.device)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """transformers' boolean mask (B or 1, 1, q_len, k_len), True where a query sees a key."""
+        return self.make_dense()
+
+    @cached_property
+    def _mask(self) -> AttentionMask | None:
+        """None where intervals cannot say it."""
+        if self.irregular:
+            return None
+        mask = AttentionMask.causal_mask(self.window)
+        if self.packing is not None:
+            return self._packed(self.packing)
+        if self.padding is None:
+            return mask
+        bounds = padding_bounds(self.padding)
+        return None if bounds.hole is not None else mask.bounded(bounds)
+
+    def _packed(self, rule: _Rule) -> AttentionMask | None:
+        """Reads the documents' bounds off two diagonals of the rule, with no more than S evaluations a row.
+
+        A token that does not see its predecessor begins a document; and where some token sees its successor, the rule
+        is not causal, and none of ours.
+        """
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        head = torch.zeros((), dtype=torch.int64, device=self.device)
+        later = torch.arange(1, self.q_len, device=self.device)[None]
+        shape = (self.batch, self.q_len - 1)
+        if bool(rule(row, head, later - 1, later).any()):
+            return None
+        joined = rule(row, head, later, later - 1).expand(shape)
+        return AttentionMask.from_boundaries(~joined, window=self.window)
+
+
+def mask_for(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: _Rule,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> CallMask:
+    """transformers' mask interface (``AttentionMaskInterface``); the arguments are what its ``create_*_mask`` pass.
+
+    Args:
+        q_offset, kv_offset: positions of the first query and of the first key in the text.
+        attention_mask: (B, positions so far) bool, True for tokens; None without padding.
+        allow_is_causal_skip: transformers' word that causality, window and padding are all there is.
+        use_vmap: a caller has brought a mask function of its own.
+    """
+    device = torch.device(device)
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    # Two-sided masks name their own skip; chunked attention passes its chunk as local_size, which is no window.
+    two_sided = "allow_is_bidirectional_skip" in others
+    windowed = local_size is None or local_size == getattr(config, "sliding_window", None)
+    more = not allow_is_causal_skip
+    packs = more and attention_mask is None and q_length == kv_length
+
+    def make_dense() -> Tensor:
+        from transformers.masking_utils import sdpa_mask
+
+        alike = attention_mask is None and not more
+        mask: Tensor = sdpa_mask(
+            batch_size=1 if alike else batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return mask
+
+    return CallMask(
+        q_len=q_length,
+        k_len=kv_length,
+        window=local_size,
+        device=device,
+        padding=_padding_of_keys(attention_mask, kv_length, kv_offset),
+        packing=mask_function if packs else None,
+        irregular=use_vmap or two_sided or not aligned or not windowed or (more and not packs),
+        batch=batch_size,
+        make_dense=make_dense,
+    )
+
+
+def _padding_of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """The part of the mask that belongs to the keys: a sliding cache has dropped the first ones."""
+    if attention_mask is None:
+        return None
+    missing = kv_offset + kv_length - attention_mask.shape[-1]
+    mask = F.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+    return mask[:, kv_offset : kv_offset + kv_length]
