@@ -140,8 +140,8 @@ _INTERPRETER = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1),
 _TILES: dict[tuple[Generation, int], Tiles] = {
     ("hopper", 256): Tiles(
         forward=Tile(128, 64, 8, 2, tma=True),
-        d_query=Tile(128, 32, 8, 3),
-        d_key=Tile(64, 64, 4, 2, tma=True),
+        d_query=Tile(128, 32, 8, 3, tma=True),
+        d_key=Tile(32, 64, 4, 4, tma=True),
         d_value=Tile(64, 128, 8, 2, tma=True),
         d_key_value=None,
     ),
