@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
@@ -80,7 +81,7 @@ class Session:
 
     ``command`` is the command line with secrets masked, for the manifest. ``environment`` holds the few variables
     that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``, ``SLURM_JOB_ID`` ...), never secrets.
-    ``is_tty`` says whether messages go to a terminal.
+    ``is_tty`` says whether messages go to a terminal. Tokenized data is kept below ``cache_dir``; None keeps nothing.
     """
 
     reporter: Reporter = field(default_factory=SilentReporter)
@@ -91,3 +92,4 @@ class Session:
     is_tty: bool = False
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=_no_environment)
+    cache_dir: Path | None = None

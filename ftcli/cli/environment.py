@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from types import MappingProxyType
 
 from ftcli.cli.render import Style
@@ -59,8 +60,21 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
         is_tty=terminal,
         command=("ftcli", *(mask(word) for word in argv)),
         environment=recorded(os.environ),
+        cache_dir=cache_dir(os.environ),
     )
     return session, reporter
+
+
+def cache_dir(environment: Mapping[str, str]) -> Path | None:
+    """Where tokenized data is kept: FTCLI_CACHE (``off``: nowhere), else ``ftcli`` in XDG_CACHE_HOME or ~/.cache."""
+    own = environment.get("FTCLI_CACHE")
+    if own:
+        return None if own.lower() == "off" else Path(own).expanduser()
+    base = environment.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "ftcli"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -20,13 +20,30 @@ class DatasetConfig(Section):
 
     path: str = Field(
         min_length=1,
-        description="A .jsonl or .json file (also .gz), or `bundled:NAME` for data that ships with ftcli. "
+        description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of such files, "
+        "`bundled:NAME` for data that ships with ftcli, or `hub:ORG/NAME` for a data set of the Hugging Face Hub. "
         "Relative paths start at the current directory.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
     )
     max_rows: Count | None = Field(default=None, description="Use the first rows only.")
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Share of this source in the mixture, relative to the other weights; with one weight, every source "
+        "needs one. Each row is seen at least once an epoch; rows of sources that are too small repeat.",
+    )
+    name: str | None = Field(default=None, description="Configuration of a Hub data set.")
+    split: str | None = Field(
+        default=None, description="Split of a Hub data set (`train` when absent), or of a folder by its file names."
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub data set.")
+    streaming: bool = Field(
+        default=False,
+        description="Read the first `max_rows` rows of a Hub data set without downloading the rest of it.",
+    )
 
 
 Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_input_type=str | DatasetConfig)]
@@ -47,9 +64,21 @@ class DataConfig(Section):
     overlong: Literal["error", "drop", "truncate"] = Field(
         default="error", description="What happens to rows longer than `max_seq_len`; each one is counted."
     )
+    max_bad_rows: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Rows of one source that may be broken: a share below 1, a number from 1 on. Up to there they are "
+        "skipped and counted, beyond it all of them are named and nothing is trained.",
+    )
     loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto",
         description="Which tokens are trained. `auto`: assistant turns of messages, completions of "
         "prompt_completion and alpaca rows, everything of text.",
     )
-    packing: bool = Field(default=False, description="Put several rows into one sequence, without attention across.")
+    packing: bool = Field(
+        default=False,
+        description="Put several rows into one sequence of up to `max_seq_len` tokens, without attention across rows.",
+    )
+    num_proc: Count | None = Field(
+        default=None, description="Processes that tokenize; when absent, one for small files and one a core for large."
+    )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from ftcli.errors import Finding
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetLedger:
     """One dataset's account, in rows and tokens.
 
-    ``tokens`` are those kept (supervised and masked); ``cut_tokens`` were removed by truncation,
-    ``dropped_tokens`` belonged to rows that were dropped. Length quantiles are over all rows, before any cut.
+    ``rows`` were read, ``bad_rows`` of them skipped as broken (``bad_codes`` says by which code). ``tokens`` are those
+    kept (supervised and masked); ``cut_tokens`` were removed by truncation, ``dropped_tokens`` belonged to rows that
+    were dropped. Length quantiles are over all rows that could be tokenized, before any cut.
     """
 
     name: str
@@ -26,15 +30,27 @@ class DatasetLedger:
     cut_tokens: int
     dropped_tokens: int
     length_quantiles: dict[str, int]
+    bad_rows: int = 0
+    bad_codes: dict[str, int] = field(default_factory=dict)
 
     @property
     def masked_tokens(self) -> int:
         """Kept tokens without loss."""
         return self.tokens - self.supervised_tokens
 
+    @property
+    def all_tokens(self) -> int:
+        """Tokens of all rows that could be tokenized."""
+        return self.tokens + self.cut_tokens + self.dropped_tokens
+
     def as_dict(self) -> dict[str, Any]:
-        """For tokens.json."""
-        return {**asdict(self), "masked_tokens": self.masked_tokens}
+        """Plain values; :func:`ledger_of` reads them back."""
+        return asdict(self)
+
+
+def ledger_of(values: Mapping[str, Any]) -> DatasetLedger:
+    """The ledger that :meth:`DatasetLedger.as_dict` wrote."""
+    return DatasetLedger(**values)
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -47,3 +63,39 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
         return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
     return {"min": ordered[0], "p50": rank(50), "p90": rank(90), "p99": rank(99), "max": ordered[-1]}
+
+
+def skipped_finding(ledger: DatasetLedger, examples: Sequence[Finding]) -> Finding:
+    """FT441: rows that were skipped under ``max_bad_rows``, with the first few reasons."""
+    kinds = ", ".join(f"{count:,} of {code}" for code, count in sorted(ledger.bad_codes.items()))
+    first = "\n".join(f"{f.origin}: {f.code}: {f.message}" for f in examples[:3])
+    message = f"{ledger.name}: {ledger.bad_rows:,} of {ledger.rows:,} rows are broken and skipped ({kinds})"
+    return Finding("FT441", message, None, f"data.max_bad_rows allows it; mend or remove them\n{first}", "warning")
+
+
+def mostly_untrained(ledgers: Sequence[DatasetLedger], loss_on: str) -> Finding | None:
+    """FT442 when less than half of the tokens are trained; a warning when rows were cut, dropped or skipped for it."""
+    total = Counter[str]()
+    for ledger in ledgers:
+        total.update(
+            all=ledger.all_tokens,
+            trained=ledger.supervised_tokens,
+            masked=ledger.masked_tokens,
+            cut=ledger.cut_tokens,
+            dropped=ledger.dropped_tokens,
+            skipped_rows=ledger.bad_rows,
+        )
+    if not total["all"] or 2 * total["trained"] >= total["all"]:
+        return None
+    shares = {name: total[name] / total["all"] for name in ("trained", "masked", "cut", "dropped")}
+    parts = [f"{shares['masked']:.0%} are masked (data.loss_on: {loss_on})"]
+    parts += [f"{shares[name]:.0%} are {name} (data.overlong)" for name in ("cut", "dropped") if shares[name] > 0]
+    lost = shares["cut"] + shares["dropped"] > 0 or total["skipped_rows"] > 0
+    return Finding(
+        "FT442",
+        f"this run trains on {shares['trained']:.0%} of its {total['all']:,} tokens: {'; '.join(parts)}",
+        None,
+        "`ftcli check RECIPE --show-sample 3` shows which; a longer data.max_seq_len cuts less, and data.loss_on: all "
+        "trains prompts too",
+        "warning" if lost else "note",
+    )

@@ -1,40 +1,49 @@
-"""Rows to token ids and labels, with an account of every token."""
+"""From a recipe's sources to tokenized rows, with an account of every token; each source is tokenized once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config import DataConfig, DatasetConfig
-from ftcli.data.formats import Example, Layout, to_examples
-from ftcli.data.ledger import DatasetLedger, quantiles
-from ftcli.data.load import Row, data_error, raise_findings, read_rows
-from ftcli.data.mask import IGNORE_INDEX, end_at_stop, labels_of
-from ftcli.data.template import Rendered, Renderer
-from ftcli.errors import Finding, Origin
+from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
+from ftcli.data.encode import Batch, Encoder
+from ftcli.data.ledger import DatasetLedger, ledger_of, quantiles, skipped_finding
+from ftcli.data.load import Row, no_rows, raise_findings
+from ftcli.data.parallel import cores, encode_all
+from ftcli.data.template import Renderer
+from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.reporting import Progress, Reporter, SilentReporter
+from ftcli.rows.formats import Layout, layout_of
+from ftcli.rows.places import files_of, is_hub
+from ftcli.rows.reading import iterate
+from ftcli.rows.row import MAX_NAMED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LossOn = Literal["assistant", "completion", "all"]
+__all__ = ["Prepared", "Tokens", "prepare"]
 
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from."""
-
-    row: Row
-    input_ids: list[int]
-    labels: list[int]
+#: From this size on, the time to start processes is small against the time that they save.
+LARGE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Tokenized sources in recipe order, and one ledger for each."""
+    """Tokenized sources in recipe order, and one ledger for each. ``findings`` are warnings about them.
 
-    sequences: list[Tokens]
+    ``cache`` keeps the files of what could not be cached alive.
+    """
+
+    sequences: TokenTable
     ledgers: list[DatasetLedger]
+    findings: tuple[Finding, ...] = ()
+    from_cache: tuple[bool, ...] = ()
+    cache: TokenCache | None = field(default=None, repr=False)
 
 
 def prepare(
@@ -42,131 +51,203 @@ def prepare(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     stops: Collection[int],
+    *,
+    cache_dir: Path | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
 ) -> Prepared:
-    """Reads, renders, tokenizes and masks all ``sources``.
+    """Reads, renders, tokenizes and masks all ``sources``, or finds them in the cache.
 
-    Raises FtcliError (exit 4): what reading and rendering raise, FT431 rows longer than max_seq_len under
-    ``overlong: error``, FT432 rows without a supervised token, FT433 turns without a stop token.
+    Args:
+        cache_dir: Where tokenized sources are kept; None keeps them for this process only.
+
+    Raises:
+        FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411,
+            FT412 for layouts, FT421 to FT426 for templates, FT431 rows longer than max_seq_len under ``overlong:
+            error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
-    renderer = Renderer(tokenizer, data.chat_template)
-    sequences: list[Tokens] = []
-    ledgers: list[DatasetLedger] = []
+    job = _Job(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
+    cache = TokenCache(cache_dir, job.reporter.warn)
+    stores: list[TokenStore] = []
+    cached: list[bool] = []
+    failures: list[FtcliError] = []
     for source in sources:
-        layout, examples = to_examples(read_rows(source), data.format)
-        tokenized = _tokenize(examples, layout, data, renderer, tokenizer, stops)
-        kept, ledger = _fit(tokenized, source, layout, data)
-        sequences.extend(kept)
-        ledgers.append(ledger)
-    return Prepared(sequences, ledgers)
+        try:
+            store, found = job.store(source, cache)
+        except FtcliError as error:
+            failures.append(error)
+        else:
+            stores.append(store)
+            cached.append(found)
+    if failures:
+        worst = next((e.exit_code for e in failures if e.exit_code != ExitCode.DATA), ExitCode.DATA)
+        raise FtcliError(dict.fromkeys(finding for error in failures for finding in error.findings), worst)
+    ledgers = [ledger_of({**store.facts["ledger"], "name": s.path}) for store, s in zip(stores, sources, strict=True)]
+    findings = [
+        skipped_finding(ledger, [_finding(values) for values in store.facts["skipped"]])
+        for ledger, store in zip(ledgers, stores, strict=True)
+        if ledger.bad_rows
+    ]
+    return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
 
 
-def resolve_loss_on(requested: str, layout: Layout) -> LossOn:
-    """What ``loss_on: auto`` means for a layout; an explicit value is kept."""
-    if requested in ("assistant", "completion", "all"):
-        return requested  # type: ignore[return-value]
-    return {"text": "all", "prompt_completion": "completion"}.get(layout, "assistant")  # type: ignore[return-value]
+def _finding(values: dict[str, Any]) -> Finding:
+    return Finding(values["code"], values["message"], Origin(values["source"], values["row"]))
 
 
-def _tokenize(
-    examples: Sequence[Example],
-    layout: Layout,
-    data: DataConfig,
-    renderer: Renderer,
-    tokenizer: PreTrainedTokenizerBase,
-    stops: Collection[int],
-) -> list[Tokens]:
-    loss_on = resolve_loss_on(data.loss_on, layout)
-    rendered = [_render(example, loss_on, renderer, tokenizer) for example in examples]
-    chat = [example.messages is not None for example in examples]
-    encoded = tokenizer(
-        [r.text for r in rendered], add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
-    )
-    result: list[Tokens] = []
-    findings: list[Finding] = []
-    for index, example in enumerate(examples):
-        ids: list[int] = encoded["input_ids"][index]
-        labels = labels_of(ids, encoded["offset_mapping"][index], rendered[index].spans)
-        if all(label == IGNORE_INDEX for label in labels):
-            message = f"no token of this row would be trained (loss_on {loss_on})"
-            findings.append(Finding("FT432", message, example.row.origin))
-        elif chat[index] and loss_on != "all" and not end_at_stop(labels, stops):
-            message = "the chat template ends an assistant turn without a stop token, so a model never learns to stop"
-            findings.append(Finding("FT433", message, example.row.origin))
-        result.append(Tokens(example.row, ids, labels))
-    raise_findings(findings)
-    return result
+@dataclass(slots=True)
+class _Counts:
+    """What the batches of one source come to."""
 
+    rows: int = 0
+    lengths: list[int] = field(default_factory=list)
+    bad: list[Finding] = field(default_factory=list)
+    bad_codes: Counter[str] = field(default_factory=Counter)
+    overlong: list[Finding] = field(default_factory=list)
+    overlong_codes: Counter[str] = field(default_factory=Counter)
+    totals: Counter[str] = field(default_factory=Counter)
 
-def _render(example: Example, loss_on: LossOn, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    if example.messages is not None:
-        if loss_on == "all":
-            text = renderer.text(example.messages, example.row)
-            return Rendered(text, ((0, len(text)),))
-        rendered = renderer.conversation(example.messages, example.row)
-        return Rendered(rendered.text, rendered.spans[-1:]) if loss_on == "completion" else rendered
-    bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
-    text = f"{bos}{example.text}{eos}"
-    if loss_on == "assistant":
-        raise data_error(
-            "FT434",
-            "loss_on: assistant needs conversations, this row is plain text",
-            example.row.origin,
-            help="use loss_on: completion for prompt_completion rows, all for text",
+    def fault(self, finding: Finding) -> None:
+        """A row that is broken."""
+        _kept(self.bad, self.bad_codes, finding)
+
+    def add(self, batch: Batch) -> None:
+        """A batch of rows that could be read."""
+        self.lengths += batch.lengths
+        for finding in batch.findings:
+            self.fault(finding)
+        for finding in batch.overlong:
+            _kept(self.overlong, self.overlong_codes, finding)
+        spans, ids = batch.encoded.spans, batch.encoded.ids
+        self.totals.update(
+            kept_rows=len(batch.encoded.index),
+            tokens=len(ids),
+            supervised_tokens=int((spans[:, 1] - spans[:, 0]).sum()),
+            dropped_rows=batch.dropped_rows,
+            dropped_tokens=batch.dropped_tokens,
+            truncated_rows=batch.truncated_rows,
+            cut_tokens=batch.cut_tokens,
         )
-    if loss_on == "completion" and example.prompt_text is None:
-        raise data_error("FT434", "loss_on: completion needs a prompt and a completion", example.row.origin)
-    start = len(bos) + len(example.prompt_text or "") if loss_on == "completion" else 0
-    return Rendered(text, ((start, len(text)),))
 
-
-def _fit(
-    sequences: Sequence[Tokens], source: DatasetConfig, layout: Layout, data: DataConfig
-) -> tuple[list[Tokens], DatasetLedger]:
-    limit = data.max_seq_len
-    long = [s for s in sequences if len(s.input_ids) > limit]
-    if long and data.overlong == "error":
-        raise_findings(
-            [
-                Finding(
-                    "FT431",
-                    f"{len(s.input_ids)} tokens, more than data.max_seq_len {limit}",
-                    s.row.origin,
-                    help="raise data.max_seq_len, or choose data.overlong: drop or truncate",
-                )
-                for s in long
-            ]
+    def ledger(self, name: str, layout: Layout) -> DatasetLedger:
+        """The account."""
+        names = ("kept_rows", "dropped_rows", "truncated_rows", "tokens", "supervised_tokens", "cut_tokens")
+        return DatasetLedger(
+            name=name,
+            layout=layout,
+            rows=self.rows,
+            dropped_tokens=self.totals["dropped_tokens"],
+            length_quantiles=quantiles(self.lengths),
+            bad_rows=self.bad_codes.total(),
+            bad_codes=dict(self.bad_codes),
+            **{total: self.totals[total] for total in names},
         )
-    kept = list(sequences)
-    if long and data.overlong == "drop":
-        kept = [s for s in sequences if len(s.input_ids) <= limit]
-    elif long:
-        cut = [Tokens(s.row, s.input_ids[:limit], s.labels[:limit]) for s in sequences]
-        kept = [s for s in cut if any(label != IGNORE_INDEX for label in s.labels)]
-    if not kept:
-        raise data_error("FT404", f"no row of {source.path} is left ({len(long)} too long)", Origin(source.path))
-    return kept, _ledger(sequences, kept, source, layout, data)
 
 
-def _ledger(
-    sequences: Sequence[Tokens], kept: Sequence[Tokens], source: DatasetConfig, layout: Layout, data: DataConfig
-) -> DatasetLedger:
-    lengths = [len(s.input_ids) for s in sequences]
-    kept_rows = {(s.row.source, s.row.number) for s in kept}
-    dropped = [s for s in sequences if (s.row.source, s.row.number) not in kept_rows]
-    tokens = sum(len(s.input_ids) for s in kept)
-    dropped_tokens = sum(len(s.input_ids) for s in dropped)
-    return DatasetLedger(
-        name=source.path,
-        layout=layout,
-        rows=len(sequences),
-        kept_rows=len(kept),
-        dropped_rows=len(dropped),
-        truncated_rows=sum(length > data.max_seq_len for length in lengths) - len(dropped)
-        if data.overlong == "truncate"
-        else 0,
-        tokens=tokens,
-        supervised_tokens=sum(label != IGNORE_INDEX for s in kept for label in s.labels),
-        cut_tokens=sum(lengths) - tokens - dropped_tokens,
-        dropped_tokens=dropped_tokens,
-        length_quantiles=quantiles(lengths),
-    )
+def _kept(findings: list[Finding], codes: Counter[str], finding: Finding) -> None:
+    """Counts a finding, and keeps it while there are few."""
+    codes[finding.code] += 1
+    if len(findings) < MAX_NAMED:
+        findings.append(finding)
+
+
+class _Job:
+    """What is the same for all sources of one call."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: tuple[int, ...],
+        offline: bool,
+        reporter: Reporter,
+    ) -> None:
+        self.reporter = reporter
+        self._data = data
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._offline = offline
+        self._identity: str | None = None
+
+    def store(self, source: DatasetConfig, cache: TokenCache) -> tuple[TokenStore, bool]:
+        """The source's tokens, and whether they came from the cache."""
+        key = self._key(source)
+        found = cache.find(key)
+        if found is not None:
+            return found, True
+        return cache.make(key, lambda writer: self._tokenize(source, writer)), False
+
+    def _key(self, source: DatasetConfig) -> str | None:
+        try:
+            contents = contents_of(source, offline=self._offline)
+        except OSError:
+            return None  # whoever reads the file says what is wrong with it
+        if contents is None:
+            return None
+        if self._identity is None:
+            self._identity = tokenizer_identity(self._tokenizer)
+        template = Renderer(self._tokenizer, self._data.chat_template).source
+        return key_of(source, contents, self._data, template, self._identity, self._stops)
+
+    def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> dict[str, Any]:
+        counts = _Counts()
+        with self.reporter.progress(None, f"tokenizing {source.path}") as progress:
+            rows = self._good_rows(source, counts, progress)
+            first = next(rows, None)
+            if first is None:
+                self._raise_bad(source, counts)
+                raise no_rows(source)
+            layout = layout_of(first, self._data.format)
+            encoder = Encoder(self._tokenizer, self._stops, self._data, layout)
+            for batch in encode_all(encoder, _chain(first, rows), self._processes(source)):
+                counts.add(batch)
+                writer.append(batch.encoded)
+        self._raise_bad(source, counts)
+        ledger = counts.ledger(source.path, layout)
+        if not ledger.kept_rows:
+            message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
+            raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path))
+        return {"ledger": ledger.as_dict(), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
+
+    def _good_rows(self, source: DatasetConfig, counts: _Counts, progress: Progress) -> Iterator[Row]:
+        for item in iterate(source, offline=self._offline):
+            counts.rows += 1
+            progress.advance()
+            if isinstance(item, Row):
+                yield item
+            else:
+                counts.fault(item)
+
+    def _raise_bad(self, source: DatasetConfig, counts: _Counts) -> None:
+        """Raises what is wrong with the rows, unless it is little enough to be skipped."""
+        allowed = self._data.max_bad_rows
+        limit = allowed if allowed >= 1 else allowed * counts.rows
+        findings, uncounted = list(counts.overlong), counts.overlong_codes - Counter(f.code for f in counts.overlong)
+        if counts.bad_codes.total() > limit:
+            findings += counts.bad
+            uncounted += counts.bad_codes - Counter(f.code for f in counts.bad)
+        places: dict[str, list[Finding]] = {}
+        for finding in findings:
+            places.setdefault(finding.origin.source if finding.origin else source.path, []).append(finding)
+        ordered = [
+            f for group in places.values() for f in sorted(group, key=lambda f: (f.origin and f.origin.line) or 0)
+        ]
+        raise_findings(ordered, uncounted)
+
+    def _processes(self, source: DatasetConfig) -> int:
+        if self._data.num_proc is not None:
+            return self._data.num_proc
+        if is_hub(source):
+            return 1
+        size = sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))
+        return cores() if size >= LARGE_BYTES and source.max_rows is None else 1
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    origin = finding.origin or Origin("")
+    return {"code": finding.code, "message": finding.message, "source": origin.source, "row": origin.line}
+
+
+def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:
+    yield first
+    yield from rest

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config import GenerateConfig
-from ftcli.data.formats import Prompt
-from ftcli.data.template import Renderer
 from ftcli.model.backbone import compute_context
 from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
@@ -17,13 +15,6 @@ from ftcli.reporting import Reporter
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def prompt_text(prompt: Prompt, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The prompt as the model sees it, up to where its answer begins."""
-    if prompt.messages is not None:
-        return renderer.text(prompt.messages, prompt.row, generation_prompt=True)
-    return f"{tokenizer.bos_token or ''}{prompt.text}"
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.data.collate import PaddingCollator
-from ftcli.data.prepare import Tokens
+from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.preflight.precision import DtypePlan

@@ -11,9 +11,9 @@ import torch
 from ftcli.config import Recipe, TaskConfig
 from ftcli.data.formats import Prompt, prompts_of
 from ftcli.data.load import read_rows
-from ftcli.data.prepare import Tokens
 from ftcli.data.template import Renderer
-from ftcli.evaluate.generate import generate, prompt_text
+from ftcli.data.tokens import Tokens
+from ftcli.evaluate.generate import generate
 from ftcli.evaluate.loss import evaluate_loss
 from ftcli.evaluate.tasks import judge
 from ftcli.preflight.precision import DtypePlan
@@ -79,7 +79,7 @@ class Evaluator:
     ) -> tuple[list[str], list[str], list[str | None]]:
         prompts = self._prompts(task)
         renderer = Renderer(self.tokenizer, self.recipe.data.chat_template)
-        texts = [prompt_text(prompt, renderer, self.tokenizer) for prompt in prompts]
+        texts = [renderer.prompt(prompt) for prompt in prompts]
         completions = generate(
             model,
             self.tokenizer,

@@ -17,11 +17,11 @@ __all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "grpo", "trai
 Result = dict[str, Any]
 
 
-def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None) -> Result:
-    """Preflight only. ``as_gpu`` answers for a named GPU instead of this machine."""
+def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> Result:
+    """Preflight only. ``as_gpu`` answers for a named GPU; ``samples`` rows of each training source are shown."""
     from ftcli.pipeline.checking import run
 
-    return run(loaded, session, as_gpu)
+    return run(loaded, session, as_gpu, samples)
 
 
 def train(loaded: LoadedRecipe, session: Session) -> Result:

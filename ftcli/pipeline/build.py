@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from ftcli.config import Recipe
-from ftcli.data.prepare import Prepared, Tokens, prepare
+from ftcli.data.ledger import mostly_untrained
+from ftcli.data.order import Epochs, epochs_of, padding_of
+from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.template import Renderer
+from ftcli.data.tokens import Tokens, TokenTable
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.preflight.report import PreflightReport
@@ -19,6 +24,10 @@ from ftcli.reporting import Session
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+#: The self-check takes the longest of this many rows.
+LOOKED_AT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +72,74 @@ def device_of(report: PreflightReport) -> torch.device:
 
 
 def texts_of(recipe: Recipe, report: PreflightReport, session: Session) -> Texts:
-    """The recipe's tokenizer and stop tokens."""
+    """The recipe's tokenizer and stop tokens.
+
+    The tokenizer carries the recipe's chat template, so that whatever is saved with it renders as training did.
+    """
     tokenizer = load_tokenizer(recipe.model, offline=session.offline)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source
     return Texts(tokenizer, stop_token_ids(report.facts, tokenizer))
 
 
 def tokenized(recipe: Recipe, session: Session, texts: Texts, name: Literal["train", "eval"]) -> Prepared:
     """Training or held-out data as token ids; what was found and done is told to the reporter."""
     sources = recipe.data.train if name == "train" else recipe.data.eval
-    prepared = prepare(sources, recipe.data, texts.tokenizer, texts.stops)
-    for ledger in prepared.ledgers:
+    prepared = prepare(
+        sources,
+        recipe.data,
+        texts.tokenizer,
+        texts.stops,
+        cache_dir=session.cache_dir,
+        offline=session.offline,
+        reporter=session.reporter,
+    )
+    for finding in prepared.findings:
+        session.reporter.finding(finding)
+    for ledger, cached in zip(prepared.ledgers, prepared.from_cache, strict=True):
         session.reporter.info(
-            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows} of {ledger.rows} rows, "
+            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows:,} of {ledger.rows:,} rows, "
             f"{ledger.supervised_tokens:,} of {ledger.tokens:,} tokens trained"
-            + (f", {ledger.dropped_rows} rows dropped" if ledger.dropped_rows else "")
-            + (f", {ledger.truncated_rows} rows truncated" if ledger.truncated_rows else "")
+            + (f", {ledger.dropped_rows:,} rows dropped" if ledger.dropped_rows else "")
+            + (f", {ledger.truncated_rows:,} rows truncated" if ledger.truncated_rows else "")
+            + (" (tokenized earlier)" if cached else "")
         )
     return prepared
+
+
+def training_epochs(recipe: Recipe, session: Session, prepared: Prepared) -> Epochs:
+    """What an epoch of training holds; says so where it is little of the tokens, a mixture, or packed."""
+    weights = [source.weight for source in recipe.data.train]
+    shares = [float(weight) for weight in weights if weight is not None]
+    epochs = epochs_of(
+        prepared.sequences,
+        shares if len(shares) == len(weights) else None,
+        packing=recipe.data.packing,
+        capacity=recipe.data.max_seq_len,
+        seed=recipe.run.seed,
+    )
+    untrained = mostly_untrained(prepared.ledgers, recipe.data.loss_on)
+    if untrained is not None:
+        session.reporter.finding(untrained)
+    for ledger, seen in zip(prepared.ledgers, _seen(epochs, prepared.sequences), strict=True):
+        if shares:
+            times = seen / ledger.kept_rows
+            session.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
+    if epochs.packs is not None:
+        real, padding = padding_of(epochs, prepared.sequences.lengths, recipe.train.per_device_train_batch_size)
+        session.reporter.info(
+            f"packing: {len(epochs.packs.rows):,} rows in {len(epochs.packs):,} sequences of up to "
+            f"{recipe.data.max_seq_len:,} tokens, {padding / (real + padding):.1%} padding"
+        )
+    return epochs
+
+
+def _seen(epochs: Epochs, table: TokenTable) -> list[int]:
+    """Rows of each source in an epoch."""
+    if epochs.packs is None:
+        return list(epochs.mix.counts)
+    starts = np.asarray(table.starts)
+    return [int(count) for count in np.histogram(epochs.packs.rows, bins=starts)[0]]
 
 
 def build_base(
@@ -134,8 +194,24 @@ def with_kernels(built: Built, recipe: Recipe, report: PreflightReport, rows: Se
     applied = patch(built.model, recipe.model.kernels)
     if not any(entry.on for entry in applied.table):
         return KernelReport(applied.as_dicts(), None)
-    longest = sorted(rows, key=lambda s: sum(label != -100 for label in s.labels), reverse=True)[:ROWS]
+    longest = sorted(rows[:LOOKED_AT], key=lambda s: sum(label != -100 for label in s.labels), reverse=True)[:ROWS]
     batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
     on_device = {name: value.to(built.device) for name, value in batch.items()}
     check, applied = self_check(built.model, applied, recipe.model.kernels, on_device, report.plan)
     return KernelReport(applied.as_dicts(), check.as_dict())
+
+
+def check_packing(built: Built, report: PreflightReport, epochs: Epochs, texts: Texts) -> None:
+    """Proves on a few rows that no document of a pack sees another one; the model leaves as it came.
+
+    Raises FtcliError FT443 (exit 3) when one does.
+    """
+    from ftcli.trainers.isolation import check_isolation
+
+    check_isolation(
+        built.model,
+        epochs.sequences[:LOOKED_AT],
+        report.plan,
+        built.device,
+        pad_token_id=int(texts.tokenizer.pad_token_id),
+    )

@@ -46,7 +46,6 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
 def _grpo(
     recipe: Recipe, grpo: GrpoConfig, session: Session, report: PreflightReport, context: RunContext
 ) -> dict[str, Any]:
-    from ftcli.evaluate.generate import prompt_text
     from ftcli.evaluate.suite import Evaluator
     from ftcli.pipeline import build
     from ftcli.trainers.grpo import build_grpo_trainer
@@ -72,7 +71,7 @@ def _grpo(
             built.model,
             texts.tokenizer,
             prompts,
-            [prompt_text(prompt, renderer, texts.tokenizer) for prompt in prompts],
+            [renderer.prompt(prompt) for prompt in prompts],
             report.plan,
             hooks,
             device=built.device,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
+from ftcli.pipeline.accounting import write_tokens
 from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, opened_run, write_token_ledger
+from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, opened_run
 from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
@@ -43,11 +44,20 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         texts = build.texts_of(recipe, report, session)
         train_data = build.tokenized(recipe, session, texts, "train")
         eval_data = build.tokenized(recipe, session, texts, "eval")
-        write_token_ledger(context, {"train": train_data.ledgers, "eval": eval_data.ledgers})
+        epochs = build.training_epochs(recipe, session, train_data)
+        write_tokens(
+            context.directory.tokens_path,
+            {"train": train_data.ledgers, "eval": eval_data.ledgers},
+            epochs,
+            train_data.sequences.lengths,
+            recipe.train.per_device_train_batch_size,
+        )
     with context.stop.interruptible("loading the model"):
         built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
         kernels = build.with_kernels(built, recipe, report, train_data.sequences)
         session.reporter.info(kernels.summary())
+        if epochs.packs is not None:
+            build.check_packing(built, report, epochs, texts)
         add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check)
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
     summary = fit(
@@ -59,7 +69,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
             recipe,
             built.model,
             texts.tokenizer,
-            train_data.sequences,
+            epochs,
             report.plan,
             hooks,
             device=built.device,

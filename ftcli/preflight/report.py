@@ -25,7 +25,7 @@ from typing import Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.advice import Verdict, judge
-from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, support
+from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
 from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
@@ -113,12 +113,18 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     kept = _Kept()
     kept.stage(
         ExitCode.RECIPE,
-        [*support.check(context), *crossfield.check(context), *grpo.check(context), *files.check(context)],
+        [
+            *support.check(context),
+            *crossfield.check(context),
+            *sources.check(context),
+            *grpo.check(context),
+            *files.check(context),
+        ],
     )
     facts = read_facts(loaded.recipe.model, offline=offline, origins=loaded.origins)
     kept.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
     if context.reads_data:
-        rows = data.check(context, facts)
+        rows = data.check(context, facts, offline=offline)
         kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
     plan = plan_dtypes(loaded.recipe, device)

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.data.load import Row
-from ftcli.data.prepare import Tokens
+from ftcli.data.tokens import Tokens
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
 MATMUL_CUDA = (8192, 8192, 8192)

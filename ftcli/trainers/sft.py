@@ -11,8 +11,9 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from ftcli.config import Recipe
-from ftcli.data.collate import PaddingCollator
-from ftcli.data.prepare import Tokens
+from ftcli.data.collate import EpochCollator
+from ftcli.data.order import Epochs, EpochSampler, plain_epochs
+from ftcli.data.tokens import Tokens
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
@@ -26,6 +27,10 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows."""
 
     plan: DtypePlan
+    epochs: Epochs
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
+        return EpochSampler(self.epochs)
 
     def compute_loss(
         self,
@@ -40,7 +45,9 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         """
         if return_outputs:
             raise ValueError("logits are never kept; evaluation goes through ftcli.evaluate")
-        self.count_tokens(inputs["attention_mask"])
+        # Rows come with a mask of their padding, packs with their lengths: either sums to the number of tokens.
+        self.count_tokens(inputs["attention_mask"] if "attention_mask" in inputs else inputs["lengths"])
+        inputs = {name: value for name, value in inputs.items() if name != "lengths"}
         device = inputs["input_ids"].device
         items = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"][:, 1:] != -100).sum()
         with compute_context(device, self.plan.compute, self.plan.autocast):
@@ -97,21 +104,20 @@ def build_sft_trainer(
     recipe: Recipe,
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    sequences: Sequence[Tokens],
+    data: Epochs | Sequence[Tokens],
     plan: DtypePlan,
     hooks: TrainerHooks,
     *,
     device: torch.device,
     scratch_dir: str,
 ) -> SftTrainer:
-    """A trainer over tokenized ``sequences``, ready for :meth:`train`.
+    """A trainer over tokenized ``data``, ready for :meth:`train`.
 
     Args:
+        data: What an epoch holds, and in which order; of bare rows, each once.
         scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
     """
-    dataset = Dataset.from_dict(
-        {"input_ids": [s.input_ids for s in sequences], "labels": [s.labels for s in sequences]}
-    )
+    epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
     args = SFTConfig(
         **training_arguments(recipe, scratch_dir, device),
         max_length=None,
@@ -120,11 +126,13 @@ def build_sft_trainer(
     trainer = SftTrainer(
         model=model,
         args=args,
-        data_collator=PaddingCollator(int(tokenizer.pad_token_id)),
-        train_dataset=dataset,
+        data_collator=EpochCollator(epochs, int(tokenizer.pad_token_id)),
+        # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
+        train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
         processing_class=tokenizer,
     )
     trainer.plan = plan
+    trainer.epochs = epochs
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
     trainer.bind(hooks)
     return trainer

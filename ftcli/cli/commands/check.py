@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from ftcli.cli import options, views
+from ftcli.cli import options, samples, views
+from ftcli.cli.environment import style_for
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
 
@@ -22,6 +24,15 @@ def check(
             help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu.",
         ),
     ] = None,
+    show_sample: Annotated[
+        int,
+        typer.Option(
+            "--show-sample",
+            metavar="N",
+            min=0,
+            help="Show N rows of each training source as tokens: what is trained, what is masked.",
+        ),
+    ] = 0,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
@@ -35,11 +46,16 @@ def check(
     Examples:
       ftcli check recipes/gemma2-9b.yaml
       ftcli check recipes/gemma2-9b.yaml --as h100 --offline
+      ftcli check recipes/smoke.yaml --show-sample 3
     """
 
     def action(session: Session) -> Result:
         from ftcli import pipeline
 
-        return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu)
+        return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu, show_sample)
 
-    return Request("check", options.common(json, quiet, offline, debug), action, views.check_text)
+    def render(result: Result) -> str:
+        shown = samples.samples_text(result.get("samples", ()), style_for(sys.stdout))
+        return "\n\n".join(part for part in (views.check_text(result), shown) if part)
+
+    return Request("check", options.common(json, quiet, offline, debug), action, render)

@@ -1,42 +1,26 @@
-"""Looks at the first rows of every file: is it there, is it JSON, and do its columns make sense for the recipe.
+"""Looks at the first rows of every source: is it there, can it be read, and do its rows make sense for the recipe.
 
-Reading all rows is ``ftcli.data``'s work; the codes are its, so that one problem has one code.
+Rows are read and understood by the code that training uses (`ftcli.rows`); only rendering and tokenizing are left out.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from ftcli.assets import asset
 from ftcli.config import DatasetConfig
-from ftcli.errors import Finding, Origin
+from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.preflight.checks.base import Context, Findings, NotMade
 from ftcli.preflight.checks.crossfield import LOSS_ON
 from ftcli.preflight.facts import ModelFacts
+from ftcli.rows.formats import Layout, Misfit, asked, layout_of, understand
+from ftcli.rows.places import DataFile, files_of, is_hub
+from ftcli.rows.reading import iterate
+from ftcli.rows.row import Row
 
 SAMPLE_ROWS = 64
-_BUNDLED = "bundled:"
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_MAX_LINE = 64 * 2**20
-_MAX_DOCUMENT = 256 * 2**20
-
-#: Columns that each layout needs, in the order in which `format: auto` tries them (as ftcli.data.formats does).
-LAYOUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "messages": ("messages",),
-        "sharegpt": ("conversations",),
-        "prompt_completion": ("prompt", "completion"),
-        "prompt_answer": ("prompt", "answer"),
-        "alpaca": ("instruction", "output"),
-        "text": ("text",),
-    }
-)
+#: A larger .json file is not parsed for a look at its first rows, nor is a compressed one that may be larger.
+MAX_DOCUMENT = 64 * 2**20
 _CHATS = ("messages", "sharegpt", "alpaca", "prompt_answer")
 
 
@@ -46,7 +30,7 @@ class Sample:
 
     path: str
     source: DatasetConfig
-    rows: tuple[tuple[int, dict[str, Any]], ...]
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +41,48 @@ class DataReport:
     not_made: tuple[NotMade, ...]
 
 
-def check(context: Context, facts: ModelFacts) -> DataReport:
-    """FT401 to FT405, FT411 to FT413, FT421, FT434, FT453 for the first rows of each file that the command reads."""
+def check(context: Context, facts: ModelFacts, *, offline: bool) -> DataReport:
+    """FT401 to FT407, FT411 to FT414, FT421, FT434, FT453 for the first rows of each source that the command reads.
+
+    Faults of single rows are warnings where ``data.max_bad_rows`` may allow them.
+    """
     findings: list[Finding] = []
     not_made: list[NotMade] = []
     for path, source in _sources(context):
+        reason = _unread(source, offline=offline)
+        if reason is not None:
+            not_made.append(NotMade(f"rows of {source.path}", reason))
+            continue
         try:
-            sample = _read(context, path, source)
-        except _Unreadable as problem:
-            findings.append(problem.finding)
-        except _TooLarge:
-            not_made.append(
-                NotMade(f"rows of {source.path}", f"a .json file over {_MAX_DOCUMENT >> 20} MiB; use .jsonl")
-            )
-        else:
-            findings.extend(_sample_findings(context, facts, sample))
+            found = list(_source_findings(context, facts, path, source, offline=offline))
+        except FtcliError as error:
+            found = [_placed(context, path, finding) for finding in error.findings]
+        except OSError as error:
+            found = [context.error("FT403", path, f"{source.path} cannot be read: {error}")]
+        findings += found
     return DataReport(tuple(findings), tuple(not_made))
 
 
-def resolve(name: str) -> Path:
-    """The file that a recipe's ``path`` means; ``bundled:NAME`` is ``assets/data/NAME.jsonl`` or ``.jsonl.gz``."""
-    if not name.startswith(_BUNDLED):
-        return Path(name).expanduser()
-    stem = name.removeprefix(_BUNDLED)
-    plain = asset("data", f"{stem}.jsonl")
-    return plain if plain.exists() else asset("data", f"{stem}.jsonl.gz")
+def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
+    """Why a source is not looked at, or None."""
+    if is_hub(source):
+        return "no network may be used" if offline else None
+    try:
+        large = [file.name for file in files_of(source) if file.kind == ".json" and _size(file) > MAX_DOCUMENT]
+    except (FtcliError, OSError):
+        return None  # said by the reading
+    return f"{large[0]} is a .json file over {MAX_DOCUMENT >> 20} MiB; use .jsonl" if large else None
+
+
+def _size(file: DataFile) -> int:
+    return file.path.stat().st_size * (8 if file.compressed else 1)
+
+
+def _placed(context: Context, path: str, finding: Finding) -> Finding:
+    """A fault of a whole source is one of the recipe's value; a fault of a row keeps its place."""
+    if finding.origin is not None and finding.origin.line is not None:
+        return finding
+    return replace(finding, origin=context.origins.at(path))
 
 
 def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
@@ -94,137 +95,63 @@ def _sources(context: Context) -> Iterator[tuple[str, DatasetConfig]]:
             yield from ((f"eval.tasks.{number}.data.{i}", source) for i, source in enumerate(task.data))
 
 
-class _Unreadable(Exception):
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
-
-
-class _TooLarge(Exception):
-    pass
-
-
-def _read(context: Context, path: str, source: DatasetConfig) -> Sample:
-    file = resolve(source.path)
-    if not file.is_file():
-        bundled = sorted(p.name.split(".")[0] for p in asset("data").glob("*.jsonl*")) if asset("data").is_dir() else []
-        is_bundled = source.path.startswith(_BUNDLED)
-        message = f"ftcli bundles no data named {source.path}" if is_bundled else f"no data file at {file.absolute()}"
-        hint = f"bundled are: {', '.join(bundled)}" if is_bundled else "paths start at the current directory"
-        raise _Unreadable(context.error("FT401", path, message, hint))
-    if not file.name.endswith(_SUFFIXES):
-        names = ", ".join(_SUFFIXES)
-        raise _Unreadable(
-            context.error(
-                "FT402", path, f"{file.name} is none of the layouts that ftcli reads", f"convert it to {names}"
-            )
-        )
-    try:
-        rows = tuple(_rows(context, path, file, source))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise _Unreadable(context.error("FT403", path, f"{source.path} cannot be read: {error}")) from error
-    if not rows:
-        raise _Unreadable(context.error("FT404", path, f"{source.path} holds no rows"))
-    return Sample(path, source, rows)
-
-
-def _rows(context: Context, path: str, file: Path, source: DatasetConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+def _source_findings(
+    context: Context, facts: ModelFacts, path: str, source: DatasetConfig, *, offline: bool
+) -> Findings:
     limit = min(SAMPLE_ROWS, source.max_rows or SAMPLE_ROWS)
-    opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt", encoding="utf-8") as stream:
-        values = _lines(stream, source) if ".jsonl" in file.suffixes else _document(stream, source)
-        for count, (number, value) in enumerate(values):
-            if count == limit:
-                return
-            if not isinstance(value, dict):
-                raise _Unreadable(_at(source, number, "FT403", "a row must be a JSON object"))
-            missing = [name for name in source.columns.values() if name not in value]
-            if missing:
-                raise _Unreadable(
-                    _at(source, number, "FT405", f"column {missing[0]!r} is missing; this row has: {_names(value)}")
-                )
-            taken = set(source.columns.values())
-            renamed = {new: value[old] for new, old in source.columns.items()}
-            yield number, {**{k: v for k, v in value.items() if k not in taken}, **renamed}
+    # A look at the first rows of a Hub data set must not download all of it.
+    looked_at = source.model_copy(update={"max_rows": limit, "streaming": is_hub(source)})
+    items = list(iterate(looked_at, offline=offline))
+    broken = [item for item in items if isinstance(item, Finding)]
+    rows = tuple(item for item in items if isinstance(item, Row))
+    if not items:
+        yield context.error("FT404", path, f"{source.path} holds no rows")
+    if rows:
+        sample = Sample(path, source, rows)
+        bare = context.work == "grpo" and context.recipe.data.format == "auto" and _is_bare(rows[0])
+        layout = None if bare else layout_of(rows[0], context.recipe.data.format)
+        broken += [finding for row in rows if (finding := _misfit(row, layout)) is not None]
+        yield from _meaning(context, facts, sample, layout)
+    severity: Severity = "warning" if context.recipe.data.max_bad_rows > 0 else "error"
+    yield from (replace(finding, severity=severity) for finding in broken)
 
 
-def _lines(stream: Any, source: DatasetConfig) -> Iterator[tuple[int, Any]]:
-    number = 0
-    while line := stream.readline(_MAX_LINE):
-        number += 1
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise _Unreadable(_at(source, number, "FT403", f"not JSON: {error}")) from error
+def _is_bare(row: Row) -> bool:
+    """Whether a row is a prompt without an answer."""
+    return "prompt" in row.fields and not {"completion", "answer"} & set(row.fields)
 
 
-def _document(stream: Any, source: DatasetConfig) -> Iterator[tuple[int, Any]]:
-    text = stream.read(_MAX_DOCUMENT + 1)
-    if len(text) > _MAX_DOCUMENT:
-        raise _TooLarge
+def _misfit(row: Row, layout: Layout | None) -> Finding | None:
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        hint = "; one object a line wants the ending .jsonl"
-        raise _Unreadable(_at(source, line, "FT403", f"not JSON: {error}{hint}")) from error
-    if not isinstance(values, list):
-        raise _Unreadable(_at(source, 1, "FT403", "a .json file must hold a list of rows"))
-    yield from enumerate(values, 1)
+        if layout is None:
+            asked(row.fields.get("prompt"))
+        else:
+            understand(row, layout)
+    except Misfit as misfit:
+        code, suffix = ("FT414", "") if layout is None else ("FT412", f" (format {layout})")
+        return Finding(code, f"{misfit}{suffix}", row.origin)
+    return None
 
 
-def _sample_findings(context: Context, facts: ModelFacts, sample: Sample) -> Findings:
-    recipe = context.recipe
-    number, first = sample.rows[0]
-    asked = recipe.data.format
-    layout = next((name for name, needed in LAYOUTS.items() if set(needed) <= set(first)), None)
-    if asked != "auto":
-        layout = asked
-    elif layout is None and not (context.work == "grpo" and "prompt" in first):
-        expected = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in LAYOUTS.items())
-        yield _at(
-            sample.source,
-            number,
-            "FT411",
-            f"the columns {_names(first)} fit no known layout",
-            help=f"rename columns with `columns`; expected one of {expected}",
-        )
-        return
-    for row_number, row in sample.rows:
-        absent = [name for name in LAYOUTS.get(layout or "", ()) if name not in row]
-        if absent:
-            yield _at(sample.source, row_number, "FT412", f"column {absent[0]!r} is missing (format {layout})")
-    yield from _meaning(context, facts, sample, layout)
-
-
-def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: str | None) -> Findings:
+def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: Layout | None) -> Findings:
     """What the rows are used for, against what they hold. ``layout`` None: GRPO's bare prompts."""
-    number, first = sample.rows[0]
+    origin, first = sample.rows[0].origin, sample.rows[0].fields
     loss_on = context.recipe.data.loss_on
     is_chat = layout is None or layout in _CHATS or isinstance(first.get("prompt"), list)
     if context.work == "grpo":
         if layout == "text":
-            yield _at(
-                sample.source, number, "FT413", "plain text has no prompt to answer", help="use prompt and answer"
-            )
+            yield Finding("FT413", "plain text has no prompt to answer", origin, "use prompt and answer")
         yield from _answers(context, sample)
     elif layout is not None and (loss_on not in LOSS_ON[layout] or (loss_on == "assistant" and not is_chat)):
-        yield _at(
-            sample.source,
-            number,
-            "FT434",
-            f"loss_on: {loss_on} has no meaning for these rows of format {layout}",
-            help="use loss_on: auto",
-        )
+        message = f"loss_on: {loss_on} has no meaning for these rows of format {layout}"
+        yield Finding("FT434", message, origin, "use loss_on: auto")
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if is_chat and not templated and context.recipe.data.chat_template is None:
-        yield _at(
-            sample.source,
-            number,
+        yield Finding(
             "FT421",
             "the tokenizer has no chat template, so a conversation has no defined text",
-            help="name one with data.chat_template, or train on rows of format prompt_completion or text",
+            origin,
+            "name one with data.chat_template, or train on rows of format prompt_completion or text",
         )
 
 
@@ -232,24 +159,15 @@ def _answers(context: Context, sample: Sample) -> Findings:
     grpo = context.recipe.grpo
     if grpo is None or not sample.path.startswith("data.train"):
         return
-    columns = set.intersection(*(set(row) for _, row in sample.rows))
+    columns = set.intersection(*(set(row.fields) for row in sample.rows))
     # Layouts with an answer of their own lend it to a column of that name (ftcli.trainers.grpo).
     answered = {"completion", "messages", "conversations", "output"} & columns
     derived = columns | {"answer"} if answered else columns
     for reward in grpo.rewards:
         if reward.use == "exact_match" and reward.answer not in derived:
-            yield _at(
-                sample.source,
-                sample.rows[0][0],
+            yield Finding(
                 "FT453",
                 f"the reward exact_match compares with column {reward.answer!r}, which the data does not have",
-                help=f"set the reward's `answer` to one of: {', '.join(sorted(columns))}",
+                sample.rows[0].origin,
+                f"set the reward's `answer` to one of: {', '.join(sorted(columns))}",
             )
-
-
-def _at(source: DatasetConfig, row: int, code: str, message: str, help: str | None = None) -> Finding:
-    return Finding(code, message, Origin(source.path, row), help)
-
-
-def _names(row: dict[str, Any]) -> str:
-    return ", ".join(sorted(row)) or "none"

@@ -34,7 +34,6 @@ def _values(context: Context) -> Findings:
     recipe = context.recipe
     refused = (
         ("quantization.method", recipe.quantization.method, ("none",)),
-        ("data.packing", recipe.data.packing, (False,)),
         ("launch.num_processes", recipe.launch.num_processes, (1,)),
         ("launch.engine", recipe.launch.engine, ("single",)),
         ("model.dtype", recipe.model.dtype, ("auto", "bfloat16", "float32")),

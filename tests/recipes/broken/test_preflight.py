@@ -17,7 +17,7 @@ GRPO = "data: {train: [bundled:smoke-grpo-train], max_seq_len: 64}\n"
 # (name, what follows HEAD, code, place, help, exit status)
 CASES = [
     # settings that no code carries out, or that contradict one another
-    ("packing", "data: {train: [bundled:smoke-train], packing: true}\n", "FT250", "3:47", "use false", 2),
+    ("split", "data: {train: [{path: bundled:smoke-train, split: test}]}\n", "FT257", "3:51", "remove split", 2),
     ("quantized", DATA + "lora: {}\nquantization: {method: nf4}\n", "FT250", "5:24", "use none", 2),
     ("quantized whole", DATA + "quantization: {method: fp8}\n", "FT251", "4:24", "lora", 2),
     ("two processes", DATA + "launch: {num_processes: 2}\n", "FT250", "4:25", "use 1", 2),
@@ -55,7 +55,7 @@ def test_recipe_is_refused_before_anything_is_built(
 ROWS = [
     ("missing file", "gone.jsonl", None, "FT401", "r.yaml:3:15", "current directory"),
     ("unknown bundled data", "bundled:gone", None, "FT401", "r.yaml:3:15", "smoke-train"),
-    ("spreadsheet", "rows.csv", "a,b\n", "FT402", "r.yaml:3:15", ".jsonl"),
+    ("spreadsheet", "rows.xlsx", "a,b\n", "FT402", "r.yaml:3:15", ".jsonl"),
     ("unknown columns", "rows.jsonl", '{"question": "a", "reply": "b"}\n', "FT411", "rows.jsonl:1", "columns"),
 ]
 

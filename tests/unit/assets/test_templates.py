@@ -27,11 +27,13 @@ RENDERED = {
     "<|start_header_id|>assistant<|end_header_id|>\n\nA2<|eot_id|>",
     "mistral": "<bos>[INST] Q1[/INST] A1<end_of_turn>[INST] Q2[/INST] A2<end_of_turn>",
 }
+RENDERED["gemma-system"] = RENDERED["gemma"]
 TRAINED = {
     "gemma": "A1<end_of_turn>A2<end_of_turn>",
     "chatml": "A1<|im_end|>A2<|im_end|>",
     "llama3": "A1<|eot_id|>A2<|eot_id|>",
     "mistral": " A1<end_of_turn> A2<end_of_turn>",
+    "gemma-system": "A1<end_of_turn>A2<end_of_turn>",
 }
 
 
@@ -88,7 +90,7 @@ def test_what_the_model_never_saw_is_refused(tokenizer: Any, name: str, chat: li
         tokenizer.apply_chat_template(chat, chat_template=template(name), tokenize=False)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma-system"])
 def test_system_turns_are_kept_where_the_family_has_them(tokenizer: Any, name: str) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *CHAT]
     assert "Be brief." in tokenizer.apply_chat_template(chat, chat_template=template(name), tokenize=False)

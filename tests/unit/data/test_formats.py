@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from ftcli.data.formats import detect_format, prompts_of, to_examples
+from ftcli.data.formats import prompts_of, to_examples
 from ftcli.data.load import Row
 from ftcli.errors import FtcliError
+from ftcli.rows.formats import detect_format
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -29,7 +30,7 @@ def rows(*fields: dict[str, Any]) -> list[Row]:
     ],
 )
 def test_layouts_are_detected(fields: dict[str, Any], layout: str) -> None:
-    assert detect_format(rows(fields)) == layout
+    assert detect_format(rows(fields)[0]) == layout
     assert to_examples(rows(fields), "auto")[0] == layout
 
 
@@ -51,7 +52,7 @@ def test_alpaca_input_and_system() -> None:
 
 def test_unknown_columns_name_what_was_expected() -> None:
     with pytest.raises(FtcliError, match="FT411") as caught:
-        detect_format(rows({"question": "q"}))
+        detect_format(rows({"question": "q"})[0])
     assert "messages" in (caught.value.findings[0].help or "")
 
 

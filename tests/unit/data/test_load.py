@@ -43,10 +43,10 @@ def test_every_broken_row_is_named_at_once(tmp_path: Path) -> None:
     assert "a list" in error.findings[1].message
 
 
-def test_more_than_twenty_broken_rows_are_counted(tmp_path: Path) -> None:
-    error = error_of(write(tmp_path / "a.jsonl", *["{"] * 25))
-    assert len(error.findings) == 21
-    assert "5 more" in error.findings[-1].message
+def test_rows_beyond_a_thousand_are_counted_by_code(tmp_path: Path) -> None:
+    error = error_of(write(tmp_path / "a.jsonl", *["{"] * 1002))
+    assert len(error.findings) == 1001
+    assert "2 more rows like these (2 of FT403)" in error.findings[-1].message
 
 
 @pytest.mark.parametrize(

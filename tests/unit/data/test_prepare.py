@@ -60,10 +60,13 @@ def test_completion_trains_the_last_turn_only(tokenizer: PreTrainedTokenizerBase
     assert trained(tokenizer, prepared).replace("·", "") == "no<end_of_turn>"
 
 
-def test_all_trains_everything_but_the_first_token(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    prepared = run(tokenizer, tmp_path, [turns("hi", "yes")], loss_on="all")
-    assert prepared.sequences[0].labels[0] == IGNORE_INDEX
-    assert IGNORE_INDEX not in prepared.sequences[0].labels[1:]
+def test_all_trains_everything_after_the_first_token_up_to_the_stop(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    sequence = run(tokenizer, tmp_path, [turns("hi", "yes")], loss_on="all").sequences[0]
+    end = len(sequence.input_ids) - sequence.input_ids[::-1].index(stop_of(tokenizer))
+    assert sequence.labels == [IGNORE_INDEX, *sequence.input_ids[1:end], *[IGNORE_INDEX] * (len(sequence.labels) - end)]
+    assert tokenizer.decode(sequence.input_ids[end:]) == "\n"
 
 
 def test_prompt_completion_and_text_end_with_eos(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -116,11 +119,13 @@ def test_a_row_cut_before_its_answer_is_dropped(tokenizer: PreTrainedTokenizerBa
 
 def test_template_refusal_names_row_and_remedy(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "s"}, *turns("a", "b")["messages"]]}
-    with pytest.raises(FtcliError, match="FT422") as caught:
+    with pytest.raises(FtcliError, match="FT425") as caught:
         run(tokenizer, tmp_path, [turns("a", "b"), row])
     assert caught.value.findings[0].origin is not None
     assert caught.value.findings[0].origin.line == 2
-    assert "system role" in (caught.value.findings[0].help or "")
+    assert "first user message" in (caught.value.findings[0].help or "")
+    ids = run(tokenizer, tmp_path, [row], chat_template="gemma-system").sequences[0].input_ids
+    assert "<start_of_turn>user\ns\n\na<end_of_turn>" in tokenizer.decode(ids)
 
 
 def test_template_without_stop_token_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "quantization.method=nf4",
         "quantization.method=fp8",
         "quantization.method=bitnet",
-        "data.packing=true",
         "launch.num_processes=2",
         "launch.engine=ddp",
         "launch.engine=fsdp",

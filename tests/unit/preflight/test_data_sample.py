@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ftcli.data.formats import _REQUIRED
 from ftcli.preflight.checks import data
 from ftcli.preflight.checks.base import Context
 from ftcli.preflight.facts import read_facts
@@ -40,7 +39,7 @@ def look(load: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
         text = f"model: {{name_or_path: google/gemma-2-2b, tokenizer: {tokenizer}}}\n"
         loaded = load(f"{text}data:\n  train:\n    - {{path: {path}{source}}}\n{rest}", *overrides)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        return data.check(Context(loaded.recipe, loaded.origins, command), facts)
+        return data.check(Context(loaded.recipe, loaded.origins, command), facts, offline=True)
 
     return _look
 
@@ -66,16 +65,11 @@ def test_every_layout_is_recognised(row: Any, look: Callable[..., Any]) -> None:
     assert codes(look(gzip.compress(json.dumps(row).encode()), name="rows.jsonl.gz")) == []
 
 
-def test_layouts_are_those_of_the_reader() -> None:
-    assert dict(data.LAYOUTS) == _REQUIRED
-    assert list(data.LAYOUTS) == list(_REQUIRED)
-
-
 @pytest.mark.parametrize(
     ("content", "name", "code", "row"),
     [
         (None, "rows.jsonl", "FT401", None),
-        (b"a,b\n1,2\n", "rows.csv", "FT402", None),
+        (b"a,b\n1,2\n", "rows.xlsx", "FT402", None),
         (b'{"text": "a"}\n{"text": \n', "rows.jsonl", "FT403", 2),
         (b'{"text": "a"}\n\n[1]\n', "rows.jsonl", "FT403", 3),
         (b'{"text": "a"}', "rows.json", "FT403", 1),
@@ -125,7 +119,7 @@ def test_a_stated_format_is_held_to(look: Callable[..., Any]) -> None:
         ({"text": "a"}, "assistant", "FT434"),
         ({"text": "a"}, "completion", "FT434"),
         ({"prompt": "a", "completion": "b"}, "assistant", "FT434"),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": [{}]}, "assistant", None),
+        ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, "assistant", None),
         (CHAT, "assistant", None),
         ({"text": "a"}, "all", None),
     ],
@@ -167,7 +161,7 @@ def test_all_broken_files_are_reported_together(look: Callable[..., Any]) -> Non
 def test_a_json_document_that_is_too_large_is_said_to_be_unread(
     look: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_MAX_DOCUMENT", 10)
+    monkeypatch.setattr(data, "MAX_DOCUMENT", 10)
     report = look(json.dumps([CHAT]).encode(), name="rows.json")
     assert codes(report) == []
     assert "rows.json" in report.not_made[0].check

@@ -1,0 +1,151 @@
+"""Tokenized sources on disk, found again by what they were made of: a second run starts at once.
+
+An entry is a folder, written aside and renamed: it is complete or absent. Entries may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config import DataConfig, DatasetConfig
+from ftcli.data.tokens import TokenStore, TokenWriter
+from ftcli.rows.hub import hub_commit
+from ftcli.rows.places import files_of, is_hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Part of every key: raised whenever the same input gives other tokens or other files.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Identity of one file of a source, or of a Hub data set (``bytes`` 0, the commit in place of the hash)."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[Content] | None:
+    """What the source holds now, by content; None for a Hub data set whose commit nobody can say.
+
+    Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
+    """
+    if is_hub(source):
+        commit = hub_commit(source, offline=offline)
+        return None if commit is None else [Content(source.path, 0, commit)]
+    found = []
+    for file in files_of(source):
+        with file.path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            found.append(Content(file.name, stream.tell(), digest))
+    return found
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything in a tokenizer that its token ids depend on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    specials = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
+    text = json.dumps([type(tokenizer).__name__, state, specials])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def key_of(
+    source: DatasetConfig,
+    contents: list[Content],
+    data: DataConfig,
+    template: str | None,
+    tokenizer: str,
+    stops: Collection[int],
+) -> str:
+    """The name of the entry: a hash of everything that tokens, labels and the names of rows depend on.
+
+    Not in it: where a data set lies, when it was written, its weight, and how many processes read it.
+    """
+    chosen = source.model_dump(mode="json", include={"columns", "max_rows", "name", "split"})
+    settings = data.model_dump(mode="json", include={"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on"})
+    parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
+    text = json.dumps([*parts, sorted(stops)], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+class TokenCache:
+    """Entries below ``folder``. With no folder, entries live as long as this object does.
+
+    Args:
+        warn: Told when the cache cannot be used; the run goes on without it.
+    """
+
+    def __init__(self, folder: Path | None, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._scratch: Path | None = None
+        self._folder = folder / "tokens" if folder is not None else None
+
+    def find(self, key: str | None) -> TokenStore | None:
+        """The entry, or None when it is absent or damaged."""
+        if self._folder is None or key is None:
+            return None
+        path = self._folder / key
+        if not path.is_dir():
+            return None
+        try:
+            return TokenStore(path)
+        except (OSError, ValueError, KeyError) as error:
+            self._warn(f"the tokenized data in {path} is damaged and made anew ({error})")
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+
+    def make(self, key: str | None, fill: Callable[[TokenWriter], dict[str, Any]]) -> TokenStore:
+        """Writes an entry with ``fill``, which returns its facts, and opens it. Without a key it is not kept."""
+        if self._folder is not None and key is not None:
+            staged = self._staged(self._folder)
+            if staged is not None:
+                try:
+                    _write(staged, fill)
+                    return self._keep(staged, self._folder / key)
+                except OSError as error:
+                    self._warn(f"tokenized data cannot be kept in {self._folder} ({error}); going on without")
+                finally:
+                    shutil.rmtree(staged, ignore_errors=True)
+        if self._scratch is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="ftcli-tokens-"))
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        _write(folder, fill)
+        return TokenStore(folder)
+
+    def _staged(self, root: Path) -> Path | None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
+        except OSError as error:
+            self._warn(f"tokenized data cannot be kept in {root} ({error}); going on without")
+            return None
+
+    @staticmethod
+    def _keep(staged: Path, path: Path) -> TokenStore:
+        try:
+            staged.rename(path)
+        except OSError:
+            if not path.is_dir():  # else another run was faster, and wrote the same
+                raise
+        return TokenStore(path)
+
+
+def _write(folder: Path, fill: Callable[[TokenWriter], dict[str, Any]]) -> None:
+    writer = TokenWriter(folder)
+    try:
+        writer.finish(fill(writer))
+    finally:
+        writer.close()

@@ -1,0 +1,139 @@
+"""Which sequences an epoch holds and in which order: a pure function of data, weights, seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from ftcli.data.pack import Packs, best_fit
+from ftcli.data.tokens import Ints, Tokens, TokenTable
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Rows of each source in an epoch: ``sizes`` that there are, ``counts`` that are seen, never fewer."""
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def repeats(self) -> tuple[float, ...]:
+        """How often each source's rows are seen in an epoch, on average."""
+        return tuple(count / size for count, size in zip(self.counts, self.sizes, strict=True))
+
+
+def mixture(sizes: Sequence[int], weights: Sequence[float] | None) -> Mixture:
+    """The shortest epoch in which the sources have the shares of ``weights`` and every row is seen at least once."""
+    if weights is None or len(sizes) < 2:
+        return Mixture(tuple(sizes), tuple(sizes))
+    total = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    counts = (max(size, round(total * weight)) for size, weight in zip(sizes, weights, strict=True))
+    return Mixture(tuple(sizes), tuple(counts))
+
+
+def rows_of(mix: Mixture, generator: torch.Generator) -> list[int]:
+    """The rows of one epoch, sources evenly interleaved, each in a random order.
+
+    A source that is seen 2.5 times comes twice whole, then a random half. After any number of rows, each source has had
+    its share of them to within one row. With one source this is ``torch.randperm``.
+    """
+    if len(mix.sizes) == 1:
+        return [int(i) for i in torch.randperm(mix.sizes[0], generator=generator)]
+    rows: list[Ints] = []
+    places: list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = []
+    start = 0
+    for size, count in zip(mix.sizes, mix.counts, strict=True):
+        rounds = [torch.randperm(size, generator=generator).numpy() for _ in range(-(-count // size))]
+        rows.append(np.concatenate(rounds)[:count] + start)
+        places.append((np.arange(count) + 0.5) / count)
+        start += size
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return [int(i) for i in np.concatenate(rows)[order]]
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """Training sequences: single rows, or packs of them.
+
+    A pack has the same rows in every epoch; what changes is the order. ``mix`` is over rows without ``packs``, and over
+    packs (one source) with them.
+    """
+
+    sequences: Sequence[Tokens]
+    mix: Mixture
+    packs: Packs | None = None
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return sum(self.mix.counts)
+
+    @property
+    def units(self) -> int:
+        """Different sequences."""
+        return len(self.sequences) if self.packs is None else len(self.packs)
+
+    def members(self, unit: int) -> list[Tokens]:
+        """The rows of one sequence."""
+        rows = [unit] if self.packs is None else self.packs.members(unit)
+        return [self.sequences[row] for row in rows]
+
+    def order(self, epoch: int) -> list[int]:
+        """The sequences of an epoch, by their number."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        if sum(self.mix.sizes) == len(self) or len(self.mix.sizes) == 1:
+            return [int(i) for i in torch.randperm(len(self), generator=generator)]
+        return rows_of(self.mix, generator)
+
+
+def epochs_of(table: TokenTable, weights: Sequence[float] | None, *, packing: bool, capacity: int, seed: int) -> Epochs:
+    """The training sequences of prepared sources.
+
+    Args:
+        weights: One for each source, or None to see every row once.
+        capacity: Longest sequence, in tokens.
+    """
+    sizes = [b - a for a, b in zip(table.starts[:-1], table.starts[1:], strict=True)]
+    mix = mixture(sizes, weights)
+    if not packing:
+        return Epochs(table, mix, None, seed)
+    repeated = sum(mix.counts) > len(table)
+    rows = rows_of(mix, torch.Generator().manual_seed(seed)) if repeated else None
+    packs = best_fit(table.lengths, capacity, rows)
+    return Epochs(table, Mixture((len(packs),), (len(packs),)), packs, seed)
+
+
+def plain_epochs(sequences: Sequence[Tokens], seed: int) -> Epochs:
+    """Every row once an epoch, one row a sequence."""
+    return Epochs(sequences, Mixture((len(sequences),), (len(sequences),)), None, seed)
+
+
+class EpochSampler(Sampler[int]):
+    """Gives the trainer the order of each epoch; ``set_epoch`` is called by transformers before each."""
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration gives."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._epochs.order(self._epoch))
+
+
+def padding_of(epochs: Epochs, lengths: Ints, batch_size: int) -> tuple[int, int]:
+    """Real tokens and padding of the first epoch, in batches of ``batch_size`` padded to their longest."""
+    of_units = lengths if epochs.packs is None else epochs.packs.lengths(lengths)
+    ordered = of_units[epochs.order(0)]
+    blocks = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+    total = sum(int(block.max()) * len(block) for block in blocks)
+    real = int(ordered.sum())
+    return real, total - real

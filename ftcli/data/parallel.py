@@ -1,0 +1,138 @@
+"""Encodes chunks of rows in several processes; results come back in order, so their number changes nothing.
+
+Each worker has a pipe of its own and one chunk at a time. When this process goes away, however it does, the pipe closes
+and the worker ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+from ftcli.data.encode import Batch
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.rows.row import Row
+
+#: Rows that are sent to a worker at a time.
+CHUNK_ROWS = 256
+
+
+class Encodes(Protocol):
+    """What a worker runs; it is sent to each worker once."""
+
+    def batch(self, rows: Sequence[Row]) -> Batch:
+        """Tokenizes a few rows."""
+        ...
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int) -> Iterator[Batch]:
+    """A batch for each :data:`CHUNK_ROWS` rows, in order.
+
+    Raises FtcliError: what the encoder raises; FT436 when a process ends by itself.
+    """
+    chunks = _chunks(rows)
+    if processes <= 1:
+        yield from (encoder.batch(chunk) for chunk in chunks)
+        return
+    workers = [_Worker(encoder) for _ in range(processes)]
+    try:
+        # Results are fetched in the order in which chunks were given out: worker 0, 1, ..., 0, 1, ...
+        waiting = [
+            worker for worker, chunk in zip(workers, islice(chunks, processes), strict=False) if worker.give(chunk)
+        ]
+        while waiting:
+            worker = waiting.pop(0)
+            batch = worker.take()
+            chunk = next(chunks, None)
+            if chunk is not None and worker.give(chunk):
+                waiting.append(worker)
+            yield batch
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    remaining = iter(rows)
+    while chunk := list(islice(remaining, CHUNK_ROWS)):
+        yield chunk
+
+
+class _Worker:
+    def __init__(self, encoder: Encodes) -> None:
+        # A fresh interpreter: forking one that holds threads (torch, tokenizers) can deadlock.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process: SpawnProcess = context.Process(target=_work, args=(encoder, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, chunk: list[Row]) -> bool:
+        """Hands over a chunk."""
+        try:
+            self._pipe.send(chunk)
+        except OSError as error:
+            raise self._gone() from error
+        return True
+
+    def take(self) -> Batch:
+        """The result of the chunk that was given."""
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if isinstance(answer, Batch):
+            return answer
+        if isinstance(answer, tuple):
+            raise FtcliError(*answer)
+        raise RuntimeError(f"a tokenizing process failed:\n{answer}")
+
+    def end(self) -> None:
+        """Closes the pipe, which ends the process, and waits for that."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _gone(self) -> FtcliError:
+        self._process.join(timeout=10)
+        return FtcliError.single(
+            "FT436",
+            f"a tokenizing process ended by itself (exit code {self._process.exitcode})",
+            exit_code=ExitCode.DATA,
+            help="a negative code is a signal, -9 mostly the system's reaction to full memory: set data.num_proc: 1",
+        )
+
+
+def _work(encoder: Encodes, pipe: Connection) -> None:
+    # A terminal and batch systems signal every process of a group; when to stop is the parent's decision.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        try:
+            chunk = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer: object = encoder.batch(chunk)
+        except FtcliError as error:
+            answer = (error.findings, error.exit_code)
+        except Exception:  # noqa: BLE001 - raised again in the parent, with the traceback
+            answer = traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except OSError:
+            return

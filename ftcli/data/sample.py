@@ -1,0 +1,129 @@
+"""The first rows of a source as training will see them, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from ftcli.config import DataConfig, DatasetConfig
+from ftcli.data.encode import Encoder
+from ftcli.data.formats import prompts_of
+from ftcli.data.load import Row, no_rows, raise_findings
+from ftcli.data.mask import IGNORE_INDEX
+from ftcli.data.template import Renderer
+from ftcli.data.tokens import Tokens
+from ftcli.errors import Finding
+from ftcli.rows.formats import layout_of
+from ftcli.rows.places import is_hub
+from ftcli.rows.reading import iterate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Fate = Literal["kept", "truncated", "dropped: longer than data.max_seq_len", "refused: longer than data.max_seq_len"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleToken:
+    """One token: its id, its text (special tokens spelled out) and whether it bears loss."""
+
+    id: int
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row. ``origin`` is ``file:row``; ``tokens`` are those that reach the model, all of them if none does."""
+
+    origin: str
+    layout: str
+    template: str | None
+    fate: Fate
+    tokens: tuple[SampleToken, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, with the number of trained tokens."""
+        return {**asdict(self), "trained": sum(token.trained for token in self.tokens)}
+
+
+def sample_rows(
+    source: DatasetConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Collection[int],
+    count: int,
+    *,
+    prompts_only: bool = False,
+    offline: bool = False,
+) -> list[Sample]:
+    """The first ``count`` rows; under ``prompts_only`` what a model is asked, of which nothing is trained.
+
+    Raises FtcliError with what is wrong with these rows, as :func:`ftcli.data.prepare.prepare`.
+    """
+    looked_at = source.model_copy(
+        update={"max_rows": min(count, source.max_rows or count), "streaming": is_hub(source)}
+    )
+    items = list(islice(iterate(looked_at, offline=offline), count))
+    raise_findings([item for item in items if isinstance(item, Finding)])
+    rows = [item for item in items if isinstance(item, Row)]
+    if not rows:
+        raise no_rows(source)
+    template = data.chat_template or "the tokenizer's chat template"
+    if prompts_only:
+        return _prompts(rows, data, tokenizer, template)
+    layout = layout_of(rows[0], data.format)
+    encoder = Encoder(tokenizer, stops, data, layout)
+    tokenized, findings = encoder.rows(rows)
+    raise_findings(findings)
+    rendered = template if layout not in ("text", "prompt_completion") else None
+    return [_sample(tokens, data, tokenizer, layout, rendered) for tokens in tokenized]
+
+
+def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Sample]:
+    renderer = Renderer(tokenizer, data.chat_template)
+    found = []
+    for prompt in prompts_of(rows, data.format):
+        ids = tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"]
+        shown = tuple(_tokens(ids, [IGNORE_INDEX] * len(ids), tokenizer))
+        rendered = template if prompt.messages is not None else None
+        found.append(Sample(str(prompt.row.origin), "prompt", rendered, "kept", shown))
+    return found
+
+
+def _sample(
+    tokens: Tokens, data: DataConfig, tokenizer: PreTrainedTokenizerBase, layout: str, template: str | None
+) -> Sample:
+    ids, labels = tokens.input_ids, tokens.labels
+    fate: Fate = "kept"
+    if len(ids) > data.max_seq_len:
+        cut = labels[: data.max_seq_len]
+        if data.overlong == "truncate" and any(label != IGNORE_INDEX for label in cut):
+            ids, labels, fate = ids[: data.max_seq_len], cut, "truncated"
+        elif data.overlong == "error":
+            fate = "refused: longer than data.max_seq_len"
+        else:
+            fate = "dropped: longer than data.max_seq_len"
+    return Sample(str(tokens.row.origin), layout, template, fate, tuple(_tokens(ids, labels, tokenizer)))
+
+
+def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:
+    """Tokens with their texts; of a character that is split over several tokens, the first one shows it."""
+    shown: list[SampleToken] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
+        last = (
+            end == len(ids)
+            or end - start >= 4
+            or (labels[end - 1] == IGNORE_INDEX) != (labels[end if end < len(ids) else end - 1] == IGNORE_INDEX)
+        )
+        if text.endswith("\ufffd") and not last:
+            continue
+        for position in range(start, end):
+            part = text if position == start else ""
+            shown.append(SampleToken(ids[position], part, labels[position] != IGNORE_INDEX))
+        start = end
+    return shown

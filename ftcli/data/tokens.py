@@ -1,0 +1,197 @@
+"""Tokenized rows in memory-mapped files: what training and evaluation read, however large the data is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftcli.data.mask import IGNORE_INDEX
+from ftcli.rows.row import Row
+
+Ints = NDArray[np.int64]
+_META = "meta.json"
+#: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
+_INDEX_COLUMNS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields)."""
+
+    row: Row
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A few tokenized rows as arrays, so that they are cheap to send and to write.
+
+    ``ids`` int32 of all rows in one; ``index`` int64 (rows, 4) with running ends as in :data:`_INDEX_COLUMNS`;
+    ``spans`` int32 (spans, 2), half-open and relative to their row: the supervised positions; ``names`` of the files.
+    """
+
+    ids: NDArray[np.int32]
+    spans: NDArray[np.int32]
+    index: Ints
+    names: tuple[str, ...]
+
+
+def encoded_of(rows: Sequence[Tokens]) -> Encoded:
+    """Rows as arrays."""
+    names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
+    spans = [spans_of(tokens.labels) for tokens in rows]
+    index = np.zeros((len(rows), _INDEX_COLUMNS), dtype=np.int64)
+    for n, tokens in enumerate(rows):
+        index[n] = (len(tokens.input_ids), len(spans[n]), tokens.row.number, names.index(tokens.row.source))
+    index[:, :2] = index[:, :2].cumsum(axis=0)
+    ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
+    flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
+    return Encoded(ids, flat, index, names)
+
+
+def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open runs of supervised positions."""
+    supervised = np.asarray(labels, dtype=np.int64) != IGNORE_INDEX
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], supervised, [False])).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+class TokenWriter:
+    """Appends :class:`Encoded` rows to the files of one source in ``folder``, which exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {name: (folder / f"{name}.bin").open("wb") for name in _FILES}
+        self._names: dict[str, int] = {}
+        self._ends = np.zeros(2, dtype=np.int64)
+        self._rows = 0
+
+    def append(self, encoded: Encoded) -> None:
+        """Adds rows after those that are there."""
+        index = encoded.index.copy()
+        index[:, :2] += self._ends
+        if len(index):
+            self._ends = index[-1, :2].copy()
+            translate = [self._names.setdefault(name, len(self._names)) for name in encoded.names]
+            index[:, 3] = np.asarray(translate, dtype=np.int64)[index[:, 3]]
+        self._rows += len(index)
+        for name, array in (("ids", encoded.ids), ("spans", encoded.spans), ("index", index)):
+            self._files[name].write(np.ascontiguousarray(array).tobytes())
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Closes the files and writes what is known about them, ``facts`` included."""
+        self.close()
+        sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
+        meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts}
+        (self._folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+    def close(self) -> None:
+        """Closes the files; more than once is fine."""
+        for file in self._files.values():
+            file.close()
+
+
+_FILES = {"ids": np.int32, "spans": np.int32, "index": np.int64}
+
+
+class TokenStore:
+    """One source's rows, read from the files of a :class:`TokenWriter` without loading them.
+
+    Raises ValueError or OSError when the files are incomplete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        self.facts: dict[str, Any] = meta["facts"]
+        self._names: list[str] = meta["names"]
+        for name in _FILES:
+            if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
+                raise ValueError(f"{folder / name}.bin is not complete")
+        self._ids = _mapped(folder / "ids.bin", np.int32)
+        self._spans = _mapped(folder / "spans.bin", np.int32).reshape(-1, 2)
+        self._index: Ints = np.asarray(_mapped(folder / "index.bin", np.int64).reshape(-1, _INDEX_COLUMNS))
+        if len(self._index) != meta["rows"]:
+            raise ValueError(f"{folder} is not complete")
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each row."""
+        return np.diff(self._index[:, 0], prepend=0)
+
+    @property
+    def supervised(self) -> Ints:
+        """Supervised tokens of each row."""
+        running = np.concatenate(([0], (self._spans[:, 1] - self._spans[:, 0]).cumsum(dtype=np.int64)))
+        return np.diff(running[self._index[:, 1]], prepend=0)
+
+    def digest(self) -> bytes:
+        """SHA-256 over ids, supervised positions and row numbers, at the speed of the disk."""
+        digest = hashlib.sha256()
+        for array in (self._ids, self._spans, self._index):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(array).data if array.size else b"")
+        return digest.digest()
+
+    def row(self, index: int) -> Tokens:
+        """Row ``index``, counted from 0."""
+        starts = self._index[index - 1, :2] if index else np.zeros(2, dtype=np.int64)
+        end, span_end, number, name = (int(value) for value in self._index[index])
+        ids = [int(i) for i in self._ids[int(starts[0]) : end]]
+        labels = [IGNORE_INDEX] * len(ids)
+        for a, b in self._spans[int(starts[1]) : span_end].tolist():
+            labels[a:b] = ids[a:b]
+        return Tokens(Row(self._names[name], number, {}), ids, labels)
+
+
+def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+class TokenTable(Sequence[Tokens]):
+    """The rows of several stores, one after the other. ``starts`` says where each store begins, and the total."""
+
+    def __init__(self, stores: Sequence[TokenStore]) -> None:
+        self._stores = tuple(stores)
+        self.starts: list[int] = [0]
+        for store in self._stores:
+            self.starts.append(self.starts[-1] + len(store))
+        empty = np.zeros(0, dtype=np.int64)
+        self.lengths: Ints = np.concatenate([empty, *(store.lengths for store in stores)])
+        self.supervised: Ints = np.concatenate([empty, *(store.supervised for store in stores)])
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, of all that training sees of the rows: a run is held to it when it resumes."""
+        return hashlib.sha256(b"".join(store.digest() for store in self._stores)).hexdigest()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Tokens: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tokens]: ...
+    def __getitem__(self, index: int | slice) -> Tokens | list[Tokens]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        part = int(np.searchsorted(self.starts, position, side="right")) - 1
+        return self._stores[part].row(position - self.starts[part])
+
+    def __iter__(self) -> Iterator[Tokens]:
+        for store in self._stores:
+            yield from (store.row(index) for index in range(len(store)))

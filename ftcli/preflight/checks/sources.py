@@ -1,0 +1,74 @@
+"""Rules about the sources of rows that need the recipe alone: weights, options of Hub data, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftcli.config import DatasetConfig
+from ftcli.preflight.checks.base import Context, Findings
+from ftcli.rows.places import is_hub, resolve_path
+
+_HUB_ONLY = ("name", "revision", "streaming")
+
+
+def check(context: Context) -> Findings:
+    """FT257 and FT258 for sources, FT259 for packing where nothing is packed."""
+    recipe = context.recipe
+    for section, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        for index, source in enumerate(sources):
+            yield from _options(context, f"{section}.{index}", source)
+    for number, task in enumerate(recipe.eval.tasks):
+        for index, source in enumerate(task.data):
+            yield from _options(context, f"eval.tasks.{number}.data.{index}", source)
+    yield from _weights(context, recipe.data.train)
+    if recipe.data.packing and context.command == "grpo":
+        yield context.warning("FT259", "data.packing", "data.packing has no effect in grpo: completions are generated")
+
+
+def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
+    if not is_hub(source):
+        for name in _HUB_ONLY:
+            if getattr(source, name):
+                yield context.error(
+                    "FT257",
+                    f"{path}.{name}",
+                    f"{name} belongs to a data set of the Hub, and {source.path} is read from this machine",
+                    f"write the path as hub:ORG/NAME, or remove {name}",
+                )
+        if source.split and resolve_path(source.path).is_file():
+            yield context.error(
+                "FT257",
+                f"{path}.split",
+                f"{source.path} is one file and has no splits",
+                "remove split, or name a folder",
+            )
+    elif source.streaming and source.max_rows is None:
+        yield context.error(
+            "FT258",
+            f"{path}.streaming",
+            f"{source.path} is streamed without an end: rows are counted, checked and tokenized before training",
+            "add max_rows, or remove streaming to download the whole split",
+        )
+    if source.weight is not None and not path.startswith("data.train"):
+        yield context.error(
+            "FT257", f"{path}.weight", "weight mixes training data; held-out rows count once each", "remove weight"
+        )
+
+
+def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
+    weighted = [source.weight is not None for source in sources]
+    if any(weighted) and not all(weighted):
+        index = weighted.index(False)
+        yield context.error(
+            "FT257",
+            f"data.train.{index}",
+            f"{sources[index].path} has no weight, and another source has one: a share of what?",
+            "give every source of data.train a weight, or none",
+        )
+    elif any(weighted) and context.work == "grpo":
+        yield context.error(
+            "FT257",
+            "data.train.0.weight",
+            "weights are not carried out in grpo",
+            "repeat rows in the file, or remove it",
+        )

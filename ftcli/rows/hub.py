@@ -1,0 +1,110 @@
+"""Rows of a data set on the Hugging Face Hub, through `datasets`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ftcli.config import DatasetConfig
+from ftcli.errors import FtcliError, Origin
+from ftcli.rows.places import HUB
+from ftcli.rows.readers import without_nulls
+from ftcli.rows.row import data_error
+
+Loader = Callable[..., Any]
+
+
+def repository(source: DatasetConfig) -> str:
+    """``org/name``."""
+    return source.path.removeprefix(HUB)
+
+
+def hub_rows(source: DatasetConfig, *, offline: bool, load: Loader | None = None) -> Iterator[tuple[int, Any]]:
+    """Number and fields of each row of the wanted split; streamed where the recipe asks for it.
+
+    Args:
+        offline: Read only what this machine has in its cache of the Hub.
+        load: Stands in for `datasets.load_dataset`.
+
+    Raises:
+        FtcliError: FT406 when the data set, its split or the network is not there.
+    """
+    from datasets import DownloadConfig, load_dataset
+
+    local = offline or (load is None and not _reachable(source))
+    try:
+        rows = (load or load_dataset)(
+            repository(source),
+            name=source.name,
+            split=source.split or "train",
+            revision=source.revision,
+            streaming=source.streaming,
+            download_config=DownloadConfig(local_files_only=local),
+        )
+        for number, row in enumerate(rows, 1):
+            yield number, without_nulls(dict(row))
+    except _errors() as error:
+        raise _unavailable(source, error, offline=offline) from error
+
+
+def _reachable(source: DatasetConfig) -> bool:
+    """Whether the Hub answers, asked once: `datasets` would try for half a minute before it reads its own cache.
+
+    Raises FtcliError FT406 when it answers that there is no such data set, or none for this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(repository(source), revision=source.revision)
+    except HfHubHTTPError as error:
+        raise _unavailable(source, error, offline=False) from error
+    except _errors():
+        return False
+    return True
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What `datasets` and the Hub's client raise; the client's HTTP library differs between its versions."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
+
+
+def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) -> FtcliError:
+    what = repository(source)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if offline:
+        return data_error(
+            "FT406",
+            f"the data set {what} is not in this machine's cache, and ftcli was told to use no network",
+            Origin(source.path),
+            f"run once without --offline, or `hf download --repo-type dataset {what}` and name the folder ({reason})",
+        )
+    return data_error(
+        "FT406",
+        f"the data set {what} cannot be read from the Hub: {reason}",
+        Origin(source.path),
+        "check name, configuration (`name`), `split`, `revision` and the network; gated data needs `hf auth login`",
+    )
+
+
+def hub_commit(source: DatasetConfig, *, offline: bool) -> str | None:
+    """The commit that ``revision`` means now; None when nobody can say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    revision = source.revision or "main"
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    if offline:
+        from pathlib import Path
+
+        refs = Path(HF_HUB_CACHE) / f"datasets--{repository(source).replace('/', '--')}" / "refs" / revision
+        return refs.read_text(encoding="utf-8").strip() if refs.is_file() else None
+    try:
+        found = HfApi().dataset_info(repository(source), revision=revision).sha
+    except _errors():
+        return None
+    return None if found is None else str(found)

@@ -1,0 +1,167 @@
+"""From a recipe's ``path`` to files: one file, a folder of them, bundled data, or a data set of the Hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.assets import asset
+from ftcli.config import DatasetConfig
+from ftcli.errors import Origin
+from ftcli.rows.row import data_error
+
+BUNDLED = "bundled:"
+HUB = "hub:"
+#: Each may be compressed: `.jsonl.gz`.
+KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+#: Words in file names that mean a split, as the Hub understands them.
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "eval": "test",
+    "evaluation": "test",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file to read. ``name`` is what messages and ledgers call it; ``kind`` is one of :data:`KINDS`."""
+
+    name: str
+    path: Path
+    kind: str
+    compressed: bool
+
+
+def is_hub(source: DatasetConfig) -> bool:
+    """Whether the source is a data set of the Hugging Face Hub."""
+    return source.path.startswith(HUB)
+
+
+def resolve_path(name: str) -> Path:
+    """The file or folder that a ``path`` means; ``bundled:NAME`` is ``assets/data/NAME.jsonl`` or ``.jsonl.gz``."""
+    if not name.startswith(BUNDLED):
+        return Path(name).expanduser()
+    stem = name.removeprefix(BUNDLED)
+    plain = asset("data", f"{stem}.jsonl")
+    return plain if plain.exists() else asset("data", f"{stem}.jsonl.gz")
+
+
+def files_of(source: DatasetConfig) -> list[DataFile]:
+    """The files of a local source, in the order in which they are read (a folder's: by path).
+
+    Raises FtcliError (exit 4): FT401 nothing there, FT402 a kind of file that is not read, FT407 a folder without data,
+    or with several splits of which none is named.
+    """
+    path = resolve_path(source.path)
+    if path.is_dir():
+        return _folder(source, path)
+    if not path.is_file():
+        raise data_error("FT401", _missing(source, path), Origin(source.path), _where(source))
+    found = data_file(source.path, path)
+    if found is None:
+        raise data_error(
+            "FT402",
+            f"{path.name} is none of the layouts that ftcli reads",
+            Origin(source.path),
+            f"convert it to one of {', '.join(KINDS)}, each also as .gz",
+        )
+    return [found]
+
+
+def data_file(name: str, path: Path) -> DataFile | None:
+    """The file as data, or None when its ending is not known."""
+    compressed = path.name.endswith(".gz")
+    stem = path.name.removesuffix(".gz")
+    kind = next((kind for kind in KINDS if stem.endswith(kind)), None)
+    return None if kind is None else DataFile(name, path, kind, compressed)
+
+
+def _missing(source: DatasetConfig, path: Path) -> str:
+    bundled = source.path.startswith(BUNDLED)
+    return f"ftcli bundles no data named {source.path}" if bundled else f"no data file at {path.absolute()}"
+
+
+def _where(source: DatasetConfig) -> str:
+    if source.path.startswith(BUNDLED):
+        return f"bundled are: {', '.join(sorted(p.name.split('.')[0] for p in asset('data').glob('*.jsonl*')))}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", source.path):
+        return f"paths start at the current directory; a data set of the Hub is written {HUB}{source.path}"
+    return "paths start at the current directory"
+
+
+def _folder(source: DatasetConfig, folder: Path) -> list[DataFile]:
+    if (folder / "dataset_dict.json").is_file():  # datasets' DatasetDict.save_to_disk
+        splits = sorted(p.parent.name for p in folder.glob("*/state.json"))
+        wanted = source.split or ("train" if splits == ["train"] else None)
+        if wanted not in splits:
+            raise _ambiguous(source, splits, wanted)
+        folder = folder / str(wanted)
+    if (folder / "state.json").is_file():  # datasets' Dataset.save_to_disk
+        return _saved(source, folder)
+    found = _walk(source, folder)
+    if not found:
+        raise data_error(
+            "FT407", f"{source.path} holds no file of data", Origin(source.path), f"looked for {', '.join(KINDS)}"
+        )
+    return _of_split(source, folder, found)
+
+
+def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
+    base = source.path.rstrip("/")
+    found = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith((".", "_")) for part in relative.parts):
+            file = data_file(f"{base}/{relative.as_posix()}", path)
+            if file is not None:
+                found.append(file)
+    return found
+
+
+def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    names = [entry["filename"] for entry in state.get("_data_files", ())]
+    return [DataFile(f"{source.path.rstrip('/')}/{name}", folder / name, ".arrow", False) for name in names]
+
+
+def _split_of(relative: Path) -> str | None:
+    for word in re.split(r"[^a-z]+", relative.as_posix().lower()):
+        if word in _SPLIT_WORDS:
+            return _SPLIT_WORDS[word]
+    return None
+
+
+def _of_split(source: DatasetConfig, folder: Path, files: Sequence[DataFile]) -> list[DataFile]:
+    """Files of the wanted split: test rows must never slip into training because they lie in the same folder."""
+    splits = {file.name: _split_of(file.path.relative_to(folder)) for file in files}
+    present = sorted({split for split in splits.values() if split is not None})
+    if source.split is None:
+        if len(present) > 1:
+            raise _ambiguous(source, present, None)
+        return list(files)
+    wanted = _SPLIT_WORDS.get(source.split, source.split)
+    chosen = [file for file in files if splits[file.name] == wanted]
+    if not chosen:
+        raise _ambiguous(source, present, source.split)
+    return chosen
+
+
+def _ambiguous(source: DatasetConfig, splits: Sequence[str], wanted: str | None) -> Exception:
+    names = ", ".join(splits) or "none"
+    message = (
+        f"{source.path} holds several splits ({names}) and the recipe names none"
+        if wanted is None
+        else f"{source.path} has no split {wanted!r}; by their names its files are: {names}"
+    )
+    return data_error("FT407", message, Origin(source.path), "name one with `split:`, or name a single file")

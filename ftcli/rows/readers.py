@@ -1,0 +1,167 @@
+"""Rows of one file, each with its number; what is wrong with a single row does not end the reading.
+
+Files are read here and not by `datasets`, whose JSON and CSV readers guess one schema for all rows and cannot say in
+which line a fault lies. Parquet and Arrow are read by pyarrow in batches, so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from ftcli.errors import FtcliError, Origin
+from ftcli.rows.places import DataFile
+from ftcli.rows.row import data_error
+
+#: Rows of a Parquet or Arrow file that are turned into Python objects at a time.
+_BATCH_ROWS = 512
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A row that could not be read, and why."""
+
+    reason: str
+
+
+def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
+    """Number and value (or :class:`Broken`) of each row. Raises FtcliError FT403 when the file itself is broken."""
+    import zlib
+
+    try:
+        with ExitStack() as stack:
+            stream: IO[bytes] = stack.enter_context(file.path.open("rb"))
+            if file.compressed:
+                stream = cast("IO[bytes]", stack.enter_context(gzip.open(stream)))
+            if file.kind == ".jsonl":
+                yield from _lines(stream, file)
+            elif file.kind == ".json":
+                yield from _document(stream, file)
+            elif file.kind in (".csv", ".tsv"):
+                yield from _table(stream, file)
+            else:
+                yield from _columns(stream, file)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: DataFile, error: object) -> FtcliError:
+    return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name))
+
+
+def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(stream, 1):
+        if number == 1:
+            if line.startswith(_BYTE_ORDER_MARKS):
+                raise _unreadable(file, "it is UTF-16; save it as UTF-8")
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.strip():
+            yield number, _parsed(line)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8").rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        return Broken(f"not UTF-8: {error.reason} at byte {error.start + 1} of the line")
+    except (ValueError, RecursionError) as error:
+        return Broken(f"not JSON: {error}")
+
+
+def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+    try:
+        values = json.loads(stream.read().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        yield error.lineno, Broken(f"not JSON: {error}; one object a line wants the ending .jsonl")
+        return
+    except RecursionError as error:
+        raise _unreadable(file, error) from error
+    if not isinstance(values, list):
+        yield 1, Broken(f"a .json file must hold a list of rows, this is {kind_of(values)}")
+        return
+    yield from enumerate(values, 1)
+
+
+def _table(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+    """Rows of CSV under a header; the number is the line in which the row begins. All values are text."""
+    # The csv module's own limit of 128 KiB a field is a setting of the whole process; long documents are normal here.
+    csv.field_size_limit(2**31 - 1)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    try:
+        yield from _records(csv.reader(text, delimiter="\t" if file.kind == ".tsv" else ",", strict=True), file)
+    finally:
+        text.detach()  # the stream is closed by who opened it
+
+
+def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
+    header = next(reader, None)
+    if header is None:
+        return
+    if len(set(header)) != len(header) or not all(header):
+        raise _unreadable(file, "the first line must name every column, each by another name")
+    begin = reader.line_num + 1
+    for values in reader:
+        number, begin = begin, reader.line_num + 1
+        if not values:
+            continue
+        if len(values) != len(header):
+            yield number, Broken(f"the row has {len(values)} values, the header names {len(header)} columns")
+        else:
+            yield number, dict(zip(header, values, strict=True))
+
+
+def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        source = pa.BufferReader(stream.read()) if file.compressed else pa.memory_map(str(file.path))
+        with source:
+            batches = pq.ParquetFile(source).iter_batches(_BATCH_ROWS) if file.kind == ".parquet" else _ipc(source)
+            for batch in batches:
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    for value in batch.slice(start, _BATCH_ROWS).to_pylist():
+                        number += 1
+                        yield number, without_nulls(value)
+    except pa.ArrowException as error:
+        raise _unreadable(file, error) from error
+
+
+def _ipc(source: Any) -> Iterator[Any]:
+    """Record batches of an Arrow file, or of an Arrow stream (what `datasets` writes)."""
+    import pyarrow as pa
+
+    magic = source.read(6)
+    source.seek(0)
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(source)
+        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(source)
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """The row with nulls removed below its columns: columnar files fill every struct with the keys of all others."""
+    return {key: _pruned(item) for key, item in value.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _pruned(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_pruned(item) for item in value]
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls a value's type, with its article."""
+    names = {list: "a list", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+    return names.get(type(value), "null")

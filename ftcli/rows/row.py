@@ -1,0 +1,47 @@
+"""A row, the place that it came from, and how its faults are collected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+
+#: Faults of rows that are named one by one; more are counted by code. The command line shows the first hundred.
+MAX_NAMED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: ``source`` as the recipe names it (a file of it, for a folder), ``number`` counted from 1.
+
+    The number is the line in JSON Lines and CSV, and the position in every other layout.
+    """
+
+    source: str
+    number: int
+    fields: dict[str, Any]
+
+    @property
+    def origin(self) -> Origin:
+        """Where to look, as ``file:row``."""
+        return Origin(self.source, self.number)
+
+
+def data_error(code: str, message: str, origin: Origin, help: str | None = None) -> FtcliError:
+    """A single data finding with exit status 4."""
+    return FtcliError.single(code, message, exit_code=ExitCode.DATA, origin=origin, help=help)
+
+
+def raise_findings(findings: Sequence[Finding], uncounted: Counter[str] | None = None) -> None:
+    """Raises all ``findings`` together; ``uncounted`` are further ones by code, too many to be named."""
+    more = Counter(finding.code for finding in findings[MAX_NAMED:])
+    more.update(uncounted or {})
+    shown = list(findings[:MAX_NAMED])
+    if more:
+        kinds = ", ".join(f"{count:,} of {code}" for code, count in sorted(more.items()))
+        shown.append(Finding(min(more), f"and {more.total():,} more rows like these ({kinds})"))
+    if shown:
+        raise FtcliError(shown, ExitCode.DATA)

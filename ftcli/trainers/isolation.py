@@ -1,0 +1,88 @@
+"""Proof by trial that packed documents do not see each other, before a run is spent on it.
+
+Whether they do depends on the model's own code, the attention backend and the kernels together; so the question is put
+to the model that will be trained, and not to a list of model names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ftcli.data.collate import packed_batch
+from ftcli.data.tokens import Tokens
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.backbone import compute_context, hidden_states
+from ftcli.preflight.precision import DtypePlan
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+_LONGEST = 128
+#: Largest relative difference (Frobenius norm) of a document's hidden states in a pack and alone, by compute dtype:
+#: other shapes round differently. A document that sees another, or has wrong positions, differs by tens of percent.
+_ALONE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+#: With the same shapes and other neighbours, nothing but atomics could differ.
+_NEIGHBOURS = 1e-6
+
+
+@torch.no_grad()
+def check_isolation(
+    model: PreTrainedModel | PeftModel,
+    rows: Sequence[Tokens],
+    plan: DtypePlan,
+    device: torch.device,
+    *,
+    pad_token_id: int,
+) -> None:
+    """Compares documents in packs, with other neighbours, and alone, in a batch of two packs of different lengths.
+
+    Raises FtcliError FT443 (exit 3) when a document's hidden states depend on its neighbours.
+    """
+    first, second = _documents(rows)
+    changed = Tokens(first.row, first.input_ids[::-1], first.labels)
+    was_training = model.training
+    model.eval()
+    with compute_context(device, plan.compute, plan.autocast):
+        packed = _hidden(model, [[first, second], [second]], device, pad_token_id)
+        neighbour = _hidden(model, [[changed, second], [second]], device, pad_token_id)
+        alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]
+    model.train(was_training)
+    start = len(first.input_ids)
+    end = start + len(second.input_ids)
+    among_others = _difference(neighbour[0, start:end], packed[0, start:end])
+    by_itself = max(_difference(packed[0, start:end], alone), _difference(packed[1, : len(second.input_ids)], alone))
+    if not (among_others <= _NEIGHBOURS and by_itself <= _ALONE[plan.compute]):  # NaN fails, too
+        raise FtcliError.single(
+            "FT443",
+            "with data.packing, this model lets a document see the one before it: its hidden states differ by "
+            f"{among_others:.2g} with another neighbour, by {by_itself:.2g} without one (relative)",
+            exit_code=ExitCode.PREFLIGHT,
+            help="train with data.packing: false, or try model.attention: eager and model.kernels: off",
+        )
+
+
+def _documents(rows: Sequence[Tokens]) -> tuple[Tokens, Tokens]:
+    """Two short documents of different lengths, the second the longer one where there are two."""
+    short = [Tokens(row.row, row.input_ids[:_LONGEST], row.labels[:_LONGEST]) for row in rows]
+    by_length = sorted(short, key=lambda row: len(row.input_ids))
+    first, second = by_length[len(by_length) // 2], by_length[-1]
+    if len(set(first.input_ids)) < 2:  # reversed, it would be the same
+        first = Tokens(first.row, [*second.input_ids, *second.input_ids[:1]], [*second.labels, *second.labels[:1]])
+    return first, second
+
+
+def _hidden(
+    model: PreTrainedModel | PeftModel, packs: Sequence[Sequence[Tokens]], device: torch.device, pad_token_id: int
+) -> Tensor:
+    batch = packed_batch(packs, pad_token_id)
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
+    return hidden_states(model, inputs).tensor.float()
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
