@@ -124,14 +124,15 @@ def test_what_the_mlp_saves(device: str, layers: Any, mode: str, kept: int) -> N
     assert sum(saved.values()) == kept
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch, module: str) -> list[int]:
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     products: list[int] = []
 
     def counting(plan: Any, x: Tensor) -> Tensor:
         products.append(plan.out_features)
         return base_forward(plan, x)
 
-    monkeypatch.setattr(import_module(module), "base_forward", counting)
+    for name in ("ftkernels.lora_mlp", "ftkernels.lowrank"):
+        monkeypatch.setattr(import_module(name), "base_forward", counting)
     return products
 
 
@@ -152,7 +153,7 @@ def test_a_checkpoint_stops_in_front_of_an_mlp_that_saves_its_input(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(module, "glu_forward", counting_unit)
-    products = _counted(monkeypatch, "ftkernels.lora_mlp")
+    products = _counted(monkeypatch)
     call = layers.function(lora_mlp, used, save="input", **options)
     found = _run(lambda z, *rest: checkpoint(lambda x, *r: call(x * 1.0, *r), z, *rest, use_reentrant=False), leaves)
     assert _same(found, wanted)
@@ -166,7 +167,7 @@ def test_a_checkpoint_stops_in_front_of_a_linear_that_saves_its_input(
     used = [layers.make(HIDDEN, HIDDEN, 4)]
     leaves = _leaves(device, layers, used)
     del leaves[1]
-    products = _counted(monkeypatch, "ftkernels.lora_linear")
+    products = _counted(monkeypatch)
     call = layers.function(lora_linear, used, save="input", backend="triton")
     _run(lambda z, *rest: checkpoint(lambda x, *r: call(x * 1.0, *r), z, *rest, use_reentrant=False), leaves)
     assert products == [HIDDEN]
