@@ -32,7 +32,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def poisoning(*args: Any, **kwargs: Any) -> Tensor:
             out = make(*args, **kwargs)
-            return out.fill_(float("nan")) if out.is_floating_point() and not out.is_meta else out
+            with torch.no_grad():
+                return out.fill_(float("nan")) if out.is_floating_point() and not out.is_meta else out
 
         return poisoning
 
