@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Measures this machine for docs/performance.md: training steps of the shipped recipes, the operations, attention, and
+# the matmul rate at first and under load. About six minutes on one H200.
+#
+#   kernels/bench/machine.sh results/
+set -uo pipefail
+out=${1:?usage: kernels/bench/machine.sh FOLDER}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/../.."
+mkdir -p "$out"
+
+step() { # NAME RECIPE [OPTION...]: the training step, 2 x 4096 tokens
+  local name=$1 recipe=$2
+  shift 2
+  "$python" -m ftcli bench "recipes/$recipe.yaml" --batch 2 --seq 4096 --steps 10 --json "$@" \
+    > "$out/$name.json" 2> "$out/$name.log" || echo "$name: exit $?"
+}
+
+policy() { echo "--set train.gradient_checkpointing=$1"; }
+
+for recipe in llama3.1-8b gemma2-9b; do
+  # shellcheck disable=SC2046  # the words are separate on purpose
+  step "$recipe-none" $recipe $(policy false) --profile
+  for keep in selective true offload; do step "$recipe-$keep" $recipe $(policy $keep); done
+done
+# shellcheck disable=SC2046
+step qwen3-8b-none qwen3-8b $(policy false)
+# shellcheck disable=SC2046
+step mistral-7b-none llama3.1-8b $(policy false) --set model.name_or_path=mistralai/Mistral-7B-v0.3
+"$python" kernels/bench/matmul.py > "$out/matmul.txt" 2>&1
+"$python" kernels/bench/attention.py --cases gemma2 llama > "$out/attention.txt" 2>&1
+"$python" kernels/bench/ops.py --compile > "$out/ops.txt" 2>&1
