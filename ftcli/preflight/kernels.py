@@ -1,0 +1,136 @@
+"""Which implementation serves each part of the model on a device, and why: what `ftcli check` shows without that GPU.
+
+The rules of ``ftkernels.device``, ``ftkernels.attention_config`` and ``ftcli.model.attention``, without torch;
+a test holds them together. Floors, by compute capability: the elementwise kernels run from 7.0 on. Products inside
+kernels and the attention kernels need 8.0: below it Triton makes no tensor-core code. SDPA has cuDNN from 9.0 on, flash
+attention from 8.0 on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ftcli.config import Recipe
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.policies import Execution
+from ftcli.preflight.precision import DtypePlan
+
+#: Largest padded LoRA rank whose products ride in the elementwise kernels.
+LARGEST_FUSED_RANK = 64
+#: The attention kernels' smallest tiles need this much shared memory a block.
+ATTENTION_SHARED_MEMORY = 99 * 1024
+WIDEST_HEAD = 256
+
+Runs = Literal["triton", "torch", "transformers", "cudnn", "flash", "sdpa", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """``part`` of the model, what ``runs`` there, and the ``reason`` as one clause."""
+
+    part: str
+    runs: Runs
+    reason: str
+
+
+def kernel_rows(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
+) -> tuple[KernelRow, ...]:
+    """One row for each part of a training step, in the order of the model."""
+    if execution.kernels == "transformers":
+        return (KernelRow("layers", "transformers", _why_transformers(recipe, facts, device)),)
+    elementwise: Runs = "torch" if execution.kernels == "reference" else "triton"
+    why = "model.kernels: reference" if elementwise == "torch" else f"{device.name} runs Triton kernels"
+    return (
+        KernelRow("norms, rotary embedding, gated unit", elementwise, why),
+        _low_rank(recipe, plan, device, elementwise),
+        *_attention(recipe, facts, plan, device),
+        KernelRow("head and loss", elementwise, f"{why}; logits in chunks, never all at once"),
+    )
+
+
+def _why_transformers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) -> str:
+    if recipe.model.kernels == "off":
+        return "model.kernels: off"
+    if device.kind != "cuda":
+        return f"{device.name} is no CUDA GPU"
+    if recipe.lora is None:
+        return "the kernels keep base weights frozen, and full fine-tuning trains them"
+    return f"model_type {facts.model_type} is not in the family table, or the command does not train"
+
+
+def _low_rank(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: Runs) -> KernelRow:
+    part = "LoRA products"
+    rank = 0 if recipe.lora is None else recipe.lora.r
+    if elementwise == "torch":
+        return KernelRow(part, "torch", "model.kernels: reference")
+    if rank > LARGEST_FUSED_RANK:
+        return KernelRow(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
+    refusal = _no_products(plan, device)
+    if refusal is not None:
+        return KernelRow(part, "torch", f"{refusal}: products of their own")
+    return KernelRow(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")
+
+
+def _no_products(plan: DtypePlan, device: DeviceFacts) -> str | None:
+    if plan.compute not in ("bfloat16", "float16"):
+        return f"{plan.compute} products in a kernel would not use the tensor cores"
+    return _below_8(device)
+
+
+def _below_8(device: DeviceFacts) -> str | None:
+    if device.capability is None or device.capability >= (8, 0):
+        return None
+    major, minor = device.capability
+    return f"on capability {major}.{minor} Triton makes no tensor-core code"
+
+
+def _attention(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> list[KernelRow]:
+    """One row, or one for layers with and one for layers without a window that is in force."""
+    window = facts.sliding_window
+    in_force = window is not None and window < recipe.data.max_seq_len
+    capped = bool(facts.attn_logit_softcapping)
+    if not in_force:
+        return [_attention_row("attention", facts, plan, device, capped=capped, windowed=False)]
+    rows = [_attention_row(f"attention, window {window}", facts, plan, device, capped=capped, windowed=True)]
+    if facts.model_type != "mistral":
+        rows.append(_attention_row("attention, global", facts, plan, device, capped=capped, windowed=False))
+    return rows
+
+
+def _attention_row(
+    part: str, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, capped: bool, windowed: bool
+) -> KernelRow:
+    refusal = _no_attention_kernel(facts, device)
+    if capped:
+        if refusal is None:
+            return KernelRow(part, "triton", "scores are capped, which SDPA cannot do")
+        return KernelRow(part, "eager", f"scores are capped, which SDPA cannot do, and {refusal}")
+    if windowed:
+        if refusal is None:
+            return KernelRow(part, "triton", "dense backends cannot skip what is outside the window")
+        return KernelRow(part, "sdpa", f"with a dense mask: {refusal}")
+    if plan.compute not in ("bfloat16", "float16"):
+        return KernelRow(part, "sdpa", f"{plan.compute} has no fused backend")
+    capability = device.capability or (0, 0)
+    if capability >= (9, 0):
+        return KernelRow(part, "cudnn", "dense causal attention on capability 9.0 or more")
+    if capability >= (8, 0):
+        return KernelRow(part, "flash", "dense causal attention on capability 8.x")
+    return KernelRow(part, "sdpa", f"capability {capability[0]}.{capability[1]} has no flash attention")
+
+
+def _no_attention_kernel(facts: ModelFacts, device: DeviceFacts) -> str | None:
+    head = 0 if facts.shape is None else facts.shape.head_dim
+    if head % 16 or not 0 < head <= WIDEST_HEAD:
+        return f"the attention kernels take head sizes that are multiples of 16 up to {WIDEST_HEAD}, not {head}"
+    below = _below_8(device)
+    if below is not None:
+        return below
+    if device.capability is None:
+        return f"{device.name} is no CUDA GPU"
+    if (device.shared_memory_bytes or 0) < ATTENTION_SHARED_MEMORY:
+        return f"{device.name} has too little shared memory for their tiles"
+    return None

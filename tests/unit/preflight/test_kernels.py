@@ -1,0 +1,95 @@
+"""What `ftcli check` says would run is what the selection functions choose, for every GPU that it knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ftkernels.attention_config import Machine
+from ftkernels.device import fuses_products
+from ftkernels.lowrank import _LARGEST_FUSED_RANK
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.model.attention import AttentionCall, choose_attention
+from ftcli.preflight.device import GPUS, DeviceFacts, named_device
+from ftcli.preflight.facts import read_facts
+from ftcli.preflight.kernels import LARGEST_FUSED_RANK, KernelRow, kernel_rows
+from ftcli.preflight.policies import execution_of
+from ftcli.preflight.precision import plan_dtypes
+
+LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
+GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, KernelRow]:
+    recipe = loaded.recipe
+    facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
+    plan = plan_dtypes(recipe, device)
+    execution = execution_of(recipe, facts, plan, device, work="train")
+    return {row.part: row for row in kernel_rows(recipe, facts, plan, device, execution)}
+
+
+@pytest.mark.parametrize("gpu", sorted(GPUS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_is_what_the_model_would_choose(load: Any, gpu: str, dtype: str) -> None:
+    device = named_device(gpu)
+    machine = Machine(torch.device("cuda"), device.capability, device.shared_memory_bytes or 0)
+    llama = rows_for(load(LLAMA % (dtype, 16)), device)
+    chosen = choose_attention(machine, AttentionCall(DTYPES[dtype], 128))
+    assert llama["attention"].runs == chosen.backend
+    gemma = rows_for(load(GEMMA % (dtype, 16)), device)
+    for part, windowed in (("attention, window 4096", True), ("attention, global", False)):
+        chosen = choose_attention(machine, AttentionCall(DTYPES[dtype], 256, softcap=50.0, windowed=windowed))
+        assert gemma[part].runs == chosen.backend
+
+
+@pytest.mark.parametrize("gpu", sorted(GPUS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_low_rank_products_ride_in_kernels_where_these_would_take_them(
+    load: Any, monkeypatch: pytest.MonkeyPatch, gpu: str, dtype: str
+) -> None:
+    device = named_device(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
+    rides = fuses_products(torch.device("cuda"), DTYPES[dtype])
+    assert (rows_for(load(LLAMA % (dtype, 16)), device)["LoRA products"].runs == "triton") == rides
+
+
+def test_a_t4_falls_back_where_triton_has_no_tensor_cores(load: Any) -> None:
+    rows = rows_for(load(GEMMA % ("float32", 16)), named_device("t4"))
+    assert {part: row.runs for part, row in rows.items()} == {
+        "norms, rotary embedding, gated unit": "triton",
+        "LoRA products": "torch",
+        "attention, window 4096": "eager",
+        "attention, global": "eager",
+        "head and loss": "triton",
+    }
+    assert "7.5" in rows["attention, global"].reason
+
+
+def test_large_ranks_take_products_of_their_own(load: Any) -> None:
+    assert LARGEST_FUSED_RANK == _LARGEST_FUSED_RANK
+    rows = rows_for(load(LLAMA % ("bfloat16", 128)), named_device("h100"))
+    assert rows["LoRA products"].runs == "torch"
+    assert "128" in rows["LoRA products"].reason
+
+
+@pytest.mark.parametrize(
+    ("override", "device", "word"),
+    [
+        ("model.kernels=off", "h100", "model.kernels: off"),
+        ("model.kernels=auto", "cpu", "no CUDA GPU"),
+        ("lora=null", "h100", "full fine-tuning"),
+    ],
+)
+def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str, word: str) -> None:
+    rows = rows_for(load(LLAMA % ("float32", 16), override), named_device(device))
+    assert rows["layers"].runs == "transformers"
+    assert word in rows["layers"].reason
+
+
+def test_reference_means_plain_torch(load: Any) -> None:
+    rows = rows_for(load(LLAMA % ("float32", 16), "model.kernels=reference"), named_device("cpu"))
+    assert rows["LoRA products"].runs == "torch"
+    assert rows["head and loss"].runs == "torch"
