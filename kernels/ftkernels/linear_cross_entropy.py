@@ -100,7 +100,7 @@ def linear_cross_entropy(
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, plan)
     if reduction == "mean":
         count = max(plan.rows.shape[0], 1) if num_items is None else num_items
-        loss = loss / count
+        loss = loss / (count.to(loss.dtype) if isinstance(count, Tensor) else count)
     return (loss, correct) if with_accuracy else loss
 
 

@@ -31,6 +31,7 @@ def test_eval_sets_the_run_beside_the_base(user: User, trained: str) -> None:
     assert user.done("eval", trained)["base"]["loss"] == pytest.approx(base["loss"], rel=1e-6)
     written = json.loads((user.folder / "r" / "eval.json").read_text())
     assert written["run"]["loss"] == pytest.approx(run["loss"])
+    assert written["base"]["datasets"] == {"bundled:smoke-eval": base["datasets"]["bundled:smoke-eval"]}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -40,6 +41,54 @@ def test_eval_loss_does_not_depend_on_the_batch(user: User, batch: int) -> None:
     assert user.done("eval", recipe)["base"]["loss"] == pytest.approx(
         user.done("eval", reference)["base"]["loss"], rel=1e-5
     )
+
+
+def test_eval_with_every_kind_of_judge(user: User) -> None:
+    judge = user.folder / "judges.py"
+    judge.write_text(
+        "def brief(completions, prompts, answer, limit, **columns):\n"
+        "    return [float(len(c) <= limit) if a is not None else None for c, a in zip(completions, answer)]\n"
+    )
+    tasks = [
+        {"use": "contains"},
+        {"use": "regex", "pattern": ".", "max_rows": 3},
+        {"use": "json_valid", "name": "json"},
+        {"file": f"{judge}:brief", "args": {"limit": 1000}},
+    ]
+    recipe = user.recipe(eval={"tasks": tasks, "per_device_eval_batch_size": 4}, model={"kernels": "reference"})
+    result = user.done("eval", recipe)["base"]
+    assert {name: task["rows"] for name, task in result["tasks"].items()} == {
+        "contains": 6, "regex": 3, "json": 6, "brief": 6,
+    }  # fmt: skip
+    assert result["tasks"]["brief"]["score"] == 1.0
+    assert all(0 <= task["score"] <= 1 for task in result["tasks"].values())
+    plain = user.done("eval", user.recipe("plain", model={"kernels": "off"}))["base"]
+    assert result["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert result["token_accuracy"] == plain["token_accuracy"]
+
+
+def test_eval_of_packed_rows_and_of_several_files(user: User) -> None:
+    files = [{"path": "bundled:smoke-eval", "max_rows": 5}, {"path": "bundled:smoke-train", "max_rows": 3}]
+    plain = user.done("eval", user.recipe(data={"eval": files}))["base"]
+    packed = user.done("eval", user.recipe("packed", data={"eval": files, "packing": True}))["base"]
+    assert packed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert {name: part["rows"] for name, part in plain["datasets"].items()} == {
+        "bundled:smoke-eval": 5, "bundled:smoke-train": 3,
+    }  # fmt: skip
+    for name, part in plain["datasets"].items():
+        assert packed["datasets"][name]["loss"] == pytest.approx(part["loss"], rel=1e-5)
+
+
+def test_eval_says_what_it_cannot_do(user: User) -> None:
+    bad = {"use": "contains", "file": "nowhere.py:f"}
+    status, document = user.run("eval", user.recipe(eval={"tasks": [bad, {"args": {"a": 1}}]}))
+    assert status == 2
+    assert [finding["code"] for finding in document["findings"]] == ["FT767", "FT451", "FT767"]
+    judge = user.folder / "judges.py"
+    judge.write_text("def broken(completions, prompts, **columns):\n    return 'fine'\n")
+    tasks = [{"file": f"{judge}:broken", "max_rows": 1}]
+    status, document = user.run("eval", user.recipe("broken", eval={"tasks": tasks}))
+    assert (status, document["findings"][-1]["code"]) == (4, "FT765")
 
 
 def test_eval_of_what_is_not_there(user: User) -> None:
@@ -92,6 +141,25 @@ def test_grpo_with_a_users_reward(user: User) -> None:
     assert (user.folder / "r" / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_liger_1082_the_ratio_of_a_policy_to_itself_is_one(user: User) -> None:
+    """Then the loss of an on-policy step is minus the sum of group-normalised advantages: nothing."""
+    recipe = user.recipe(
+        data={"train": prompts(user.folder), "eval": []},
+        train={"max_steps": 2, "per_device_train_batch_size": 8},
+        grpo={
+            "num_generations": 4,
+            "max_prompt_length": 48,
+            "max_completion_length": 4,
+            "temperature": 0.7,
+            "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+        },
+    )
+    user.done("grpo", recipe)
+    lines = user.metrics("r")
+    assert any(line["reward_std"] > 0 for line in lines)
+    assert all(abs(line["loss"]) < 1e-5 for line in lines)
+
+
 def test_grpo_names_a_failing_reward_and_its_completion(user: User) -> None:
     reward = user.folder / "mine.py"
     reward.write_text("def broken(completions, prompts, **kw):\n    return [1 / 0]\n")
@@ -129,3 +197,12 @@ def test_bench_measures_the_real_step(user: User) -> None:
     for name in ("tokens_per_second", "step_ms", "peak_memory_bytes", "matmul_tflops", "share_of_bound"):
         assert result[name] > 0, name
     assert result["share_of_bound"] < 1
+
+
+def test_bench_measures_evaluation(user: User) -> None:
+    recipe = user.recipe(model={"kernels": "reference"})
+    result = user.done("bench", recipe, "--eval", "--batch", "2", "--seq", "32", "--layers", "1", "--steps", "2")
+    assert (result["mode"], result["batch"], result["steps"]) == ("evaluation", 2, 2)
+    assert result["tokens_per_second"] == pytest.approx(2 * 32 / result["step_ms"] * 1000)
+    assert 0 < result["share_of_bound"] < 1
+    assert result["self_check"]["passed"]
