@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 # Without a GPU, tests/ops runs the Triton kernels in Triton's interpreter, which Triton decides at its import.
-# Nothing else # changes by it: ftkernels takes the interpreter only where a test asks for backend="triton".
+# Nothing else changes by it: ftkernels takes the interpreter only where a test asks for backend="triton".
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tokens_stay_in_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokenized data of the commands under test goes into a folder of this test run, not into the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FTCLI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -158,14 +158,16 @@ def _text_of(result: Result, request: Request) -> str | None:
 def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
     """Findings to stderr and the result to stdout; with `json` the document to stdout instead of the result."""
     if answer.findings:
-        typer.echo(render.findings_text(answer.findings[:_MOST_SHOWN], style_for(sys.stderr)), err=True)
+        # The style has decided on colours; click would strip them again where FORCE_COLOR asks for them in a pipe.
+        text = render.findings_text(answer.findings[:_MOST_SHOWN], style_for(sys.stderr))
+        typer.echo(text, err=True, color=True)
     if len(answer.findings) > _MOST_SHOWN:
         typer.echo(f"ftcli: {len(answer.findings) - _MOST_SHOWN:,} more; --json has them all", err=True)
     if json:
         findings = (*answer.told, *answer.findings)
         typer.echo(render.document(command, answer.exit_code, findings, answer.result))
     elif answer.text:
-        typer.echo(answer.text)
+        typer.echo(answer.text, color=True)
 
 
 def _forgive_encodings() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.load import dump_recipe
 from ftcli.data.ledger import DatasetLedger
-from ftcli.data.load import resolve_path
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Progress, Reporter, Session
+from ftcli.rows.places import files_of, is_hub
 from ftcli.run.atomic import replace_directory, storage_errors
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.ledger import DatasetTokens, write_tokens
@@ -142,7 +142,8 @@ def _write_manifest(opened: OpenedRun, recipe: Recipe, recipe_yaml: str, report:
 
 def fingerprints(sources: Sequence[DatasetConfig]) -> list[Fingerprint]:
     """Identity of every data file, by content."""
-    return [fingerprint(source.path, resolve_path(source.path)) for source in sources]
+    files = (file for source in sources if not is_hub(source) for file in files_of(source))
+    return [fingerprint(file.name, file.path) for file in files]
 
 
 def add_to_manifest(context: RunContext, **entries: Any) -> None:
