@@ -74,10 +74,17 @@ def evaluation_text(result: Result) -> str:
 
 
 def _measures(scores: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: scores.get(name) for name in ("loss", "perplexity", "token_accuracy", "tokens")}
+    names = ("loss", "perplexity", "token_accuracy", "tokens")
+    shown = {name.replace("_", " "): scores.get(name) for name in names}
+    datasets = scores.get("datasets") or {}
+    if len(datasets) > 1:
+        for name, part in datasets.items():
+            shown |= {f"loss of {name}": part["loss"], f"accuracy of {name}": part["token_accuracy"]}
     for name, task in (scores.get("tasks") or {}).items():
         shown[name] = f"{task['score']:.1%} of {task['rows']}"
-    return {name.replace("_", " "): value for name, value in shown.items() if value is not None}
+    for name, metrics in (scores.get("lm_eval") or {}).items():
+        shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
+    return {name: value for name, value in shown.items() if value is not None}
 
 
 def bench_text(result: Result) -> str:

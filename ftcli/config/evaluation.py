@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,13 +23,29 @@ class GenerateConfig(Section):
 class TaskConfig(Section):
     """A generation task: the last assistant turn (or the completion) is the reference."""
 
-    use: Literal["exact_match", "contains", "regex"] = Field(
-        default="exact_match", description="How a completion is judged."
+    use: Literal["exact_match", "contains", "regex", "json_valid"] | None = Field(
+        default=None, description="How a completion is judged; `exact_match` when neither this nor `file` is there."
     )
-    name: str | None = Field(default=None, description="Name in the results; `use` when absent.")
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
+        default=None,
+        description="Judged by `path.py:function` with `function(completions, prompts, **columns) -> "
+        "list[float | None]`, as rewards are; `answer` is the reference.",
+    )
+    name: str | None = Field(default=None, description="Name in the results; `use`, or the function's, when absent.")
     data: Items[Dataset] = Field(default=(), description="Rows of the task; `data.eval` when absent.")
     pattern: str | None = Field(default=None, description="regex: what a completion must match.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of your function.")
     max_rows: Count | None = Field(default=None, description="Judge the first rows only.")
+
+    @property
+    def kind(self) -> str:
+        """The built-in judge, or "function"."""
+        return "function" if self.file is not None else self.use or "exact_match"
+
+    @property
+    def label(self) -> str:
+        """Name in the results."""
+        return self.name or (self.file.rpartition(":")[2] if self.file is not None else self.kind)
 
 
 class EvalConfig(Section):
@@ -39,6 +55,11 @@ class EvalConfig(Section):
     per_device_eval_batch_size: Count = Field(default=8, description="Rows per forward pass.")
     tasks: Items[TaskConfig] = Field(default=(), description="Generation tasks of `ftcli eval`.")
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
+    lm_eval: Items[str] = Field(
+        default=(),
+        description="Tasks of lm-evaluation-harness, by name or as a path to a task's YAML; needs the extra `eval`.",
+    )
+    lm_eval_limit: Count | None = Field(default=None, description="Rows of each `lm_eval` task; all when absent.")
 
 
 class ExportConfig(Section):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config import GenerateConfig
+from ftcli.evaluate.batching import in_batches
 from ftcli.model.backbone import compute_context
 from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
@@ -30,21 +31,29 @@ def generate(
     reporter: Reporter,
     stops: Sequence[int],
 ) -> list[str]:
-    """One completion for each prompt text, special tokens removed, in the order given."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    """One completion for each prompt text, special tokens removed, in the order given.
+
+    The longest prompts come first. A batch that does not fit into memory is halved, with the warning FT764; raises
+    FtcliError FT761 (exit 5) when one prompt alone does not fit.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions = [""] * len(prompts)
+
+    def step(chosen: Sequence[int]) -> list[str]:
+        return _complete(model, tokenizer, [prompts[i] for i in chosen], config, plan, device, stops)
+
     was_training = model.training
     model.eval()
-    with reporter.progress(len(prompts), "generating") as progress:
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            texts = [prompts[i] for i in chosen]
-            for index, text in zip(
-                chosen, _complete(model, tokenizer, texts, config, plan, device, stops), strict=True
+    try:
+        with reporter.progress(len(prompts), "generating") as progress:
+            for chosen, texts in in_batches(
+                order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
             ):
-                completions[index] = text
-            progress.advance(len(chosen))
-    model.train(was_training)
+                for index, text in zip(chosen, texts, strict=True):
+                    completions[index] = text
+                progress.advance(len(chosen))
+    finally:
+        model.train(was_training)
     return completions
 
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator
+from ftcli.data.collate import PaddingCollator, packed_batch
+from ftcli.data.mask import IGNORE_INDEX
+from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
-from ftcli.errors import ExitCode, FtcliError
-from ftcli.model.backbone import compute_context, forward_loss
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.evaluate.batching import in_batches
+from ftcli.model.backbone import compute_context, head_of, hidden_states, next_token_loss
 from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+#: How rows share a batch: padded on either side, or several in one row of it with no attention across.
+Layout = Literal["right", "left", "packed"]
+
+#: exp of more than this overflows a double.
+_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ def combine(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     loss = sum(part["loss"] * part["tokens"] for part in found) / tokens
     accuracy = sum(part["token_accuracy"] * part["tokens"] for part in found) / tokens
     rows = sum(int(part["rows"]) for part in found)
-    return LossResult(loss, math.exp(min(loss, 700.0)), accuracy, tokens, rows).as_dict()
+    return LossResult(loss, math.exp(min(loss, _LARGEST_EXPONENT)), accuracy, tokens, rows).as_dict()
 
 
 @torch.no_grad()
@@ -58,61 +68,85 @@ def evaluate_loss(
     plan: DtypePlan,
     device: torch.device,
     reporter: Reporter,
+    layout: Layout = "right",
+    pack_length: int | None = None,
 ) -> LossResult:
-    """Evaluates ``sequences`` in batches of like length; sums are kept in double precision.
+    """Evaluates ``sequences`` in batches of like length. No logits are kept, sums are double precision, and the result
+    is the same to rounding whatever ``batch_size``, ``layout`` and the order of ``sequences``.
 
-    Out of memory halves the batch and goes on, and says so. Raises FtcliError FT761 (exit 5) when one row alone
-    does not fit, FT762 (exit 6) when the loss is not finite.
+    Args:
+        layout: "right" is the fastest where rows are of like length, "packed" where they are not.
+        pack_length: with "packed", tokens of a row of the batch; None takes the longest sequence.
+
+    Raises:
+        FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
+            that does not fit is halved, with the warning FT764.
     """
-    order = sorted(sequences, key=lambda s: len(s.input_ids), reverse=True)
-    collate = PaddingCollator(pad_token_id)
-    total, correct, count, start = 0.0, 0, 0, 0
+    lengths = [len(tokens.input_ids) for tokens in sequences]
+    groups = _groups(lengths, layout, pack_length)
+
+    def step(chosen: Sequence[list[int]]) -> tuple[float, int, int]:
+        batch = _batch([[sequences[i] for i in group] for group in chosen], layout, pad_token_id)
+        with compute_context(device, plan.compute, plan.autocast):
+            return _sums(model, {name: value.to(device) for name, value in batch.items()})
+
+    def where(group: list[int]) -> Origin:
+        return max((sequences[i] for i in group), key=lambda tokens: len(tokens.input_ids)).row.origin
+
+    total, correct, count = 0.0, 0, 0
     was_training = model.training
     model.eval()
-    with reporter.progress(len(order), "evaluating") as progress:
-        while start < len(order):
-            rows = order[start : start + batch_size]
-            try:
-                sums = _batch_sums(model, collate, rows, plan, device)
-            except torch.OutOfMemoryError as error:
-                batch_size = _halved(batch_size, rows, error, reporter)
-                continue
-            total += sums[0]
-            correct += sums[1]
-            count += sums[2]
-            start += len(rows)
-            progress.advance(len(rows))
-    model.train(was_training)
-    return _result(total, correct, count, len(order))
+    try:
+        with reporter.progress(len(lengths), "evaluating") as progress:
+            for chosen, sums in in_batches(groups, batch_size, step, where=where, reporter=reporter, what="evaluation"):
+                total, correct, count = total + sums[0], correct + sums[1], count + sums[2]
+                progress.advance(sum(len(group) for group in chosen))
+    finally:
+        model.train(was_training)
+    return _result(total, correct, count, len(lengths))
 
 
-def _batch_sums(
-    model: PreTrainedModel | PeftModel,
-    collate: PaddingCollator,
-    rows: Sequence[Tokens],
-    plan: DtypePlan,
-    device: torch.device,
-) -> tuple[float, int, int]:
-    batch = collate([{"input_ids": s.input_ids, "labels": s.labels} for s in rows])
-    with compute_context(device, plan.compute, plan.autocast):
-        result = forward_loss(model, {name: value.to(device) for name, value in batch.items()})
-    correct = 0 if result.correct is None else int(result.correct)
-    return float(result.loss), correct, int(result.count)
+def _groups(lengths: Sequence[int], layout: Layout, pack_length: int | None) -> list[list[int]]:
+    """Which sequences make one row of a batch, the longest rows first: memory runs out at once or not at all."""
+    if layout != "packed":
+        return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
+    longest = max(lengths, default=1)
+    packs = best_fit(lengths, max(pack_length or longest, longest))
+    members = [packs.members(i) for i in range(len(packs))]
+    return sorted(members, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def _halved(batch_size: int, rows: Sequence[Tokens], error: torch.OutOfMemoryError, reporter: Reporter) -> int:
-    torch.cuda.empty_cache()
-    if len(rows) == 1:
-        raise FtcliError.single(
-            "FT761",
-            f"one row of {len(rows[0].input_ids)} tokens does not fit into memory in evaluation",
-            exit_code=ExitCode.OUT_OF_MEMORY,
-            origin=rows[0].row.origin,
-            help="lower data.max_seq_len",
-        ) from error
-    smaller = max(1, min(batch_size, len(rows)) // 2)
-    reporter.warn(f"out of memory in evaluation at batch {len(rows)}: going on with {smaller}")
-    return smaller
+def _batch(rows: Sequence[Sequence[Tokens]], layout: Layout, pad_token_id: int) -> dict[str, Tensor]:
+    """What the model takes, and ``labels``.
+
+    Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention
+    stays dense, its fastest form.
+    """
+    if layout == "packed":
+        batch = packed_batch(rows, pad_token_id)
+        return {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    padded = PaddingCollator(pad_token_id)([{"input_ids": r.input_ids, "labels": r.labels} for (r,) in rows])
+    if layout == "right":
+        return {name: padded[name] for name in ("input_ids", "labels")}
+    return _to_the_left(padded)
+
+
+def _to_the_left(padded: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each row turned so that its padding comes first. Nothing predicts a row's first token, which follows padding."""
+    mask = padded["attention_mask"]
+    lengths = mask.sum(1, keepdim=True)
+    at = (torch.arange(mask.shape[1])[None] + lengths) % mask.shape[1]
+    turned = {name: value.gather(1, at) for name, value in padded.items()}
+    first = turned["attention_mask"].cumsum(1) <= 1
+    return {**turned, "labels": turned["labels"].masked_fill(first, IGNORE_INDEX)}
+
+
+def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple[float, int, int]:
+    """Summed loss, right tokens and tokens of one batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    found = next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"])
+    correct = 0 if found.correct is None else int(found.correct)
+    return float(found.loss), correct, int(found.count)
 
 
 def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
@@ -121,7 +155,7 @@ def _result(total: float, correct: int, count: int, rows: int) -> LossResult:
         raise FtcliError.single("FT762", f"the evaluation loss is {loss}", exit_code=ExitCode.DIVERGED)
     return LossResult(
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=math.exp(min(loss, _LARGEST_EXPONENT)),
         token_accuracy=correct / max(count, 1),
         tokens=count,
         rows=rows,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,9 @@ from ftcli.data.load import read_rows
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.evaluate.generate import generate
+from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import evaluate_loss
-from ftcli.evaluate.tasks import judge
+from ftcli.evaluate.tasks import Answered, Judge, judge
 from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """The recipe's evaluation, prepared once and run on any number of models."""
+    """The recipe's evaluation, prepared once and run on any number of models.
+
+    ``functions`` holds the user's judges by what the recipe's tasks call them (``path.py:function``).
+    """
 
     recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
@@ -35,34 +39,55 @@ class Evaluator:
     plan: DtypePlan
     device: torch.device
     reporter: Reporter
+    functions: Mapping[str, Judge] = field(default_factory=dict)
 
     def loss(self, model: PreTrainedModel | PeftModel) -> dict[str, Any]:
         """Loss, perplexity, token accuracy over all of ``data.eval``; empty without held-out data."""
-        return self._loss(model, self.sequences) if self.sequences else {}
+        return self.loss_of(model, self.sequences) if self.sequences else {}
 
     def loss_by_dataset(self, model: PreTrainedModel | PeftModel) -> dict[str, dict[str, Any]]:
         """The same for each held-out file; :func:`ftcli.evaluate.loss.combine` makes the whole of them."""
-        names = dict.fromkeys(s.row.source for s in self.sequences)
-        return {name: self._loss(model, [s for s in self.sequences if s.row.source == name]) for name in names}
+        parts: dict[str, list[Tokens]] = {}
+        for tokens in self.sequences:
+            parts.setdefault(tokens.row.source, []).append(tokens)
+        return {name: self.loss_of(model, rows) for name, rows in parts.items()}
 
     def tasks(self, model: PreTrainedModel | PeftModel) -> dict[str, dict[str, Any]]:
         """Score and samples of each of ``eval.tasks``, by name."""
         results = {}
         for task in self.recipe.eval.tasks:
-            result = judge(task, *self._completions(model, task))
+            function = self.functions[task.file] if task.file is not None else None
+            result = judge(task, self._answered(model, task), function)
             results[result.name] = result.as_dict()
         return results
 
+    def harness(self, model: PreTrainedModel | PeftModel) -> dict[str, dict[str, float]]:
+        """Metrics of each of ``eval.lm_eval``, by name; empty without any."""
+        settings = self.recipe.eval
+        if not settings.lm_eval:
+            return {}
+        return run_harness(
+            model,
+            self.tokenizer,
+            settings.lm_eval,
+            batch_size=settings.per_device_eval_batch_size,
+            limit=settings.lm_eval_limit,
+            max_length=self.recipe.data.max_seq_len,
+            plan=self.plan,
+            device=self.device,
+            reporter=self.reporter,
+        )
+
     def samples(self, model: PreTrainedModel | PeftModel, count: int) -> list[dict[str, Any]]:
         """Prompt, reference and completion of the first held-out rows."""
-        task = TaskConfig(max_rows=count, data=self.recipe.data.eval[:1])
-        prompts, completions, references = self._completions(model, task)
+        answered = self._answered(model, TaskConfig(max_rows=count, data=self.recipe.data.eval[:1]))
         return [
-            {"prompt": p, "reference": r, "completion": c}
-            for p, c, r in zip(prompts, completions, references, strict=True)
+            {"prompt": text, "reference": prompt.reference, "completion": completion}
+            for prompt, text, completion in zip(answered.prompts, answered.texts, answered.completions, strict=True)
         ]
 
-    def _loss(self, model: PreTrainedModel | PeftModel, sequences: Sequence[Tokens]) -> dict[str, Any]:
+    def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[Tokens]) -> dict[str, Any]:
+        """The same for these sequences."""
         result = evaluate_loss(
             model,
             sequences,
@@ -71,12 +96,12 @@ class Evaluator:
             plan=self.plan,
             device=self.device,
             reporter=self.reporter,
+            layout="packed" if self.recipe.data.packing else "right",
+            pack_length=self.recipe.data.max_seq_len,
         )
         return result.as_dict()
 
-    def _completions(
-        self, model: PreTrainedModel | PeftModel, task: TaskConfig
-    ) -> tuple[list[str], list[str], list[str | None]]:
+    def _answered(self, model: PreTrainedModel | PeftModel, task: TaskConfig) -> Answered:
         prompts = self._prompts(task)
         renderer = Renderer(self.tokenizer, self.recipe.data.chat_template)
         texts = [renderer.prompt(prompt) for prompt in prompts]
@@ -91,7 +116,7 @@ class Evaluator:
             reporter=self.reporter,
             stops=self.stops,
         )
-        return texts, completions, [prompt.reference for prompt in prompts]
+        return Answered(prompts, texts, completions)
 
     def _prompts(self, task: TaskConfig) -> list[Prompt]:
         prompts: list[Prompt] = []

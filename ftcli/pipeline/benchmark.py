@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,8 @@ from ftcli.reporting import Session
 
 
 def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
-    """Times ``options.steps`` training steps after the first on random weights of the recipe's true shape.
+    """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
+    true shape.
 
     Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
@@ -25,7 +28,8 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     report = preflight(replace(loaded, recipe=recipe), command="bench", device=None, offline=True)
     for finding in report.findings:
         session.reporter.finding(finding)
-    measured = _measure(recipe, report, session, options)
+    measure = _measure_evaluation if options.evaluation else _measure
+    measured = measure(recipe, report, session, options)
     flops = step_flops(
         report.facts,
         recipe.lora,
@@ -33,8 +37,10 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         num_layers=options.layers,
         gradient_checkpointing=recipe.train.gradient_checkpointing,
     )
+    operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
     return {
         "recipe": str(loaded.path),
+        "mode": "evaluation" if options.evaluation else "training",
         "model": recipe.model.name_or_path,
         "device": report.device.name,
         "dtype": report.plan.compute,
@@ -43,7 +49,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "layers": options.layers,
         "gradient_checkpointing": recipe.train.gradient_checkpointing,
         **measured,
-        **_share(flops, measured),
+        **_share(operations, measured),
     }
 
 
@@ -66,7 +72,9 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "data": data,
             "train": train,
             "logging": logging,
-            "eval": recipe.eval.model_copy(update={"every_steps": None}),
+            "eval": recipe.eval.model_copy(
+                update={"every_steps": None, "per_device_eval_batch_size": train.per_device_train_batch_size}
+            ),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
         }
     )
@@ -130,12 +138,65 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
     }
 
 
-def _share(flops: StepFlops | None, measured: dict[str, Any]) -> dict[str, Any]:
-    if flops is None:
-        return {"flops_per_token": None, "bound_tokens_per_second": None, "share_of_bound": None}
-    bound = measured["matmul_tflops"] * 1e12 / flops.total
+def _measure_evaluation(
+    recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions
+) -> dict[str, Any]:
+    """The loss of `ftcli eval`: the frozen model on the kernels, no gradients, the head in chunks."""
+    import torch
+
+    from ftcli.evaluate.suite import Evaluator
+    from ftcli.pipeline import build
+    from ftcli.pipeline.evaluation import on_kernels
+    from ftcli.trainers.bench import measure_matmul_rate, spread, synthetic_tokens
+    from ftcli.trainers.callbacks import peak_memory_bytes
+
+    batch, seq = recipe.train.per_device_train_batch_size, recipe.data.max_seq_len
+    texts = build.texts_of(recipe, report, session)
+    device = build.device_of(report)
+    rate = measure_matmul_rate(device, getattr(torch, report.plan.compute))
+    built = build.with_adapters(
+        build.build_base(recipe, report, session, texts, num_layers=options.layers), recipe, report
+    )
+    rows = synthetic_tokens(batch * (options.steps + 1), seq, int(report.facts.vocab_size or 256), recipe.run.seed)
+    kernels = on_kernels(built, recipe, report, session, rows)
+    evaluator = Evaluator(recipe, texts.tokenizer, texts.stops, rows, report.plan, device, session.reporter)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for step in range(options.steps + 1):
+        began = time.perf_counter()
+        evaluator.loss_of(
+            built.model, rows[step * batch : (step + 1) * batch]
+        )  # waits for the device: it gives numbers
+        seconds.append(time.perf_counter() - began)
+    steady = seconds[1:]
+    fastest, slowest = spread(steady)
     return {
-        "flops_per_token": flops.total,
+        "steps": len(steady),
+        "tokens_per_second": batch * seq / statistics.median(steady),
+        "step_ms": 1000 * statistics.median(steady),
+        "step_ms_min": 1000 * fastest,
+        "step_ms_max": 1000 * slowest,
+        "first_step_seconds": seconds[0],
+        "peak_memory_bytes": peak_memory_bytes(),
+        "matmul_tflops": rate / 1e12,
+        "kernels": kernels.summary(),
+        "self_check": kernels.self_check,
+    }
+
+
+def _forward(flops: StepFlops, recipe: Recipe) -> float:
+    """Operations per token of the forward pass, out of a training step's."""
+    passes = 2.0 if recipe.lora is not None else 3.0  # a frozen weight has no gradient of its own
+    return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
+
+
+def _share(operations: float | None, measured: dict[str, Any]) -> dict[str, Any]:
+    if operations is None:
+        return {"flops_per_token": None, "bound_tokens_per_second": None, "share_of_bound": None}
+    bound = measured["matmul_tflops"] * 1e12 / operations
+    return {
+        "flops_per_token": operations,
         "bound_tokens_per_second": bound,
         "share_of_bound": measured["tokens_per_second"] / bound,
     }

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.results import scores
-from ftcli.preflight.report import preflight
+from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.ledger import Evaluation, Sample, write_evaluation
 from ftcli.run.report import write_report
 
 if TYPE_CHECKING:
+    from ftcli.data.tokens import Tokens
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.evaluate.tasks import Judge
+    from ftcli.pipeline.build import Built, KernelReport
 
 
 def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
@@ -31,35 +36,64 @@ def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[st
     from ftcli.evaluate.suite import Evaluator
     from ftcli.pipeline import build
 
+    functions = _functions(recipe)
     texts = build.texts_of(recipe, report, session)
-    prepared = build.tokenized(recipe, session, texts, "eval")
-    built = build.build_base(recipe, report, session, texts)
+    sequences = build.tokenized(recipe, session, texts, "eval").sequences
+    device = build.device_of(report)
     evaluator = Evaluator(
-        recipe, texts.tokenizer, texts.stops, prepared.sequences, report.plan, built.device, session.reporter
+        recipe, texts.tokenizer, texts.stops, sequences, report.plan, device, session.reporter, functions
     )
+    built = build.build_base(recipe, report, session, texts)
     result: dict[str, Any] = {"recipe": str(loaded.path), "base": None, "run": None}
     if directory is None:
+        on_kernels(built, recipe, report, session, sequences)
         result["base"] = _measure(evaluator, built.model)
         return result
     if directory.adapter_dir.is_dir():
-        adapted = build.with_saved_adapter(built, directory.adapter_dir)
-        with adapted.model.disable_adapter():
-            result["base"] = _measure(evaluator, adapted.model)
-        result["run"] = _measure(evaluator, adapted.model)
+        built = build.with_saved_adapter(built, directory.adapter_dir)
+        on_kernels(built, recipe, report, session, sequences)
+        with built.model.disable_adapter():
+            result["base"] = _measure(evaluator, built.model)
+        result["run"] = _measure(evaluator, built.model)
     else:
+        on_kernels(built, recipe, report, session, sequences)
         result["base"] = _measure(evaluator, built.model)
-        del built
+        del built  # before the second model is loaded: both need not fit
         tuned = build.build_base(recipe, report, session, texts, weights=directory.model_dir)
+        on_kernels(tuned, recipe, report, session, sequences)
         result["run"] = _measure(evaluator, tuned.model)
     _write(directory, result)
     return {**result, "run_directory": str(directory.path)}
+
+
+def _functions(recipe: Recipe) -> dict[str, Judge]:
+    """The user's judges, loaded before anything that takes long."""
+    from ftcli.trainers.rewards.user import load_function
+
+    return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}
+
+
+def on_kernels(
+    built: Built, recipe: Recipe, report: PreflightReport, session: Session, sequences: Sequence[Tokens]
+) -> KernelReport:
+    """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
+    from ftcli.pipeline import build
+    from ftcli.trainers.bench import synthetic_tokens
+
+    built.model.requires_grad_(False)
+    rows = sequences if len(sequences) else synthetic_tokens(2, 64, int(report.facts.vocab_size or 256), 0)
+    kernels = build.with_kernels(built, recipe, report, rows)
+    session.reporter.info(kernels.summary())
+    return kernels
 
 
 def _measure(evaluator: Evaluator, model: Any) -> dict[str, Any]:
     from ftcli.evaluate.loss import combine
 
     datasets = evaluator.loss_by_dataset(model)
-    return {**combine(datasets.values()), "datasets": datasets, "tasks": evaluator.tasks(model)}
+    measured = {**combine(datasets.values()), "datasets": datasets, "tasks": evaluator.tasks(model)}
+    harness = evaluator.harness(model)
+    return {**measured, "lm_eval": harness} if harness else measured
 
 
 def _finished_run(run_dir: Path) -> RunDirectory:

@@ -10,7 +10,8 @@ class BenchOptions:
     """Shape of a benchmark. None takes the recipe's value.
 
     ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first.
-    ``profile`` adds a step that is recorded by torch's profiler.
+    ``profile`` adds a step that is recorded by torch's profiler. ``evaluation`` times `ftcli eval` instead of training:
+    a step is one batch, forward only.
     """
 
     batch: int | None = None
@@ -18,3 +19,4 @@ class BenchOptions:
     layers: int | None = None
     steps: int = 10
     profile: bool = False
+    evaluation: bool = False

@@ -37,6 +37,8 @@ def scores(loss: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> S
         token_accuracy=loss.get("token_accuracy"),
         tokens=loss.get("tokens"),
         tasks=tuple(TaskScore(name, float(task["score"]), int(task["rows"])) for name, task in tasks.items()),
+        datasets=dict(loss.get("datasets") or {}),
+        lm_eval=dict(loss.get("lm_eval") or {}),
     )
 
 

@@ -57,13 +57,19 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured."""
+    """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured.
+
+    ``datasets`` has loss, perplexity, token accuracy, tokens and rows of each held-out file; ``lm_eval`` the metrics of
+    each task of lm-evaluation-harness.
+    """
 
     loss: float | None = None
     perplexity: float | None = None
     token_accuracy: float | None = None
     tokens: int | None = None
     tasks: tuple[TaskScore, ...] = ()
+    datasets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

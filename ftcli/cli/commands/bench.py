@@ -21,26 +21,33 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=10000, help="Steps to time.")] = 10,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
+    evaluation: Annotated[
+        bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")
+    ] = False,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
 ) -> Request:
-    """Time the training step.
+    """Time the training step, or evaluation.
 
-    The real step of `ftcli train` on synthetic tokens and random weights. Downloads nothing.
+    The real step of `ftcli train` (with --eval, the loss of `ftcli eval`) on synthetic tokens and random weights.
+    Downloads nothing.
 
     \b
     Examples:
       ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
       ftcli bench recipes/smoke.yaml --steps 5 --json
+      ftcli bench recipes/gemma2-9b.yaml --eval
     """
 
     def action(session: Session) -> Result:
         from ftcli import pipeline
 
         loaded = options.load(recipe, options.overrides(set_))
-        wanted = pipeline.BenchOptions(batch=batch, seq=seq, layers=layers, steps=steps, profile=profile)
+        wanted = pipeline.BenchOptions(
+            batch=batch, seq=seq, layers=layers, steps=steps, profile=profile, evaluation=evaluation
+        )
         return pipeline.bench(loaded, session, wanted)
 
     return Request("bench", options.common(json, quiet, offline, debug), action, views.bench_text)

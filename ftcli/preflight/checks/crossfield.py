@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+from ftcli.config import TaskConfig
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.functions import function_findings
+from ftcli.preflight.checks.support import Installed, is_installed
 
 #: Which `data.loss_on` values have a meaning for rows of each layout.
 LOSS_ON = {
@@ -18,12 +21,13 @@ LOSS_ON = {
 }
 
 
-def check(context: Context) -> Findings:
-    """FT254 to FT259, FT264, FT266 to FT269."""
+def check(context: Context, installed: Installed = is_installed) -> Findings:
+    """FT253 to FT259, FT264, FT266 to FT269; FT451, FT452 and FT767 of evaluation tasks."""
     yield from _data(context)
     yield from _lengths(context)
     yield from _schedule(context)
     yield from _tasks(context)
+    yield from _harness(context, installed)
     yield from _without_effect(context)
     yield from _export(context)
 
@@ -95,7 +99,7 @@ def _tasks(context: Context) -> Findings:
     names: set[str] = set()
     for index, task in enumerate(recipe.eval.tasks):
         path = f"eval.tasks.{index}"
-        name = task.name or task.use
+        name = task.label
         if name in names:
             yield context.error(
                 "FT266",
@@ -106,7 +110,31 @@ def _tasks(context: Context) -> Findings:
         names.add(name)
         if not task.data and not recipe.data.eval and context.command in ("eval", "check"):
             yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file")
-        yield from pattern_findings(context, path, uses_pattern=task.use == "regex", pattern=task.pattern)
+        yield from pattern_findings(context, path, uses_pattern=task.kind == "regex", pattern=task.pattern)
+        yield from _judge(context, path, task)
+
+
+def _harness(context: Context, installed: Installed) -> Findings:
+    if context.command in ("eval", "check") and context.recipe.eval.lm_eval and not installed("lm_eval"):
+        yield context.error(
+            "FT253",
+            "eval.lm_eval",
+            "eval.lm_eval needs the package lm_eval (lm-evaluation-harness), which is not installed",
+            help="pip install 'ftcli[eval]'",
+        )
+
+
+def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
+    """FT767 for two judges or options that none reads; FT451 and FT452 for the user's function."""
+    if task.file is None:
+        if task.args:
+            yield context.error("FT767", f"{path}.args", "`args` is only read with `file`", help="remove it")
+        return
+    if task.use is not None:
+        message = f"the task {task.label!r} has two judges: `use: {task.use}` and `file`"
+        yield context.error("FT767", path, message, help="remove one of them, or make two tasks")
+    if context.command in ("eval", "check"):
+        yield from function_findings(context, f"{path}.file", task.file)
 
 
 def pattern_findings(context: Context, path: str, *, uses_pattern: bool, pattern: str | None) -> Findings:

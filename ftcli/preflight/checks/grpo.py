@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
+from ftcli.preflight.checks.functions import function_findings
 
 
 def check(context: Context) -> Findings:
@@ -92,7 +90,7 @@ def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
         yield from regex_findings(context, f"{path}.extract", reward.extract, group=True)
     yield from _unread(context, path, reward)
     if reward.file is not None:
-        yield from _file(context, f"{path}.file", reward.file)
+        yield from function_findings(context, f"{path}.file", reward.file)
 
 
 def _unread(context: Context, path: str, reward: RewardConfig) -> Findings:
@@ -104,52 +102,3 @@ def _unread(context: Context, path: str, reward: RewardConfig) -> Findings:
             yield context.error(
                 "FT265", f"{path}.{name}", f"`{name}` is not read by a reward with `{kind}`", help="remove it"
             )
-
-
-def _file(context: Context, path: str, spec: str) -> Findings:
-    """Whether the file defines the function, without running it."""
-    name, _, function = spec.rpartition(":")
-    file = Path(name).expanduser()
-    if not file.is_file():
-        yield context.error("FT451", path, f"no reward file at {file.absolute()}")
-        return
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (OSError, SyntaxError, ValueError) as error:
-        yield context.error("FT452", path, f"{file} is not Python that can be run: {error}")
-        return
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if function in functions:
-        yield from _signature(context, path, functions[function])
-    elif not _assigns(tree, function):
-        names = ", ".join(n for n in functions if not n.startswith("_")) or "none"
-        yield context.error("FT451", path, f"{file} defines no function {function}", help=f"it has: {names}")
-
-
-def _assigns(tree: ast.Module, name: str) -> bool:
-    """Whether the module binds ``name`` at its top level in another way: an import, or an assignment."""
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-            if name in bound or "*" in bound:
-                return True
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return True
-    return False
-
-
-def _signature(context: Context, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Findings:
-    if isinstance(node, ast.AsyncFunctionDef):
-        yield context.error("FT452", path, f"{node.name} is async; rewards are called as plain functions")
-        return
-    arguments = node.args
-    named = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
-    missing = [name for name in ("completions", "prompts") if name not in named]
-    if missing and arguments.kwarg is None:
-        yield context.error(
-            "FT452",
-            path,
-            f"{node.name} takes no argument {missing[0]!r}, which every reward is called with",
-            help=f"write def {node.name}(completions, prompts, **columns)",
-        )

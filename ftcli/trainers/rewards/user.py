@@ -1,4 +1,4 @@
-"""The user's reward functions: ``path.py:function``, loaded from the one file that the recipe names."""
+"""The user's functions, rewards and judges: ``path.py:function``, loaded from the one file that the recipe names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     name, _, function = spec.rpartition(":")
     path = Path(name).expanduser()
     if not path.is_file():
-        raise _error("FT451", f"no reward file at {path.absolute()}", spec)
-    module_spec = importlib.util.spec_from_file_location(f"ftcli_reward_{path.stem}", path)
+        raise _error("FT451", f"no file at {path.absolute()}", spec)
+    module_spec = importlib.util.spec_from_file_location(f"ftcli_user_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise _error("FT451", f"{path} is not a Python file", spec)
     module = importlib.util.module_from_spec(module_spec)

@@ -1,0 +1,107 @@
+"""Batched cached decoding says what one prompt at a time says without a cache, past the window too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ftcli.assets import asset
+from ftcli.config import GenerateConfig
+from ftcli.errors import Finding, FtcliError
+from ftcli.evaluate.generate import generate
+from ftcli.model.patch import patch
+from ftcli.preflight.precision import DtypePlan
+from ftcli.reporting import SilentReporter
+
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+PROMPTS = [
+    "<bos><start_of_turn>user\nWhat is 12 + 30?<end_of_turn>\n<start_of_turn>model\n",
+    "Hi",
+    "<bos><start_of_turn>user\n" + "Repeat after me: one two three four five six seven eight. " * 3,
+    "The window of this model is 32 tokens, and",
+    "a",
+]
+NEW = 40
+
+
+@pytest.fixture(scope="module", params=["transformers", "kernels"])
+def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The bundled Gemma-2, whose window is 32, and its tokenizer."""
+    source = str(Path(asset("models", "tiny-gemma2")))
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").requires_grad_(False)
+    if request.param == "kernels":
+        assert all(entry.on for entry in patch(model, "reference").table)
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def completions(loaded: tuple[Any, Any], prompts: Sequence[str], batch_size: int, reporter: Any = None) -> list[str]:
+    model, tokenizer = loaded
+    return generate(
+        model, tokenizer, prompts, GenerateConfig(max_new_tokens=NEW), batch_size=batch_size, plan=PLAN,
+        device=torch.device("cpu"), reporter=reporter or SilentReporter(), stops=(tokenizer.eos_token_id,),
+    )  # fmt: skip
+
+
+def one_by_one_without_a_cache(loaded: tuple[Any, Any]) -> list[str]:
+    """Greedy: the whole text through the model again for each token."""
+    model, tokenizer = loaded
+    found = []
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            start = ids.shape[1]
+            for _ in range(NEW):
+                token = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+                ids = torch.cat([ids, token], dim=1)
+                if int(token) == tokenizer.eos_token_id:
+                    break
+            found.append(tokenizer.decode(ids[0, start:], skip_special_tokens=True))
+    return found
+
+
+def test_batched_cached_decoding_equals_uncached_decoding(loaded: tuple[Any, Any]) -> None:
+    expected = one_by_one_without_a_cache(loaded)
+    assert any(len(text) > 20 for text in expected)
+    for batch_size in (2, 5):
+        assert completions(loaded, PROMPTS, batch_size) == expected
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    expected = completions(loaded, PROMPTS, 1)
+    findings: list[Finding] = []
+
+    class Heard(SilentReporter):
+        def finding(self, finding: Finding) -> None:
+            findings.append(finding)
+
+    def limited(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = model.register_forward_pre_hook(limited, with_kwargs=True)
+    try:
+        assert completions(loaded, PROMPTS, 5, Heard()) == expected
+    finally:
+        handle.remove()
+    assert [finding.code for finding in findings] == ["FT764"]
+    assert "generation with 5 rows at a time: going on with 2" in findings[0].message
+
+
+def test_a_prompt_that_does_not_fit_alone_ends_it(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+
+    def never(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = model.register_forward_pre_hook(never, with_kwargs=True)
+    try:
+        with pytest.raises(FtcliError, match="FT761"):
+            completions(loaded, PROMPTS, 2)
+    finally:
+        handle.remove()
