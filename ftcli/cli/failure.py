@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.run.memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,6 @@ def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Fa
         )
         return Failure((found,), int(ExitCode.PREFLIGHT))
     return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch (by class name, so that torch need not be imported) or Python ran out of memory."""
-    if isinstance(error, MemoryError):
-        return True
-    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
-    if "OutOfMemoryError" in names:
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "DefaultCPUAllocator" in text)
 
 
 def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:

@@ -90,6 +90,7 @@ def load_model(
     Raises:
         FtcliError: FT323 when the weights cannot be loaded.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, plan.parameter)
@@ -107,6 +108,13 @@ def load_model(
             use_safetensors=True,
             device_map={"": device},
         )
+    except SafetensorError as error:
+        raise FtcliError.single(
+            "FT323",
+            f"a weight file of {source or model.name_or_path} is damaged: {_first_line(error)}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="download or copy it again; a copy that was cut short is the usual reason",
+        ) from error
     except (OSError, ValueError) as error:
         raise FtcliError.single(
             "FT323",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
+from ftcli.pipeline.shortage import let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.run.memory import is_out_of_memory
+from ftcli.run.metrics import read_metrics
 
 if TYPE_CHECKING:
     from ftcli.pipeline.build import Built, Texts
     from ftcli.trainers.base import TrainerHooks
+    from ftcli.trainers.callbacks import RunCallback
 
 
 def fit(
@@ -24,6 +30,8 @@ def fit(
     evaluate: Callable[[], dict[str, float]] | None,
 ) -> dict[str, Any]:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
+
+    A run whose result is complete already, and which was stopped in what follows, gets its trained weights back.
 
     Args:
         make_trainer: Builds the trainer from hooks and a scratch folder.
@@ -41,6 +49,7 @@ def fit(
         recipe.checkpoint.keep_last,
         evaluate if evaluates else None,
         context.metrics.sync,
+        context.stop.interruptible,
     )
     schedule = Schedule(
         log_every=recipe.logging.every_steps,
@@ -51,37 +60,79 @@ def fit(
         tempfile.TemporaryDirectory(prefix="ftcli-") as scratch,
         StepProgress(context.session.reporter, context.command) as progress,
     ):
-        trainer = make_trainer(hooks, scratch)
+        with context.phase("preparing the trainer"):
+            trainer = make_trainer(hooks, scratch)
+        if context.opened.trained is not None:
+            return _trained_before(trainer, context, context.opened.trained)
         callback = RunCallback(trainer, schedule, context.write_line, progress, context.stop)
         trainer.add_callback(callback)
-        _loop(trainer, context)
-    step = trainer.state.global_step
-    raise_if_stopped(context, callback.stopped_by, step)
-    target = context.save_result(
-        lambda folder: save_weights(built.model, folder),
-        lambda folder: texts.tokenizer.save_pretrained(str(folder)),
-    )
-    return {
-        "run": str(context.directory.path),
-        "result": str(target),
-        "steps": step,
-        "tokens": trainer.tokens_seen,
-        "train_loss": callback.last.get("loss"),
-        "reward": callback.last.get("reward"),
-    }
+        _train(trainer, context)
+        raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
+        with _rescued(trainer, context):
+            context.save_result(
+                lambda folder: save_weights(built.model, folder),
+                lambda folder: texts.tokenizer.save_pretrained(str(folder)),
+            )
+    summary = {"steps": trainer.state.global_step, "tokens": trainer.tokens_seen, **_last(callback, context)}
+    context.opened.note_trained(summary)
+    return _result(context, summary)
 
 
-def _loop(trainer: Any, context: RunContext) -> None:
-    import torch
+def _result(context: RunContext, summary: dict[str, Any]) -> dict[str, Any]:
+    return {"run": str(context.directory.path), "result": str(context.directory.result_dir), **summary}
 
+
+def _trained_before(trainer: Any, context: RunContext, trained: dict[str, Any]) -> dict[str, Any]:
+    with context.phase("loading the trained weights"):
+        trainer._load_from_checkpoint(str(context.directory.result_dir))
+    return _result(context, trained["summary"])
+
+
+def _last(callback: RunCallback, context: RunContext) -> dict[str, Any]:
+    """Loss and reward of the last step; from the metrics when this process had no step left to make."""
+    line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
+    return {"train_loss": line.get("loss"), "reward": line.get("reward")}
+
+
+def _train(trainer: Any, context: RunContext) -> None:
     resume_from = context.opened.resume_from
-    try:
+    if resume_from is not None and trainer.load_finished(resume_from):
+        return
+    with _rescued(trainer, context):
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
-    except torch.OutOfMemoryError as error:
-        raise FtcliError.single(
-            "FT703",
-            f"out of memory at step {trainer.state.global_step + 1}: {str(error).splitlines()[0]}",
-            exit_code=ExitCode.OUT_OF_MEMORY,
-            help="halve train.per_device_train_batch_size and double train.gradient_accumulation_steps, or set "
-            "train.gradient_checkpointing: true",
-        ) from error
+
+
+@contextlib.contextmanager
+def _rescued(trainer: Any, context: RunContext) -> Any:
+    """Keeps the finished steps in a checkpoint when the block fails for a reason other than the numbers or the disk.
+
+    Raises FT703 for what ran out of memory; everything else goes on its way.
+    """
+    try:
+        yield
+    except FtcliError as error:
+        if error.exit_code != ExitCode.OUT_OF_MEMORY:
+            raise
+        let_go(error)
+        raise _with_rescue(trainer, context, error) from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            short = out_of_memory_in_training(trainer, context.recipe, context.report, context.command, error)
+            let_go(error)
+            raise _with_rescue(trainer, context, short) from error
+        _rescue(trainer, context)
+        raise
+
+
+def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliError:
+    checkpoint = _rescue(trainer, context)
+    return error if checkpoint is None else with_checkpoint(error, checkpoint)
+
+
+def _rescue(trainer: Any, context: RunContext) -> Path | None:
+    """The newest checkpoint there is now: a new one where that was possible. Nothing here hides what went wrong."""
+    with contextlib.suppress(FtcliError, RuntimeError, MemoryError, OSError):
+        trainer.rescue()
+    with contextlib.suppress(OSError):
+        return context.directory.checkpoints.newest()
+    return None

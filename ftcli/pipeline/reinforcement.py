@@ -12,9 +12,9 @@ from ftcli.data.load import read_rows
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, opened_run
+from ftcli.pipeline.lifecycle import RunContext, checked_run
 from ftcli.pipeline.results import complete_result
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -34,13 +34,10 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
             exit_code=ExitCode.RECIPE,
             help="add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example",
         )
-    report = preflight(loaded, command="grpo", device=None, offline=session.offline)
-    for finding in report.findings:
-        session.reporter.finding(finding)
-    with opened_run(recipe, session, report, "grpo") as context:
+    with checked_run(loaded, session, "grpo") as context:
         if context is None:
             return complete_result(recipe, session)
-        return _grpo(recipe, recipe.grpo, session, report, context)
+        return _grpo(recipe, recipe.grpo, session, context.report, context)
 
 
 def _grpo(
@@ -51,14 +48,14 @@ def _grpo(
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started = time.perf_counter()
-    with context.stop.interruptible("preparing data"):
+    with context.phase("preparing data"):
         texts = build.texts_of(recipe, report, session)
         prompts = _prompts(recipe)
         session.reporter.info(f"data.train: {len(prompts)} prompts, {grpo.num_generations} completions each")
-    with context.stop.interruptible("loading the model"):
+    with context.phase("loading the model"):
         built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
         evaluator = Evaluator(recipe, texts.tokenizer, texts.stops, [], report.plan, built.device, session.reporter)
-    before = _scores(context, evaluator, built.model, "before") if context.opened.resume_from is None else {}
+    before = _scores(context, evaluator, built.model, "before") if context.opened.resume_step == 0 else {}
     renderer = Renderer(texts.tokenizer, recipe.data.chat_template)
     summary = fit(
         recipe,
@@ -92,7 +89,7 @@ def _prompts(recipe: Recipe) -> list[Prompt]:
 
 
 def _scores(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, float]:
-    with context.stop.interruptible("evaluating"):
+    with context.phase("evaluating"):
         found = _task_scores(evaluator, model)
     for name, score in found.items():
         context.session.reporter.info(f"held-out {name} {when} training: {score:.1%}")

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
+from ftcli.data.template import Renderer
 from ftcli.pipeline.accounting import write_tokens
 from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, opened_run
+from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
+from ftcli.run.inputs import Inputs, weights_fingerprint
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
@@ -25,14 +27,11 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
 
     Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
     """
-    report = preflight(loaded, command="train", device=None, offline=session.offline)
-    for finding in report.findings:
-        session.reporter.finding(finding)
     recipe = loaded.recipe
-    with opened_run(recipe, session, report, "train") as context:
+    with checked_run(loaded, session, "train") as context:
         if context is None:
             return complete_result(recipe, session)
-        return _train(recipe, session, report, context)
+        return _train(recipe, session, context.report, context)
 
 
 def _train(recipe: Recipe, session: Session, report: PreflightReport, context: RunContext) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
     from ftcli.trainers.sft import build_sft_trainer
 
     started = time.perf_counter()
-    with context.stop.interruptible("preparing data"):
+    with context.phase("preparing data"):
         texts = build.texts_of(recipe, report, session)
         train_data = build.tokenized(recipe, session, texts, "train")
         eval_data = build.tokenized(recipe, session, texts, "eval")
@@ -52,7 +51,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
             train_data.sequences.lengths,
             recipe.train.per_device_train_batch_size,
         )
-    with context.stop.interruptible("loading the model"):
+    with context.phase("loading the model"):
         built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
         kernels = build.with_kernels(built, recipe, report, train_data.sequences)
         session.reporter.info(kernels.summary())
@@ -60,6 +59,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
             build.check_packing(built, report, epochs, texts)
         add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check)
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
+    keep_inputs(context, _inputs(recipe, report, texts, train_data, built))
     summary = fit(
         recipe,
         context,
@@ -77,7 +77,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         ),
         (lambda: evaluator.loss(built.model)) if recipe.data.eval else None,
     )
-    with context.stop.interruptible("evaluating"):
+    with context.phase("evaluating"):
         final = evaluator.loss(built.model)
         if final:
             context.write_line({"step": summary["steps"], **{f"eval_{name}": value for name, value in final.items()}})
@@ -85,6 +85,19 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         samples = sample_rows(evaluator, built.model) if recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
     return {**summary, "eval": final, "seconds": time.perf_counter() - started}
+
+
+def _inputs(
+    recipe: Recipe, report: PreflightReport, texts: build.Texts, train_data: Prepared, built: build.Built
+) -> Inputs:
+    """What a run that continues has to be given again."""
+    local = report.facts.source in ("bundled model", "local folder") and recipe.model.init == "pretrained"
+    return Inputs(
+        chat_template=Renderer(texts.tokenizer, recipe.data.chat_template).source,
+        tokens_sha256=train_data.sequences.digest(),
+        weights=weights_fingerprint(report.facts.folder) if local else (),
+        commit=getattr(built.model.config, "_commit_hash", None),
+    )
 
 
 def _evaluator(

@@ -11,6 +11,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,15 @@ from ftcli.errors import ExitCode, FtcliError
 
 #: Beginning of the names of files and folders that are not complete yet.
 TEMPORARY_PREFIX = ".tmp-"
+#: Beginning of the names of results that are being written.
+WRITING_PREFIX = ".writing-"
 #: Beginning of the names of folders that are being deleted.
 TRASH_PREFIX = ".trash-"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+#: How Rust's standard library ends the text of a system's error.
+_SYSTEM_NUMBER = re.compile(r"\(os error (\d+)\)")
+_PROBE_BYTES = 1 << 20
 
 
 def storage_error(error: OSError, path: Path) -> FtcliError:
@@ -52,6 +58,44 @@ def storage_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(error, path) from error
+
+
+def write_failure(error: Exception, folder: Path) -> OSError | None:
+    """The failed write behind an exception that was raised while files were written into ``folder``, if it was one.
+
+    torch and safetensors report a full disk as errors of their own. safetensors names the system's number; torch says
+    only that a position is not what it should be, and is asked no further: what the system answers to one more
+    write decides. ``folder`` is to be thrown away afterwards.
+    """
+    if isinstance(error, OSError):
+        return error
+    number = _SYSTEM_NUMBER.search(str(error))
+    if number is not None:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    try:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size, default=folder / f"{TEMPORARY_PREFIX}probe")
+        with largest.open("ab") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refused:
+        return refused
+    return None
+
+
+@contextlib.contextmanager
+def writing_into(folder: Path, path: Path) -> Iterator[None]:
+    """A block that fills ``folder``, which becomes ``path``: any failed write in it is raised as FT723 or FT724."""
+    try:
+        yield
+    except FtcliError:
+        raise
+    except Exception as error:
+        failure = write_failure(error, folder)
+        if failure is None:
+            raise
+        raise storage_error(failure, path) from error
 
 
 def fsync_file(path: Path) -> None:
@@ -155,6 +199,15 @@ def rename_directory(source: Path, destination: Path) -> None:
 def first_free(pattern: str, parent: Path) -> Path:
     """The first of ``parent / pattern.format(n=1)``, 2, 3 … that does not exist."""
     return next(p for n in itertools.count(1) if not os.path.lexists(p := parent / pattern.format(n=n)))
+
+
+def delete(path: Path) -> None:
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    fsync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:

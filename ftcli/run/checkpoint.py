@@ -8,14 +8,15 @@ not match its list was damaged later; it is passed over with a warning, and the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,26 @@ from ftcli.errors import Finding
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
+    delete,
     first_free,
-    fsync_directory,
     fsync_tree,
     remove_tree,
     rename_directory,
     storage_error,
     storage_errors,
     write_json,
+    writing_into,
 )
 from ftcli.run.clock import utc_now
 
 #: The list of files that makes a folder a checkpoint.
 COMPLETE_NAME = "complete.json"
-#: Files up to this size are also held to their SHA-256; hashing gigabytes of optimizer state would cost minutes.
-HASHED_BYTES = 1 << 20
+#: Files up to this size are held to their SHA-256 whenever checkpoints are listed; larger ones when one is resumed
+#: from, which has to read all of it anyway.
+QUICK_BYTES = 1 << 20
+#: Larger files are hashed in blocks of this size, several at a time.
+_BLOCK_BYTES = 16 << 20
+_HASHING_THREADS = 8
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -71,10 +77,10 @@ class Scan:
         return self.usable[-1] if self.usable else None
 
 
-def damage(checkpoint: Path) -> str | None:
+def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
     """What is wrong with a checkpoint folder, or None when every listed file is there in its full size.
 
-    Small files are compared by SHA-256 as well, large ones by size only.
+    Small files are compared by SHA-256 as well; with ``thorough`` all are, at the speed of the disk.
     """
     try:
         raw: Any = json.loads((checkpoint / COMPLETE_NAME).read_text(encoding="utf-8"))
@@ -89,7 +95,7 @@ def damage(checkpoint: Path) -> str | None:
             found = path.stat().st_size
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
-            if digest is not None and _sha256(path) != digest:
+            if digest is not None and (thorough or size <= QUICK_BYTES) and _digest(path) != digest:
                 return f"{name} has other content than was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -122,14 +128,14 @@ class Checkpoints:
                 if leftover.name.startswith(TRASH_PREFIX):
                     self._restore_or_delete(leftover)
                 elif leftover.name.startswith(TEMPORARY_PREFIX):
-                    _delete(leftover)
+                    delete(leftover)
 
     def _restore_or_delete(self, trash: Path) -> None:
         match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + "replaced-"))
         if match and not self.path(int(match[1])).exists() and damage(trash) is None:
             rename_directory(trash, self.path(int(match[1])))
         else:
-            _delete(trash)
+            delete(trash)
 
     def scan(self) -> Scan:
         """Look at every checkpoint: which are usable, and FT726 for each that is damaged."""
@@ -143,8 +149,7 @@ class Checkpoints:
                 usable.append(path)
                 continue
             damaged.append(path)
-            message = f"checkpoint {path} is damaged and is passed over: {reason}"
-            warnings.append(Finding("FT726", message, severity="warning"))
+            warnings.append(_passed_over(path, reason))
         return Scan(tuple(usable), tuple(damaged), tuple(warnings))
 
     def list_complete(self) -> tuple[Path, ...]:
@@ -165,25 +170,22 @@ class Checkpoints:
         If the block raises, the folder is removed and nothing has changed.
 
         Raises:
-            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise; also in place of an
-                OSError that the block raises, and of any error at a moment when the disk is full.
+            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise; also in place of what
+                the block raises when a write in it failed.
         """
         staged = self.root / f"{TEMPORARY_PREFIX}{step_name(step)}.{os.getpid()}"
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            _delete(staged)
+            # Not its parents: a run directory that has vanished is not to be half made again.
+            self.root.mkdir(exist_ok=True)
+            delete(staged)
             staged.mkdir()
-            yield staged
-            self._complete(staged, step)
+            with writing_into(staged, self.path(step)):
+                yield staged
+                self._complete(staged, step)
         except OSError as error:
-            shutil.rmtree(staged, ignore_errors=True)
             raise storage_error(error, self.path(step)) from error
-        except BaseException as error:
-            full = isinstance(error, Exception) and _is_full(self.root)
+        finally:
             shutil.rmtree(staged, ignore_errors=True)
-            if full:  # torch and safetensors report a full disk as errors of their own
-                raise storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), self.path(step)) from error
-            raise
 
     def _complete(self, staged: Path, step: int) -> None:
         fsync_tree(staged)
@@ -198,6 +200,18 @@ class Checkpoints:
         rename_directory(staged, final)
         if replaced is not None:
             shutil.rmtree(replaced)
+
+    def newest_sound(self) -> Scan:
+        """As :meth:`scan`, with every byte of the newest usable checkpoint read and compared.
+
+        A checkpoint that fails is passed over with a warning, and the one before it is read.
+        """
+        scan = self.scan()
+        usable, damaged, warnings = list(scan.usable), list(scan.damaged), list(scan.warnings)
+        while usable and (reason := damage(usable[-1], thorough=True)) is not None:
+            damaged.append(usable.pop())
+            warnings.append(_passed_over(damaged[-1], reason))
+        return Scan(tuple(usable), tuple(damaged), tuple(warnings))
 
     def rotate(self, keep_last: int) -> None:
         """Delete all but the newest ``keep_last`` usable checkpoints.
@@ -239,34 +253,36 @@ class Checkpoints:
         return [step for p in self.root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
 
 
+def _passed_over(path: Path, reason: str) -> Finding:
+    return Finding("FT726", f"checkpoint {path} is damaged and is passed over: {reason}", severity="warning")
+
+
 def _inventory(folder: Path) -> list[dict[str, Any]]:
-    """Name, size and (small files) SHA-256 of every file below ``folder``."""
-    files = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        entry: dict[str, Any] = {"name": path.relative_to(folder).as_posix(), "bytes": size}
-        if size <= HASHED_BYTES:
-            entry["sha256"] = _sha256(path)
-        files.append(entry)
-    return files
+    """Name, size and digest of every file below ``folder``."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return [
+        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in files
+    ]
 
 
-def _is_full(folder: Path) -> bool:
-    """Whether the disk of ``folder`` has less than a megabyte left."""
+def _digest(path: Path) -> str:
+    """SHA-256 of a file; of a large one, the SHA-256 of those of its blocks: one thread would take a minute for 90 GB.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return shutil.disk_usage(folder).free < 1 << 20
-    except OSError:
-        return False
+        size = os.fstat(descriptor).st_size
+        if size <= _BLOCK_BYTES:
+            return hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, 0)).hexdigest()
+        with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+            blocks = threads.map(partial(_block_digest, descriptor), range(0, size, _BLOCK_BYTES))
+            return hashlib.sha256(b"".join(blocks)).hexdigest()
+    finally:
+        os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+def _block_digest(descriptor: int, offset: int) -> bytes:
+    return hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, offset)).digest()

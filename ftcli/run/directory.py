@@ -1,111 +1,36 @@
-"""The run directory: its paths, and how a run is started in it, continued, or refused."""
+"""How a run is started in its directory, continued, or refused."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
-from ftcli.config import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run import status as run_status
-from ftcli.run.atomic import TEMPORARY_PREFIX, first_free, rename_directory, storage_error, storage_errors, write_text
+from ftcli.run.atomic import (
+    TEMPORARY_PREFIX,
+    TRASH_PREFIX,
+    WRITING_PREFIX,
+    delete,
+    first_free,
+    fsync_directory,
+    rename_directory,
+    storage_error,
+    storage_errors,
+    write_text,
+)
 from ftcli.run.changes import HARMLESS, STRUCTURAL, Change, recipe_changes
-from ftcli.run.checkpoint import Checkpoints, damage, step_of
+from ftcli.run.checkpoint import damage, step_of
+from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 
+__all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
+
 _SHOWN = 12
-
-
-@dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """Where everything of one run lies. Making one touches no disk."""
-
-    path: Path
-
-    @property
-    def recipe_path(self) -> Path:
-        """The recipe as resolved; a folder with this file is a run directory."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def manifest_path(self) -> Path:
-        """Versions, device, seeds, dtype plan, kernels, data fingerprints."""
-        return self.path / "manifest.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON line per logging step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Folder of the resumable states."""
-        return self.path / "checkpoints"
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The resumable states."""
-        return Checkpoints(self.checkpoints_dir)
-
-    @property
-    def adapter_dir(self) -> Path:
-        """The trained adapter in PEFT's layout (LoRA)."""
-        return self.path / "adapter"
-
-    @property
-    def model_dir(self) -> Path:
-        """The trained model in transformers' layout (full fine-tuning)."""
-        return self.path / "model"
-
-    @property
-    def export_dir(self) -> Path:
-        """Folder of the exported formats."""
-        return self.path / "export"
-
-    @property
-    def eval_path(self) -> Path:
-        """Evaluation results and samples."""
-        return self.path / "eval.json"
-
-    @property
-    def tokens_path(self) -> Path:
-        """Tokens kept, cut and masked per data set."""
-        return self.path / "tokens.json"
-
-    @property
-    def report_path(self) -> Path:
-        """The report for people."""
-        return self.path / "report.html"
-
-    @property
-    def status_path(self) -> Path:
-        """How the run stands, for scripts."""
-        return self.path / "status.json"
-
-    @property
-    def log_path(self) -> Path:
-        """Plain text of what the run printed."""
-        return self.path / "run.log"
-
-    def read_recipe(self) -> Recipe:
-        """The run's recipe.
-
-        Raises:
-            FtcliError: FT722 when this is no run directory, FT727 when its recipe cannot be read.
-        """
-        try:
-            raw: Any = yaml.safe_load(self.recipe_path.read_text(encoding="utf-8"))
-            return Recipe.model_validate(raw)
-        except FileNotFoundError as error:
-            raise _no_run(self.path, "it has no recipe.yaml") from error
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
-            raise _unreadable(self.recipe_path, error) from error
 
 
 @dataclass(slots=True)
@@ -117,19 +42,35 @@ class OpenedRun:
         resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
         already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
             nothing was changed.
+        trained: Training's summary when its result is complete and only the evaluation after it is left to do.
         warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
     """
 
     directory: RunDirectory
     resume_from: Path | None
     already_complete: bool
+    trained: dict[str, Any] | None = None
     warnings: tuple[Finding, ...] = ()
     _lock: DirectoryLock | None = field(default=None, repr=False)
 
     @property
     def resume_step(self) -> int:
-        """The step of ``resume_from``; 0 when the run starts anew."""
+        """The step that this process starts after: the last one when all is trained, 0 when the run starts anew."""
+        if self.trained is not None:
+            return int(self.trained["steps"])
         return 0 if self.resume_from is None else step_of(self.resume_from) or 0
+
+    def note_trained(self, summary: Mapping[str, Any]) -> None:
+        """Write that training is over: ``summary`` (with ``steps``), and what its result consists of.
+
+        Raises:
+            FtcliError: FT723 or FT724 when status.json cannot be written.
+        """
+        result = self.directory.result_dir
+        if result is None:
+            raise ValueError(f"{self.directory.path} has no result yet")
+        kept = {"summary": dict(summary), "steps": summary["steps"], "result": result.name, "files": _sizes(result)}
+        run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
         """Write the end into status.json (see :func:`ftcli.run.status.finish`)."""
@@ -175,7 +116,7 @@ def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
         lock.release()
         raise
     warnings = opened.warnings if lock.supported else (*opened.warnings, _no_locks(run.path))
-    return OpenedRun(run, opened.resume_from, opened.already_complete, warnings, lock)
+    return OpenedRun(run, opened.resume_from, opened.already_complete, opened.trained, warnings, lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +125,7 @@ class _Decision:
 
     resume_from: Path | None
     already_complete: bool = False
+    trained: dict[str, Any] | None = None
     warnings: tuple[Finding, ...] = ()
 
 
@@ -196,9 +138,11 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
     if decision.already_complete:
         return decision
     with storage_errors(run.path):
+        _clear_leftovers(run.path)
         run.checkpoints_dir.mkdir(exist_ok=True)
         write_text(run.recipe_path, recipe_yaml)
-    run_status.begin(run.status_path, resumed_from=decision.resume_from)
+        fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
+    run_status.begin(run.status_path, resumed_from=decision.resume_from, trained=decision.trained)
     return decision
 
 
@@ -207,17 +151,43 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
-    if status is not None and status.state == "completed" and (run.adapter_dir.is_dir() or run.model_dir.is_dir()):
+    if status is not None and status.state == "completed" and run.result_dir is not None:
         return _Decision(None, already_complete=True)
-    scan = run.checkpoints.scan()
+    if status is not None and _result_is_whole(run, status.trained):
+        return _Decision(None, trained=status.trained)
+    scan = run.checkpoints.newest_sound()
     source = scan.newest
+    warnings = list(scan.warnings)
     if source is None and status is not None and status.resumed_from is not None:
         # It was started from another run's checkpoint and stopped before its first own one.
         earlier = Path(status.resumed_from)
-        source = earlier if damage(earlier) is None else None
+        source = earlier if damage(earlier, thorough=True) is None else None
         if source is None:
             raise _unusable(earlier, "this run started from it and has no checkpoint of its own yet")
-    return _Decision(source, warnings=scan.warnings)
+    if source is None and scan.damaged:
+        message = f"no checkpoint of {run.path} is usable: the run starts again from its first step"
+        warnings.append(Finding("FT733", message, severity="warning"))
+    return _Decision(source, warnings=tuple(warnings))
+
+
+def _result_is_whole(run: RunDirectory, trained: dict[str, Any] | None) -> bool:
+    """Whether the result that status.json speaks of is still there, every file in its size."""
+    if not isinstance(trained, dict) or not isinstance(trained.get("steps"), int):
+        return False
+    result = run.result_dir
+    return result is not None and result.name == trained.get("result") and _sizes(result) == trained.get("files")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Size in bytes of every file below ``folder``, by relative path."""
+    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _clear_leftovers(path: Path) -> None:
+    """Remove what a crash left half-written or half-deleted beside the run's own files."""
+    for leftover in sorted(path.iterdir()):
+        if leftover.name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX, WRITING_PREFIX)):
+            delete(leftover)
 
 
 def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decision:
@@ -251,14 +221,14 @@ def _checkpoint_at(named: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest one of a run directory."""
     source: Path | None = named
     if is_run_directory(named):
-        source = RunDirectory(named).checkpoints.newest()
+        source = RunDirectory(named).checkpoints.newest_sound().newest
         if source is None:
             raise _unusable(named, "this run has no complete checkpoint")
     if not named.is_dir() or source is None:
         raise _unusable(named, "there is no such folder")
     if step_of(source) is None:
         raise _unusable(named, "its name is not of the form step-00000100")
-    reason = damage(source)
+    reason = damage(source, thorough=True)
     if reason is not None:
         raise _unusable(source, reason)
     return source
@@ -268,11 +238,11 @@ def _locked(run: RunDirectory) -> DirectoryLock:
     """Make the folder where it is missing, refuse one that is something else, and lock it."""
     with storage_errors(run.path):
         if run.path.exists() and not run.path.is_dir():
-            raise _no_run(run.path, "it is a file")
+            raise no_run(run.path, "it is a file")
         run.path.mkdir(parents=True, exist_ok=True)
         foreign = [] if _holds_run(run) else _foreign_entries(run.path)
     if foreign:
-        raise _no_run(run.path, f"it holds other things, such as {foreign[0]}")
+        raise no_run(run.path, f"it holds other things, such as {foreign[0]}")
     try:
         return DirectoryLock(run.path)
     except OSError as error:
@@ -305,7 +275,7 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[Change, ...]:
     try:
         return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), recipe_yaml)
     except (OSError, ValueError) as error:
-        raise _unreadable(run.recipe_path, error) from error
+        raise unreadable(run.recipe_path, error) from error
 
 
 def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
@@ -318,25 +288,6 @@ def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
         "it, or with another --output-dir"
     )
     return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.RECIPE)
-
-
-def _no_run(path: Path, reason: str) -> FtcliError:
-    return FtcliError.single(
-        "FT722",
-        f"{path} is not a run directory: {reason}",
-        exit_code=ExitCode.RECIPE,
-        help="choose another --output-dir; ftcli does not mix its files with others",
-    )
-
-
-def _unreadable(path: Path, error: Exception) -> FtcliError:
-    detail = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return FtcliError.single(
-        "FT727",
-        f"{path} cannot be read: {detail}",
-        exit_code=ExitCode.RECIPE,
-        help="restore the file, or start anew with --resume never, which keeps the old run beside it",
-    )
 
 
 def _unusable(path: Path, reason: str) -> FtcliError:

@@ -6,15 +6,14 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ftcli import __version__
-from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run.atomic import finite, storage_errors, write_json
 from ftcli.run.clock import utc_now
+from ftcli.run.inputs import Fingerprint
 from ftcli.run.ledger import read_json_object
 
 #: Distributions whose versions can change what a run computes.
@@ -34,26 +33,8 @@ LIBRARIES = (
 )
 
 _GIT_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Identity of one data file: its name as the recipe gives it, its size and its content's SHA-256."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-def fingerprint(name: str, path: Path) -> Fingerprint:
-    """The fingerprint of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Fingerprint(name, file.tell(), digest)
+#: What a run began with; later processes are held to it.
+_KEPT_ON_RESUME = ("inputs",)
 
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
@@ -113,7 +94,8 @@ def build_manifest(
         kernels: One map per layer: name, kernel, on or off, reason.
         data: Fingerprints of the data files.
         resume_step: Step this process starts from.
-        previous: The manifest of the run so far; its ``processes`` are kept and this one is appended.
+        previous: The manifest of the run so far; its ``processes`` are kept and this one is appended, and its
+            ``inputs`` stay what the run began with.
         folder: Where git is asked; the current directory when None.
         **extra: Further entries, such as the self-check's result.
     """
@@ -127,8 +109,9 @@ def build_manifest(
         "git": git_state(folder or Path.cwd()),
         "device": dict(device),
     }
-    earlier = list((previous or {}).get("processes", ())) if resume_step else []
+    before = dict(previous or {}) if resume_step else {}
     return {
+        **{key: before[key] for key in _KEPT_ON_RESUME if key in before},
         "format": 1,
         "command": command,
         **{key: value for key, value in process.items() if key != "from_step"},
@@ -136,8 +119,8 @@ def build_manifest(
         "seeds": dict(seeds),
         "dtype_plan": dict(dtype_plan),
         "kernels": [dict(layer) for layer in kernels],
-        "data": [{"name": f.name, "bytes": f.bytes, "sha256": f.sha256} for f in data],
-        "processes": [*earlier, process],
+        "data": [f.as_dict() for f in data],
+        "processes": [*before.get("processes", ()), process],
         **extra,
     }
 
@@ -155,28 +138,3 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, or an empty map when there is none that can be read."""
     return read_json_object(path)
-
-
-def require_same_data(previous: Mapping[str, Any], data: Sequence[Fingerprint]) -> None:
-    """Refuse to continue a run on data whose content has changed since it began.
-
-    Args:
-        previous: The manifest of the run so far; one without fingerprints proves nothing and is accepted.
-        data: Fingerprints of the training files now.
-
-    Raises:
-        FtcliError: FT731 with each changed file.
-    """
-    known = {entry["name"]: entry["sha256"] for entry in previous.get("data", ())}
-    changed = [f for f in data if known.get(f.name, f.sha256) != f.sha256]
-    if not changed:
-        return
-    findings = [
-        Finding(
-            "FT731",
-            f"{f.name} has changed since this run began: sha256 {known[f.name][:12]} -> {f.sha256[:12]}",
-            help="restore the file to continue; or start anew with --resume never, which keeps the old run beside it",
-        )
-        for f in changed
-    ]
-    raise FtcliError(findings, ExitCode.RECIPE)

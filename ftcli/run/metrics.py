@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -30,65 +31,119 @@ def _rows(path: Path, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
     rows = []
     *lines, _unfinished = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            int(row["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        row = _parsed(line)
+        if row is None:
             raise FtcliError.single(
                 "FT727",
                 f"{path}:{number}: this line is not a metric: {line[:80]!r}",
                 exit_code=ExitCode.RECIPE,
                 help="delete the damaged line; it costs one point of a curve",
-            ) from error
+            )
         rows.append((row, line))
     return rows
 
 
-class MetricsWriter:
-    """Appends lines to metrics.jsonl; each is with the system when :meth:`write` returns."""
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line's map, or None when it is no metric."""
+    try:
+        row = json.loads(line)
+        int(row["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return dict(row)
 
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+
+def _without_torn_tail(data: bytes) -> bytes:
+    """``data`` up to the last line that is a metric.
+
+    What follows was never flushed to the disk: a machine that lost its power can leave anything there, zeros often.
+    """
+    lines = data.split(b"\n")[:-1]
+    while lines and _parsed(lines[-1]) is None:
+        lines.pop()
+    return b"".join(line + b"\n" for line in lines)
+
+
+class MetricsWriter:
+    """Appends lines to metrics.jsonl; each is with the system when :meth:`write` returns, whole or not at all."""
+
+    def __init__(self, path: Path, *, resume_step: int = 0, evaluate_again: bool = False) -> None:
         """Open the file and drop what a resumed run will write again.
 
         Args:
             path: The file; made when it is missing.
-            resume_step: Step of the checkpoint the run continues from. Lines of later steps and a half-written last
-                line are cut off; 0 (a run from the start) empties the file.
+            resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
+                off; 0 (a run from the start) empties the file.
+            evaluate_again: Training is over and the evaluation after it is still to be made: its line, if there is
+                one already, goes too.
 
         Raises:
             FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.
         """
         self.path = path
+        self._descriptor: int | None = None
         with storage_errors(path):
             if path.exists():
                 data = path.read_bytes()
-                kept = b"".join(line + b"\n" for row, line in _rows(path, data) if row["step"] <= resume_step)
-                if resume_step == 0:
-                    kept = b""
-                if kept != data:
-                    write_bytes(path, kept)
-            self._file = path.open("ab")
+                rows = _rows(path, _without_torn_tail(data)) if resume_step else []
+                kept = [
+                    line
+                    for row, line in rows
+                    if row["step"] < resume_step
+                    or (row["step"] == resume_step and ("loss" in row or not evaluate_again))
+                ]
+                content = b"".join(line + b"\n" for line in kept)
+                if content != data:
+                    write_bytes(path, content)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one line: ``step`` and ``values``. NaN and infinity become null.
 
         Raises:
-            FtcliError: FT723 or FT724 when it cannot be written.
+            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise or has vanished.
         """
         line = json_bytes(finite({"step": step, **values}))
+        descriptor = self._open_descriptor()
         with storage_errors(self.path):
-            self._file.write(line)
-            self._file.flush()
+            before = self._size_of_what_is_there(descriptor)
+            try:
+                written = 0
+                while written < len(line):
+                    written += os.write(descriptor, line[written:])
+            except OSError:
+                os.ftruncate(descriptor, before)  # no half line stays
+                raise
 
     def sync(self) -> None:
         """Flush to the disk. To be called before a checkpoint is written, so that it never outlives its metrics."""
+        descriptor = self._open_descriptor()
         with storage_errors(self.path):
-            os.fsync(self._file.fileno())
+            self._size_of_what_is_there(descriptor)
+            os.fsync(descriptor)
 
     def close(self) -> None:
         """Close the file; calling it again does nothing."""
-        with storage_errors(self.path):
-            self._file.close()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with storage_errors(self.path):
+                os.close(descriptor)
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._descriptor
+
+    def _size_of_what_is_there(self, descriptor: int) -> int:
+        """The file's size. A deleted file takes lines like any other, and they would be lost without a word."""
+        ours = os.fstat(descriptor)
+        try:
+            there = self.path.stat()
+        except FileNotFoundError as error:
+            raise OSError(errno.ENOENT, "the run directory has vanished while the run was going on") from error
+        if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(errno.ESTALE, "the file was replaced while the run was going on")
+        return ours.st_size
 
     def __enter__(self) -> MetricsWriter:
         return self

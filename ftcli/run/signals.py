@@ -2,12 +2,13 @@
 
 The first signal is a request: training finishes its step and writes a checkpoint; phases that have nothing to save
 ask :meth:`StopRequest.check`, or run inside :meth:`StopRequest.interruptible` and are left at once. A second signal
-stops at once everywhere, a third one kills.
+stops at once everywhere, a third one kills. Processes forked from this one (data workers) take no part in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,14 @@ class StopRequested(FtcliError):
         super().__init__([finding], exit_code_of(signal_name))
 
 
+class LeavePhase(BaseException):
+    """Unwinds an interruptible phase, whose end turns it into :class:`StopRequested`.
+
+    Not an Exception: libraries catch those, and would carry on or report something else (transformers, for one, makes
+    a RuntimeError of whatever happens during its lazy imports).
+    """
+
+
 class StopNow(KeyboardInterrupt):
     """The second signal. Not an Exception, so that no library swallows it."""
 
@@ -47,6 +56,13 @@ class StopNow(KeyboardInterrupt):
         self.signal_name = signal_name
         self.exit_code = exit_code_of(signal_name)
         super().__init__(f"stopped at once by a second signal ({signal_name})")
+
+    def as_error(self) -> FtcliError:
+        """FT728 with exit 75 or 130, for whoever reports how the run ended."""
+        finding = Finding(
+            "FT728", str(self), help="start the same command again: it goes on from the last complete checkpoint"
+        )
+        return FtcliError([finding], self.exit_code)
 
 
 class StopRequest:
@@ -61,7 +77,9 @@ class StopRequest:
         self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT") if sigterm else ("SIGINT",)
         self._previous: dict[SignalName, Any] = {}
         self._leave_at_once = False
+        self._leaving = False
         self._phase: str | None = None
+        self._pid = os.getpid()
 
     def __enter__(self) -> StopRequest:
         """Install the handlers.
@@ -73,6 +91,7 @@ class StopRequest:
             raise RuntimeError("StopRequest works in the main thread only: Python runs signal handlers there")
         if self._previous:
             raise RuntimeError("this StopRequest is in use already")
+        self._pid = os.getpid()
         for name in self._names:
             self._previous[name] = signal.signal(signal.Signals[name], self._on_signal)
         return self
@@ -84,8 +103,12 @@ class StopRequest:
             # None: the handler was not installed from Python and cannot be put back; the default is the closest.
             signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+        if kind is LeavePhase:  # the signal came between two instructions at the very end of a phase
+            raise self.stopped() from None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return _in_worker(number)
         name: SignalName = "SIGTERM" if number == signal.SIGTERM else "SIGINT"
         if self.requested is not None:
             for handled in self._names:
@@ -93,7 +116,13 @@ class StopRequest:
             raise StopNow(name)
         self.requested = name
         if self._leave_at_once:
-            raise StopRequested(name, self._phase)
+            self._leaving = True
+            raise LeavePhase
+        return None
+
+    def stopped(self) -> StopRequested:
+        """The error for the signal that came."""
+        return StopRequested(self.requested or "SIGTERM", self._phase)
 
     @property
     def exit_code(self) -> ExitCode | None:
@@ -113,16 +142,34 @@ class StopRequest:
     def interruptible(self, phase: str | None = None) -> Iterator[None]:
         """A block that the first signal leaves at once: loading, tokenizing, evaluating.
 
-        A library that swallows the exception only delays it: it is raised again at the end of the block.
+        A library that swallows the exception only delays it: it is raised again at the end of the block. One that
+        makes another error of it changes nothing either.
 
         Raises:
             StopRequested: a signal came before or during the block.
         """
         before = (self._leave_at_once, self._phase)
-        self._leave_at_once, self._phase = True, phase
         try:
-            self.check(phase)
-            yield
-        finally:
-            self._leave_at_once, self._phase = before
+            try:
+                self._leave_at_once, self._phase = True, phase
+                self.check(phase)
+                yield
+            finally:
+                self._leave_at_once, self._phase = before
+        except LeavePhase:
+            raise StopRequested(self.requested or "SIGTERM", phase) from None
+        except FtcliError:
+            raise
+        except Exception as error:
+            if self._leaving:
+                raise StopRequested(self.requested or "SIGTERM", phase) from error
+            raise
         self.check(phase)
+
+
+def _in_worker(number: int) -> None:
+    """A forked child inherits the handlers. It ends on SIGTERM, by which pools end their workers, as it would have
+    without them; on SIGINT, which a terminal sends to all processes, it goes on until its parent has decided."""
+    if number == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

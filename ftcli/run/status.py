@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +25,8 @@ class Status:
     ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
     with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
     A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.lock.is_locked`).
+    ``trained`` is training's summary (``steps`` and what else the command keeps) from the moment on which adapter/ or
+    model/ is complete: whatever stops the evaluation that follows, nothing has to be trained again.
     """
 
     state: State
@@ -34,6 +37,7 @@ class Status:
     resumable: bool = True
     resumed_from: str | None = None
     message: str | None = None
+    trained: dict[str, Any] | None = None
 
 
 def state_of(exit_code: int) -> State:
@@ -55,13 +59,30 @@ def read_status(path: Path) -> Status | None:
     return Status(**{"started": "", "pid": 0, **known})
 
 
-def begin(path: Path, *, resumed_from: Path | None) -> Status:
-    """Write that this process runs now.
+def begin(path: Path, *, resumed_from: Path | None, trained: Mapping[str, Any] | None = None) -> Status:
+    """Write that this process runs now; ``trained`` when only what follows training is left to do.
 
     Raises:
         FtcliError: FT723 or FT724 when the file cannot be written.
     """
-    status = Status("running", utc_now(), os.getpid(), resumed_from=str(resumed_from) if resumed_from else None)
+    status = Status(
+        "running",
+        utc_now(),
+        os.getpid(),
+        resumed_from=str(resumed_from) if resumed_from else None,
+        trained=None if trained is None else dict(trained),
+    )
+    _write(path, status)
+    return status
+
+
+def note_trained(path: Path, trained: Mapping[str, Any]) -> Status:
+    """Write that training is over and its result complete.
+
+    Raises:
+        FtcliError: FT723 or FT724 when the file cannot be written.
+    """
+    status = replace(read_status(path) or Status("running", utc_now(), os.getpid()), trained=dict(trained))
     _write(path, status)
     return status
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.run.signals import SignalName, StopRequested
+from ftcli.trainers.progress import LogWindow, RandomStates, WindowState
+from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRAINER_STATE = "trainer_state.json"
+
+#: What a trainer is doing. ``step`` is between two of the others: collating, logging.
+Phase = Literal["step", "forward pass", "backward pass", "optimizer step", "evaluation", "saving"]
 
 
 class CheckpointStore(Protocol):
@@ -34,45 +38,23 @@ class CheckpointStore(Protocol):
         ...
 
 
+def _not_interruptible(_phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
     """What the pipeline gives a trainer: storage, evaluation, and how many checkpoints to keep.
 
-    ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them.
+    ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
+    around evaluation: a signal raises StopRequested in it.
     """
 
     checkpoints: CheckpointStore | None
     keep_last: int
     evaluate: Callable[[], dict[str, float]] | None
     before_checkpoint: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A number of one step on its way to the host; ``arrived`` is None where it never left it."""
-
-    step: int
-    name: str
-    value: Tensor
-    arrived: torch.cuda.Event | None
-
-    @classmethod
-    def copy_of(cls, step: int, name: str, value: Tensor) -> Watched:
-        """Starts the copy. Reading a tensor would wait for all work queued before the read; this waits for none."""
-        value = value.detach()
-        if not value.is_cuda:
-            return cls(step, name, value, None)
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        host.copy_(value, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return cls(step, name, host, arrived)
-
-    def number(self) -> float:
-        """The number; waits for its own copy only."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return float(self.value)
+    interruptible: Callable[[str], AbstractContextManager[None]] = _not_interruptible
 
 
 class RunTrainerMixin:
@@ -85,12 +67,24 @@ class RunTrainerMixin:
     hooks: TrainerHooks
     model: PreTrainedModel
 
-    def bind(self, hooks: TrainerHooks) -> None:
-        """Attaches the pipeline's hooks; called once, right after construction."""
+    def bind(self, hooks: TrainerHooks, row_origins: RowOrigins | None = None) -> None:
+        """Attaches the pipeline's hooks; called once, right after construction. ``row_origins`` names rows."""
         self.hooks = hooks
+        self.row_origins: RowOrigins = row_origins or (lambda _row: ())
         self.tokens_seen = 0
+        self.window = LogWindow()
+        self.phase: Phase = "step"
+        self.batch_shape: tuple[int, ...] | None = None
+        self.evaluation_due = False
+        self.saved_step = 0
+        self.stopped_by: SignalName | None = None
         self._token_count: Tensor | None = None
         self._pending: list[Watched] = []
+        self._rows: list[tuple[int, ...]] = []
+        self._batch = -1
+        self._resume_from: Path | None = None
+        self._random_states: RandomStates | None = None
+        self._at_step_begin: tuple[Tensor | None, Tensor] | None = None
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
 
     # -- numbers ---------------------------------------------------------------------------------------------
@@ -100,58 +94,130 @@ class RunTrainerMixin:
         total = mask.sum()
         self._token_count = total if self._token_count is None else self._token_count + total
 
-    def take_token_count(self) -> int:
-        """Tokens since the last call; waits for the device."""
+    def take_token_count(self) -> None:
+        """Brings :attr:`tokens_seen` and the window up to date; waits for the device."""
         count = 0 if self._token_count is None else int(self._token_count.item())
         self._token_count = None
         self.tokens_seen += count
-        return count
+        self.window.tokens += count
 
-    def watch(self, name: str, value: Tensor) -> None:
+    def watch(self, name: str, value: Tensor, rows: tuple[int, ...] | None = None) -> None:
         """Remembers a number of this step to be checked for NaN and infinity later."""
-        step = self.state.global_step + 1  # type: ignore[attr-defined]
-        self._pending.append(Watched.copy_of(step, name, value))
+        step = self.state.global_step + 1
+        self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
 
     def check_finite(self, *, before_step: int | None = None) -> None:
         """Raises FtcliError FT702 (exit 6) when a watched number of an earlier step is not finite."""
         due = [w for w in self._pending if before_step is None or w.step < before_step]
         self._pending = [w for w in self._pending if before_step is not None and w.step >= before_step]
         for watched in due:
-            number = watched.number()
-            if not math.isfinite(number):
-                raise FtcliError.single(
-                    "FT702",
-                    f"{watched.name} is {number} at step {watched.step}: training has diverged",
-                    exit_code=ExitCode.DIVERGED,
-                    help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm; the last "
-                    "checkpoint was written before this step",
-                )
+            watched.require_finite(self.row_origins)
+
+    def _batch_rows(self) -> tuple[int, ...]:
+        return self._rows[self._batch] if 0 <= self._batch < len(self._rows) else ()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
         norm: Tensor = super()._clip_grad_norm(model)  # type: ignore[misc]
-        self.watch("the gradient norm", norm)
+        self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
         return norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0: transformers' estimate walks over every parameter in every step; `ftcli bench` counts properly."""
         return 0
 
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The batches of one optimizer step; which rows they hold is remembered and kept from the model."""
+        batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._rows = [tuple(batch.pop(ROWS_KEY, ())) if isinstance(batch, dict) else () for batch in batches]
+        self._batch = -1
+        return batches, items
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one batch; notes what is being done, for whoever runs out of memory."""
+        self._batch += 1
+        self.phase = "forward pass"
+        ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
+        self.batch_shape = None if ids is None else tuple(ids.shape)
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self.phase = "step"
+        return loss
+
+    def begin_step(self) -> None:
+        """Before the first batch of an optimizer step: what a rescue would go back to."""
+        self._at_step_begin = (self._token_count, self._tr_loss.clone())
+
+    def end_step(self) -> None:
+        """After the optimizer has stepped, before anything is logged, evaluated or saved."""
+        self.phase = "step"
+        self._at_step_begin = None
+        self._random_states = RandomStates.now()
+
     # -- evaluation ------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The pipeline's token-weighted evaluation instead of transformers' mean over batches."""
+        """The pipeline's token-weighted evaluation instead of transformers' mean over batches.
+
+        A signal ends it at once: the run then saves and stops, and makes this evaluation first when it goes on.
+        """
         if self.hooks.evaluate is None:
             return {}
+        self.evaluation_due = True
+        self.take_token_count()
+        self.window.stop()
+        self.phase = "evaluation"
         model = self.model
         training = model.training
         model.eval()
-        metrics = {f"eval_{name}": value for name, value in self.hooks.evaluate().items()}
-        model.train(training)
-        state = self.state  # type: ignore[attr-defined]
+        try:
+            with self.hooks.interruptible("evaluating"):
+                metrics = {f"eval_{name}": value for name, value in self.hooks.evaluate().items()}
+        except StopRequested as stopped:
+            self.stop_after_saving(stopped.signal_name)
+            return {}
+        finally:
+            model.train(training)
+        self.phase = "step"
+        self.evaluation_due = False
+        state = self.state
         self.control = self.callback_handler.on_evaluate(self.args, state, self.control, metrics)  # type: ignore[attr-defined,has-type]
+        self.window.start()
         return metrics
 
+    def stop_after_saving(self, signal_name: SignalName) -> None:
+        """Ends training after this step; a checkpoint is written first."""
+        self.stopped_by = signal_name
+        self.control.should_evaluate = False
+        self.control.should_save = self.control.should_training_stop = True
+
     # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        """Trains to the end, from a checkpoint where one is named."""
+        self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint is not None else None
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)  # type: ignore[misc]
+
+    def restore_window(self) -> None:
+        """Takes up the line of metrics that the checkpoint was in the middle of; called when training begins."""
+        state = self.state
+        self.tokens_seen = state.num_input_tokens_seen
+        self.saved_step = state.global_step
+        found = WindowState.read(self._resume_from) if self._resume_from is not None else None
+        if found is not None:
+            self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)  # type: ignore[attr-defined]
+            self._globalstep_last_logged = found.logged_step
+            self.window.tokens, self.window.seconds = found.tokens, found.seconds
+            self.evaluation_due = found.evaluation_due
+            self.restore_extra_window(found.extra)
+        self.window.start()
+
+    def extra_window(self) -> dict[str, Any]:
+        """What a trainer gathers for its next line besides the loss, as JSON."""
+        return {}
+
+    def restore_extra_window(self, extra: dict[str, Any]) -> None:
+        """Takes up what :meth:`extra_window` gave."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes adapters or weights, optimizer, schedule, random states and progress, then renames into place."""
@@ -161,7 +227,9 @@ class RunTrainerMixin:
         if self.hooks.before_checkpoint is not None:
             self.hooks.before_checkpoint()
         self.take_token_count()
-        state = self.state  # type: ignore[attr-defined]
+        self.window.stop()
+        self.phase = "saving"
+        state = self.state
         state.num_input_tokens_seen = self.tokens_seen
         with self.hooks.checkpoints.staging(state.global_step) as folder:
             save_weights(self.model, folder)
@@ -170,13 +238,63 @@ class RunTrainerMixin:
             self._save_rng_state(str(folder))  # type: ignore[attr-defined]
             self._export_callback_states()
             state.save_to_json(str(folder / TRAINER_STATE))
+            self._window_state().write(folder)
         self.hooks.checkpoints.rotate(self.hooks.keep_last)
+        self.saved_step = state.global_step
+        self.phase = "step"
+        self.window.start()
+
+    def _window_state(self) -> WindowState:
+        return WindowState(
+            loss_sum=float(self._tr_loss),
+            logged_step=self._globalstep_last_logged,
+            tokens=self.window.tokens,
+            seconds=self.window.seconds,
+            evaluation_due=self.evaluation_due,
+            extra=self.extra_window(),
+        )
 
     def _export_callback_states(self) -> None:
-        state = self.state  # type: ignore[attr-defined]
+        state = self.state
         for callback in [*self.callback_handler.callbacks, self.control]:  # type: ignore[attr-defined]
             if isinstance(callback, ExportableState):
                 state.stateful_callbacks[type(callback).__name__] = callback.state()
+
+    def rescue(self) -> int | None:
+        """Writes a checkpoint of the last finished step after something else has failed; the step, or None.
+
+        Nothing is written when that step has one already, when there is none, or when the failure fell into an
+        optimizer step, which may have changed some of the weights and not others. The checkpoint is the one that
+        would have been written right after that step: what the failed step has drawn, counted and added is undone.
+        """
+        state = getattr(self, "state", None)
+        if self.hooks.checkpoints is None or state is None or self.phase in ("optimizer step", "saving"):
+            return None
+        if state.global_step <= self.saved_step or self._random_states is None:
+            return None
+        if self._at_step_begin is not None:
+            self._token_count, loss_sum = self._at_step_begin
+            self._tr_loss.copy_(loss_sum)
+            self._pending = [w for w in self._pending if w.step <= state.global_step]
+            self._random_states.restore()
+        self.model.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._save_checkpoint(self.model, None)
+        return int(state.global_step)
+
+    def load_finished(self, checkpoint: Path) -> bool:
+        """Takes the weights of a checkpoint of the very last step, after which nothing is left to train.
+
+        transformers would train one more step. False, and nothing is changed, when steps are left.
+        """
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+        if state.global_step < state.max_steps:
+            return False
+        self._load_from_checkpoint(str(checkpoint))  # type: ignore[attr-defined]
+        self.state = state
+        self.tokens_seen = state.num_input_tokens_seen
+        return True
 
 
 def save_weights(model: Any, folder: Path) -> None:

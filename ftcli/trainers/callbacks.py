@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ftcli.run.signals import SignalName, StopRequested
 
 if TYPE_CHECKING:
     from ftcli.trainers.base import RunTrainerMixin
@@ -32,7 +33,7 @@ class StopSignal(Protocol):
     """What asks a run to stop (ftcli.run.signals)."""
 
     @property
-    def requested(self) -> str | None:
+    def requested(self) -> SignalName | None:
         """``SIGTERM``, ``SIGINT`` or None."""
         ...
 
@@ -71,34 +72,52 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._write = write
         self._progress = progress
         self._stop = stop
-        self._since = time.perf_counter()
         self.last: Metrics = {}
-        self.stopped_by: str | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Starts the clock; on resume the token count goes on where the checkpoint left it."""
-        self._trainer.tokens_seen = state.num_input_tokens_seen
+        """Goes on where the checkpoint left tokens, window and evaluation. Raises StopRequested when asked to stop."""
+        self._trainer.restore_window()
         self._progress.begin(state.global_step, state.max_steps)
-        self._since = time.perf_counter()
+        if self._trainer.evaluation_due:
+            self._trainer.evaluate()
+        stopped_by = self._trainer.stopped_by or self._stop.requested
+        if stopped_by is not None:  # nothing has been done since the checkpoint: there is nothing to save
+            raise StopRequested(stopped_by, "starting to train")
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Marks the point that a rescue goes back to."""
+        self._trainer.begin_step()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """From here to the end of the step the weights are neither old nor new."""
+        self._trainer.phase = "optimizer step"
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Decides what follows this step."""
+        """Decides what follows this step.
+
+        A stop changes nothing about which steps are logged: the run that goes on writes the same lines as one that was
+        never stopped. An evaluation that is due waits until then.
+        """
         step, schedule = state.global_step, self._schedule
         last = step >= state.max_steps
+        self._trainer.end_step()
         self._trainer.check_finite(before_step=step)
         control.should_log = step % schedule.log_every == 0 or last or step == 1
         if schedule.evaluate_every is not None:
-            control.should_evaluate = step % schedule.evaluate_every == 0 and not last
+            self._trainer.evaluation_due = step % schedule.evaluate_every == 0 and not last
+            control.should_evaluate = self._trainer.evaluation_due
         if schedule.save_every is not None:
             control.should_save = step % schedule.save_every == 0 and not last
         if self._stop.requested is not None and not last:
-            self.stopped_by = self._stop.requested
-            control.should_log = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            self._trainer.stop_after_saving(self._stop.requested)
         self._progress.show(step, self.last)
         return control
 
@@ -114,8 +133,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         if not logs or "loss" not in logs:
             return
         self._trainer.check_finite()
-        tokens = self._trainer.take_token_count()
-        now = time.perf_counter()
+        self._trainer.take_token_count()
         line: Metrics = {
             "step": state.global_step,
             "epoch": logs.get("epoch"),
@@ -123,11 +141,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "grad_norm": logs.get("grad_norm"),
             "learning_rate": logs.get("learning_rate"),
             "tokens": self._trainer.tokens_seen,
-            "tokens_per_second": tokens / max(now - self._since, 1e-9),
+            "tokens_per_second": self._trainer.window.take_rate(),
             "peak_memory_bytes": peak_memory_bytes(),
         }
         line.update({key: value for key, value in logs.items() if key not in line})
-        self._since = now
         self.last = line
         self._write(line)
         self._progress.show(state.global_step, line)
@@ -140,14 +157,18 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         metrics: Metrics | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes the evaluation as a line of its own and keeps its time out of the throughput."""
+        """Writes the evaluation as a line of its own."""
         if metrics:
             self._write({"step": state.global_step, **metrics})
-        self._since = time.perf_counter()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keeps the time of saving out of the throughput."""
-        self._since = time.perf_counter()
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """A signal that came while a checkpoint was written ends the run here: there is nothing newer to save."""
+        if self._stop.requested is not None and state.global_step < state.max_steps:
+            self._trainer.stopped_by = self._stop.requested
+            control.should_training_stop = True
+        return control
 
 
 def peak_memory_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ftcli.data.tokens import Tokens
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+from ftcli.trainers.watch import ROWS_KEY
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,11 +55,23 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         with compute_context(device, self.plan.compute, self.plan.autocast):
             loss = forward_loss(self.model, inputs, num_items=items).loss
         self.watch("the loss", loss)
+        self.phase = "backward pass"
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs without TRL's extra metrics: they come from a forward pass that is not ours."""
         super(SFTTrainer, self).log(logs, start_time)
+
+
+@dataclass(frozen=True, slots=True)
+class WithRows:
+    """A collator that also hands on which sequences a batch holds, so that a bad batch can be named."""
+
+    collate: EpochCollator
+
+    def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Any]:
+        """The batch, and under ROWS_KEY the numbers of its sequences."""
+        return {**self.collate(chosen), ROWS_KEY: [row["index"] for row in chosen]}
 
 
 def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -> dict[str, Any]:
@@ -126,7 +140,7 @@ def build_sft_trainer(
     trainer = SftTrainer(
         model=model,
         args=args,
-        data_collator=EpochCollator(epochs, int(tokenizer.pad_token_id)),
+        data_collator=WithRows(EpochCollator(epochs, int(tokenizer.pad_token_id))),
         # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
         train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
         processing_class=tokenizer,
@@ -134,5 +148,5 @@ def build_sft_trainer(
     trainer.plan = plan
     trainer.epochs = epochs
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
-    trainer.bind(hooks)
+    trainer.bind(hooks, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
     return trainer

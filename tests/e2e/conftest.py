@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from ftcli.cli.app import main
+from tests.e2e.drill import Server
+
+if TYPE_CHECKING:
+    from tests.e2e.resilience import Drills
 
 RECIPE: dict[str, Any] = {
     "version": 1,
@@ -78,3 +83,19 @@ class User:
 def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
     """A user in an empty folder."""
     return User(tmp_path, capsys)
+
+
+@pytest.fixture(scope="session")
+def drill_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts real `ftcli` processes quickly."""
+    server = Server(tmp_path_factory.mktemp("drills"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def drills(tmp_path: Path, drill_server: Server) -> Drills:
+    """Real runs in an empty folder."""
+    from tests.e2e.resilience import Drills
+
+    return Drills(tmp_path, drill_server)

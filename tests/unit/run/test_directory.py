@@ -108,6 +108,74 @@ def test_auto_on_a_finished_run_whose_result_was_deleted_makes_it_again(tmp_path
         assert again.resume_step == 5
 
 
+def trained(path: Path) -> RunDirectory:
+    with open_run(path, "auto", recipe()) as opened:
+        save(opened, 5)
+        opened.directory.adapter_dir.mkdir()
+        (opened.directory.adapter_dir / "weights").write_text("trained")
+        opened.note_trained({"steps": 8, "tokens": 99})
+        opened.finish(ExitCode.PREEMPTED)
+    return opened.directory
+
+
+def test_a_run_that_was_stopped_after_training_is_not_trained_again(tmp_path: Path) -> None:
+    run = trained(tmp_path / "a")
+    for _ in range(2):  # it may be stopped there any number of times
+        with open_run(run.path, "auto", recipe(eval={"per_device_eval_batch_size": 1})) as again:
+            assert not again.already_complete
+            assert again.trained is not None
+            assert again.trained["summary"] == {"steps": 8, "tokens": 99}
+            assert (again.resume_step, again.resume_from) == (8, None)
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut short", "emptied", "of another kind"])
+def test_a_result_that_is_not_whole_any_more_is_trained_again(tmp_path: Path, how: str) -> None:
+    run = trained(tmp_path / "a")
+    weights = run.adapter_dir / "weights"
+    if how == "cut short":
+        os.truncate(weights, 3)
+    elif how == "of another kind":
+        run.adapter_dir.rename(run.model_dir)
+    else:
+        weights.unlink()
+        if how == "deleted":
+            run.adapter_dir.rmdir()
+    with open_run(run.path, "auto", recipe()) as again:
+        assert again.trained is None
+        assert again.resume_step == 5
+
+
+def test_an_explicit_checkpoint_is_trained_from_whatever_was_trained(tmp_path: Path) -> None:
+    run = trained(tmp_path / "a")
+    with open_run(run.path, str(run.checkpoints.path(5)), recipe()) as again:
+        assert again.trained is None
+        assert again.resume_step == 5
+    status = read_status(run.status_path)
+    assert status is not None
+    assert status.trained is None
+
+
+def test_a_start_without_any_usable_checkpoint_is_told(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    (run.checkpoints.path(5) / "weights").unlink()
+    with open_run(run.path, "auto", recipe()) as opened:
+        assert opened.resume_from is None
+        assert [w.code for w in opened.warnings] == ["FT726", "FT733"]
+
+
+def test_leftovers_of_a_crash_go_and_files_of_people_stay(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    for name in (".tmp-status.json.7", ".trash-adapter.1", ".writing-model"):
+        (run.path / name).mkdir()
+        (run.path / name / "x").touch()
+    (run.path / "notes.txt").touch()
+    (run.path / ".gitignore").touch()
+    open_run(run.path, "auto", recipe()).close()
+    hidden = [name for name in names(run.path) if name.startswith(".")]
+    assert hidden == [".gitignore", ".lock"]
+    assert (run.path / "notes.txt").exists()
+
+
 @pytest.mark.parametrize("code", [ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.BUG, ExitCode.OUT_OF_MEMORY])
 def test_auto_continues_a_run_that_ended_early(tmp_path: Path, code: ExitCode) -> None:
     with open_run(tmp_path / "a", "auto", recipe()) as opened:

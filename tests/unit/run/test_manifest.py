@@ -13,6 +13,14 @@ import transformers
 
 import ftcli
 from ftcli.errors import FtcliError
+from ftcli.run.inputs import (
+    Fingerprint,
+    Inputs,
+    fingerprint,
+    require_same_data,
+    require_same_inputs,
+    weights_fingerprint,
+)
 from ftcli.run.ledger import (
     DatasetTokens,
     Evaluation,
@@ -23,7 +31,7 @@ from ftcli.run.ledger import (
     write_evaluation,
     write_tokens,
 )
-from ftcli.run.manifest import build_manifest, fingerprint, git_state, read_manifest, require_same_data, write_manifest
+from ftcli.run.manifest import build_manifest, git_state, read_manifest, write_manifest
 
 
 def build(folder: Path, **more: Any) -> dict[str, Any]:
@@ -49,9 +57,9 @@ def test_a_manifest_holds_what_explains_a_run(tmp_path: Path) -> None:
     assert manifest["libraries"]["transformers"] == transformers.__version__
     assert manifest["git"] is None
     assert manifest["recipe_sha256"] == hashlib.sha256(b"version: 1\n").hexdigest()
-    assert manifest["data"] == [
-        {"name": "rows.jsonl", "bytes": 14, "sha256": hashlib.sha256(b'{"text": "a"}\n').hexdigest()}
-    ]
+    (data,) = manifest["data"]
+    assert (data["name"], data["bytes"]) == ("rows.jsonl", 14)
+    assert data["sha256"] == hashlib.sha256(b'{"text": "a"}\n').hexdigest()
     assert manifest["kernels"][0]["reason"] == "no GPU"
     assert manifest["self_check"] == {"loss_difference": None}
 
@@ -87,7 +95,72 @@ def test_changed_data_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FtcliError) as caught:
         require_same_data(manifest, [fingerprint("rows.jsonl", tmp_path / "rows.jsonl")])
     assert caught.value.findings[0].code == "FT731"
-    assert "rows.jsonl has changed since this run began: sha256" in caught.value.findings[0].message
+    assert "rows.jsonl has changed since this run began: 14 bytes, sha256" in caught.value.findings[0].message
+
+
+def rows(folder: Path, count: int, changed: int | None = None) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f'{{"text": "{n if n != changed else "x" * 9}"}}\n' for n in range(1, count + 1)))
+    return path
+
+
+@pytest.mark.parametrize(("count", "changed"), [(5000, 1), (5000, 2345), (5000, 5000), (80_000, 60_000)])
+def test_the_first_difference_is_placed_within_a_few_lines(tmp_path: Path, count: int, changed: int) -> None:
+    before = {"data": [fingerprint("rows.jsonl", rows(tmp_path, count)).as_dict()]}
+    path = rows(tmp_path, count, changed)
+    with pytest.raises(FtcliError) as caught:
+        require_same_data(before, [fingerprint("rows.jsonl", path)], {"rows.jsonl": path})
+    first, _, last = caught.value.findings[0].message.split("the first difference is in line ")[1].split()
+    low, high = (int(text.replace(",", "")) for text in (first, last))
+    assert low <= changed <= high
+    assert high - low <= max(300, count // 200)
+
+
+def test_rows_that_were_added_at_the_end_are_placed_there(tmp_path: Path) -> None:
+    before = {"data": [fingerprint("rows.jsonl", rows(tmp_path, 5000)).as_dict()]}
+    path = rows(tmp_path, 9000)
+    with pytest.raises(FtcliError) as caught:
+        require_same_data(before, [fingerprint("rows.jsonl", path)], {"rows.jsonl": path})
+    low = int(caught.value.findings[0].message.split("in line ")[1].split()[0].replace(",", ""))
+    assert 4700 < low <= 5001
+
+
+def test_files_that_came_and_went_are_changes(tmp_path: Path) -> None:
+    one, two = Fingerprint("d/1.jsonl", 3, "aa"), Fingerprint("d/2.jsonl", 4, "bb")
+    for before, now, text in (([one], [one, two], "absent -> 4 bytes"), ([one, two], [one], "4 bytes, sha256 bb -> ")):
+        with pytest.raises(FtcliError, match=r"d/2\.jsonl has changed") as caught:
+            require_same_data({"data": [f.as_dict() for f in before]}, now)
+        assert text in caught.value.findings[0].message
+    require_same_data({}, [one])
+
+
+def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
+    now = Inputs("a\nb\n", "t1", weights_fingerprint(tmp_path), None)
+    known = {"inputs": json.loads(json.dumps(now.as_dict()))}
+    require_same_inputs(known, now)
+    require_same_inputs({}, now)
+    cases = {
+        "FT734": Inputs("a\nc\n", "t2", now.weights, None),
+        "FT731": Inputs("a\nb\n", "t2", now.weights, None),
+        "FT735": Inputs("a\nb\n", "t1", (), None),
+    }
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(2_999_999)
+        file.write(b"x")
+    for code, changed in [*cases.items(), ("FT735", Inputs("a\nb\n", "t1", weights_fingerprint(tmp_path), None))]:
+        with pytest.raises(FtcliError) as caught:
+            require_same_inputs(known, changed)
+        assert [f.code for f in caught.value.findings] == [code]
+        assert caught.value.exit_code == 2
+    with pytest.raises(FtcliError, match="commit abc -> def"):
+        require_same_inputs({"inputs": Inputs(commit="abc").as_dict()}, Inputs(commit="def"))
+
+
+def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:
+    first = {**build(tmp_path), "inputs": {"tokens_sha256": "t1"}}
+    assert build(tmp_path, previous=first, resume_step=5)["inputs"] == {"tokens_sha256": "t1"}
+    assert "inputs" not in build(tmp_path, previous=first)
 
 
 def test_ledgers_are_written_as_plain_json(tmp_path: Path) -> None:

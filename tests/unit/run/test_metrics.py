@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,62 @@ def test_a_vanished_directory_is_ft723(tmp_path: Path) -> None:
     with pytest.raises(FtcliError) as caught:
         MetricsWriter(tmp_path / "gone" / "metrics.jsonl")
     assert caught.value.findings[0].code == "FT723"
+
+
+def test_what_a_power_cut_left_after_the_last_sound_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    sound = path.read_bytes()
+    path.write_bytes(sound + bytes(512) + b"\n{garbage\n\x00\x00")
+    with MetricsWriter(path, resume_step=3):
+        assert path.read_bytes() == sound
+
+
+def test_a_damaged_line_among_sound_ones_is_named_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\ngarbage\n{"step": 3}\n')
+    with pytest.raises(FtcliError):
+        MetricsWriter(path, resume_step=3)
+
+
+def test_an_evaluation_that_is_to_be_made_again_goes_and_its_steps_loss_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        for values in ({"loss": 1.0}, {"eval_loss": 2.0}):
+            metrics.write(4, values)
+    with MetricsWriter(path, resume_step=4):
+        assert len(read_metrics(path)) == 2
+    with MetricsWriter(path, resume_step=4, evaluate_again=True):
+        assert read_metrics(path) == [{"step": 4, "loss": 1.0}]
+
+
+def test_a_line_that_the_system_refuses_leaves_no_half_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        with MetricsWriter(path) as metrics:
+            try:
+                for step in range(1, 20):
+                    metrics.write(step, {"loss": 0.125})
+            except FtcliError as error:
+                os._exit(24 if error.findings[0].code == "FT724" else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 24
+    assert path.read_bytes().endswith(b"\n")
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_lines_into_a_file_that_is_no_longer_there_are_refused(tmp_path: Path, how: str) -> None:
+    """A deleted file takes every line, and nobody would ever see them."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write(1, {})
+        path.rename(tmp_path / "elsewhere")
+        if how == "replaced":
+            path.touch()
+        for call in (lambda: metrics.write(2, {}), metrics.sync):
+            with pytest.raises(FtcliError, match="vanished" if how == "deleted" else "replaced") as caught:
+                call()
+            assert caught.value.findings[0].code == "FT723"

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ftcli.errors import ExitCode
-from ftcli.run.signals import StopNow, StopRequest, StopRequested
+from ftcli.run.signals import LeavePhase, StopNow, StopRequest, StopRequested
 
 
 def send(name: str) -> None:
@@ -56,12 +56,49 @@ def test_a_library_that_swallows_the_stop_only_delays_it() -> None:
     reached = False
     with StopRequest() as stop:
         with pytest.raises(StopRequested), stop.interruptible("loading"):  # noqa: PT012
-            with contextlib.suppress(Exception):  # what a library does
+            with contextlib.suppress(BaseException):  # what a destructor does
                 send("SIGINT")
             reached = True
         assert reached
         with pytest.raises(StopRequested), stop.interruptible("saving"):
             pytest.fail("a phase began after a stop was requested")
+
+
+def test_a_library_that_catches_exceptions_does_not_notice_the_stop() -> None:
+    with StopRequest() as stop, pytest.raises(StopRequested), stop.interruptible("loading"):  # noqa: PT012
+        with contextlib.suppress(Exception):
+            send("SIGTERM")
+        pytest.fail("the library went on")
+
+
+def test_a_library_that_makes_another_error_of_the_stop_does_not_hide_it() -> None:
+    with StopRequest() as stop, pytest.raises(StopRequested, match="loading"), stop.interruptible("loading"):  # noqa: PT012
+        try:
+            send("SIGTERM")
+        except BaseException as error:  # as transformers' lazy imports do with what they catch
+            raise RuntimeError("Failed to import") from error
+
+
+def test_a_stop_at_the_very_end_of_a_phase_is_a_stop_all_the_same() -> None:
+    """Between the block's last instruction and the first of its end no handler of ours is on the stack."""
+    with pytest.raises(StopRequested) as caught, StopRequest() as stop:  # noqa: PT012
+        with contextlib.suppress(StopRequested), stop.interruptible("loading"):
+            send("SIGTERM")
+        raise LeavePhase
+    assert caught.value.exit_code is ExitCode.PREEMPTED
+
+
+@pytest.mark.parametrize(("name", "ends_by"), [("SIGTERM", signal.SIGTERM), ("SIGINT", None)])
+def test_a_forked_worker_takes_no_part_in_it(name: str, ends_by: int | None) -> None:
+    """torch and multiprocessing end their workers by SIGTERM, and wait for that; Ctrl-C is for the parent to decide."""
+    with StopRequest() as stop, stop.interruptible("collating"):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.Signals[name])
+            os._exit(7)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == (7 if ends_by is None else -ends_by)
+        assert stop.requested is None
 
 
 def test_after_an_interruptible_phase_a_signal_is_a_request_again() -> None:

@@ -1,0 +1,119 @@
+"""Out of memory, told in a way that helps: where, on which batch, what was held, and which change saves how much."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config import Recipe
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.preflight.policies import Work
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.savings import savings
+from ftcli.run.memory import asked_bytes, resident_bytes
+
+if TYPE_CHECKING:
+    from ftcli.trainers.base import RunTrainerMixin
+
+_GIB = 1 << 30
+_SUGGESTED = 3
+
+
+def out_of_memory(where: str, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException) -> FtcliError:
+    """FT703 (exit 5) for a phase without a batch: ``where`` is like ``while loading the model``."""
+    held = _held({})
+    return _error(f"out of memory {where}: {_asked(error)}{held}", recipe, report, work, None)
+
+
+def out_of_memory_in_training(
+    trainer: RunTrainerMixin, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException
+) -> FtcliError:
+    """FT703 (exit 5) with the part of the step, the batch and what was allocated.
+
+    To be called before :func:`let_go`, which frees what is counted here. The step's number is the one being made.
+    """
+    step = trainer.state.global_step
+    phase = trainer.phase
+    if phase in ("evaluation", "saving"):
+        where = f"in the {phase} after step {step}" if phase == "evaluation" else f"while step {step} was saved"
+    else:
+        where = f"in the {phase} of step {step + 1}" if phase != "step" else f"in step {step + 1}"
+        where += _batch(trainer.batch_shape)
+    held = _held(_parts(trainer))
+    return _error(f"out of memory {where}: {_asked(error)}{held}", recipe, report, work, phase)
+
+
+def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
+    """The same error, saying in which checkpoint the steps that were finished are."""
+    first, *others = error.findings
+    kept = f"The steps so far are saved: `--resume {checkpoint}` continues from them, also with such a change"
+    help = f"{first.help}. {kept}" if first.help else kept
+    return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
+
+
+def let_go(error: BaseException) -> None:
+    """Drops what the frames of a failed step still hold: activations, mostly, which a checkpoint needs the room of."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+
+
+def _error(message: str, recipe: Recipe, report: PreflightReport, work: Work, phase: str | None) -> FtcliError:
+    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase)
+    parts = [f"{change} (saves about {change.saved_bytes / _GIB:.2f} GiB)" for change in found[:_SUGGESTED]]
+    help = "the cheapest changes, by what the memory estimate predicts: " + "; ".join(parts) if parts else None
+    if help is None:
+        help = "use a smaller model, fewer layers or a device with more memory; `ftcli check` lists what needs how much"
+    return FtcliError.single("FT703", message, exit_code=ExitCode.OUT_OF_MEMORY, help=help)
+
+
+def _batch(shape: tuple[int, ...] | None) -> str:
+    if shape is None or len(shape) != 2:
+        return ""
+    rows, tokens = shape
+    return f" (a batch of {rows:,} row{'s' * (rows != 1)} of {tokens:,} tokens)"
+
+
+def _asked(error: BaseException) -> str:
+    asked = asked_bytes(error)
+    return "" if asked is None else f"{_size(asked)} more were asked for; "
+
+
+def _held(parts: Mapping[str, int]) -> str:
+    """What is allocated, and what of it is known; the rest are activations and temporaries."""
+    import torch
+
+    if torch.cuda.is_available():
+        held, (_, total) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_allocated()
+        text = f"{_size(held)} of {_size(total)} were allocated (at most {_size(peak)} before)"
+    else:
+        resident = resident_bytes()
+        if resident is None:
+            return "what was held is not known"
+        held, text = resident, f"the process held {_size(resident)}"
+    if not parts:
+        return text
+    rest = max(0, held - sum(parts.values()))
+    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    other = "activations and workspace" if torch.cuda.is_available() else "activations, libraries and workspace"
+    return f"{text}: {listed}, {other} {_size(rest)}"
+
+
+def _parts(trainer: RunTrainerMixin) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state that exist at this moment."""
+    parameters = list(trainer.model.parameters())
+    optimizer: Any = getattr(trainer, "optimizer", None)
+    states = optimizer.state_dict()["state"].values() if optimizer is not None else ()
+    return {
+        "weights": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "optimizer": sum(value.nbytes for state in states for value in state.values() if hasattr(value, "nbytes")),
+    }
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 100 else f"{count / (1 << 20):.2f} MiB"

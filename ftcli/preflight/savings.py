@@ -1,0 +1,74 @@
+"""What single changes to a recipe would save, for whoever has run out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ftcli.config import LoraConfig, Recipe
+from ftcli.preflight.advice import Change
+from ftcli.preflight.advice import _shorter as shorter
+from ftcli.preflight.advice import _smaller_batches as smaller_batches
+from ftcli.preflight.advice import _with as with_settings
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.memory import estimate_memory
+from ftcli.preflight.policies import Work
+from ftcli.preflight.precision import DtypePlan, plan_dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Settings, as ``--set`` would take them, and by how many bytes the estimate falls with them."""
+
+    settings: tuple[tuple[str, Any], ...]
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        return str(Change(self.settings, 0))
+
+
+def savings(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work, phase: str | None = None
+) -> tuple[Saving, ...]:
+    """What each single change to a recipe is predicted to save, cheapest for the user first.
+
+    Args:
+        phase: Of the estimate's phases the one that memory ran out in; None, and a name that it does not have: the
+            one that needs most.
+
+    Empty for a model family that there is no arithmetic for, and where nothing helps.
+    """
+    before = estimate_memory(recipe, facts, plan, device, work=work)
+    if before is None:
+        return ()
+    found = []
+    for settings in _single_changes(recipe, work, phase):
+        changed = with_settings(recipe, settings)
+        after = estimate_memory(changed, facts, plan_dtypes(changed, device), device, work=work)
+        if after is None:
+            continue
+        known = phase if phase in before.phases and phase in after.phases else None
+        saved = (
+            before.phase_bytes(known) - after.phase_bytes(known) if known else before.total_bytes - after.total_bytes
+        )
+        if saved > 0:
+            found.append(Saving(tuple(settings.items()), saved))
+    return tuple(found)
+
+
+def _single_changes(recipe: Recipe, work: Work, phase: str | None) -> Iterator[dict[str, Any]]:
+    """One step down in each direction."""
+    if phase == "evaluation":
+        rows = recipe.eval.per_device_eval_batch_size
+        if rows > 1:
+            yield {"eval.per_device_eval_batch_size": rows // 2}
+        return
+    yield from islice(smaller_batches(recipe), 1)
+    if not recipe.train.gradient_checkpointing:
+        yield {"train.gradient_checkpointing": True}
+    yield from islice(shorter(recipe, work), 1)
+    if recipe.lora is None and work == "train":
+        yield {"lora": LoraConfig()}

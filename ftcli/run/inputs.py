@@ -1,0 +1,219 @@
+"""What a run is made from: data files, chat template, token ids, base weights; and that none of it has changed.
+
+A run that continues on other inputs gives a model that neither the old nor the new ones describe, so it is refused,
+with what differs. Everything is compared by content, never by date or path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ftcli.errors import ExitCode, Finding, FtcliError
+
+#: A data file is also hashed in about this many blocks, so that a change can be placed.
+_BLOCKS = 256
+_SMALLEST_BLOCK = 4096
+#: Bytes of a block's digest that are kept: enough to place a change; the whole file's digest proves it.
+_KEPT_DIGEST = 4
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
+_DIFF_LINES = 12
+_REMEDY = "restore it to continue; or start anew with --resume never, which keeps the old run beside it"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Identity of one file: its name as the recipe gives it, its size, its content's SHA-256.
+
+    ``blocks`` are the beginnings of the SHA-256 of each ``block_bytes`` bytes, in hexadecimal, one after another.
+    """
+
+    name: str
+    bytes: int
+    sha256: str
+    block_bytes: int = 0
+    blocks: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For manifest.json."""
+        return asdict(self)
+
+
+def fingerprint(name: str, path: Path) -> Fingerprint:
+    """The fingerprint of a file, which is read once.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    whole, blocks = hashlib.sha256(), []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        block_bytes = max(_SMALLEST_BLOCK, -(-size // _BLOCKS))
+        while block := file.read(block_bytes):
+            whole.update(block)
+            blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
+    return Fingerprint(name, size, whole.hexdigest(), block_bytes, "".join(blocks))
+
+
+def weights_fingerprint(folder: Path) -> tuple[Fingerprint, ...]:
+    """Fingerprints of the weight files in a model's folder, from samples spread over each: gigabytes read in no time.
+
+    The samples have the file's head, which lists every tensor, so that other weights of the same shape are told apart
+    by what they hold, and weights of another shape by their head.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return tuple(_sampled(path) for path in sorted(folder.glob("*.safetensors")))
+
+
+def _sampled(path: Path) -> Fingerprint:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        for sample in range(_SAMPLES):
+            file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return Fingerprint(path.name, size, digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known of a run's inputs once its data is tokenized; None or empty where there is nothing to compare.
+
+    Attributes:
+        chat_template: The template's text.
+        tokens_sha256: SHA-256 over the token ids and labels of all training rows, in order.
+        weights: Of a local model, :func:`weights_fingerprint` of its folder.
+        commit: Of a model from the Hub, the commit that was loaded.
+    """
+
+    chat_template: str | None = None
+    tokens_sha256: str | None = None
+    weights: tuple[Fingerprint, ...] = ()
+    commit: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For manifest.json."""
+        return asdict(self)
+
+
+def require_same_inputs(previous: Mapping[str, Any], now: Inputs) -> None:
+    """Refuse to continue a run whose template, token ids or base weights are not what they were.
+
+    Args:
+        previous: The manifest of the run so far; what it does not know is accepted.
+        now: The inputs of this process.
+
+    Raises:
+        FtcliError: FT734 with the template's difference, FT735 with each changed weight file, FT731 when only the
+            token ids differ (exit 2).
+    """
+    known = previous.get("inputs")
+    if not isinstance(known, Mapping):
+        return
+    findings = [*_template_findings(known.get("chat_template"), now.chat_template), *_weight_findings(known, now)]
+    before = known.get("tokens_sha256")
+    if not findings and before and now.tokens_sha256 and before != now.tokens_sha256:
+        findings.append(
+            Finding(
+                "FT731",
+                "the training rows give other token ids or labels than when this run began, though no file, setting or "
+                f"template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer, or the "
+                "version of a library, is another one",
+                help=f"restore the tokenizer and the library versions of manifest.json: {_REMEDY}",
+            )
+        )
+    if findings:
+        raise FtcliError(findings, ExitCode.RECIPE)
+
+
+def _template_findings(before: Any, now: str | None) -> list[Finding]:
+    if not isinstance(before, str) or now is None or before == now:
+        return []
+    lines = list(
+        difflib.unified_diff(before.splitlines(), now.splitlines(), "when the run began", "now", "", "", 0, "")
+    )
+    shown = "\n".join(f"    {line}" for line in lines[:_DIFF_LINES])
+    more = f"\n    … {len(lines) - _DIFF_LINES} more lines" if len(lines) > _DIFF_LINES else ""
+    return [Finding("FT734", f"the chat template has changed since this run began:\n{shown}{more}", help=_REMEDY)]
+
+
+def _weight_findings(known: Mapping[str, Any], now: Inputs) -> list[Finding]:
+    before = {entry["name"]: entry for entry in known.get("weights") or ()}
+    found = {f.name: f for f in now.weights}
+    changed = [
+        f"{name} ({_identity(before.get(name))} -> {_identity(asdict(found[name]) if name in found else None)})"
+        for name in sorted({*before, *found})
+        if before.get(name, {}).get("sha256") != (found[name].sha256 if name in found else None)
+    ]
+    commit = known.get("commit")
+    if commit and now.commit and commit != now.commit:
+        changed.append(f"commit {commit} -> {now.commit}")
+    if not changed or not (before or commit):
+        return []
+    return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
+
+
+def _identity(entry: Mapping[str, Any] | None) -> str:
+    return "absent" if entry is None else f"{entry['bytes']:,} bytes, sha256 {entry['sha256'][:12]}"
+
+
+def require_same_data(
+    previous: Mapping[str, Any], data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None
+) -> None:
+    """Refuse to continue a run on data whose content has changed since it began.
+
+    Args:
+        previous: The manifest of the run so far; one without fingerprints proves nothing and is accepted.
+        data: Fingerprints of the training files now.
+        paths: Where those files lie, by name, to say in which rows they changed.
+
+    Raises:
+        FtcliError: FT731 with each changed, new and missing file (exit 2).
+    """
+    known = {entry["name"]: entry for entry in previous.get("data", ())}
+    if not known:
+        return
+    now = {f.name: f for f in data}
+    findings = []
+    for name in sorted({*known, *now}):
+        before, found = known.get(name), now.get(name)
+        if before is not None and found is not None and before["sha256"] == found.sha256:
+            continue
+        old, new = _identity(before), _identity(None if found is None else found.as_dict())
+        place = "" if before is None or found is None else _place(before, found, (paths or {}).get(name))
+        message = f"{name} has changed since this run began: {old} -> {new}{place}"
+        findings.append(Finding("FT731", message, help=_REMEDY))
+    if findings:
+        raise FtcliError(findings, ExitCode.RECIPE)
+
+
+def _place(before: Mapping[str, Any], now: Fingerprint, path: Path | None) -> str:
+    """In which rows of a text file the first difference lies, from the blocks of both fingerprints."""
+    size = before.get("block_bytes", 0)
+    if path is None or path.suffix != ".jsonl" or not size:
+        return ""
+    if size != now.block_bytes:  # the sizes differ too much for equal blocks: hash again as it was done then
+        now = _with_blocks(path, size)
+    width = 2 * _KEPT_DIGEST
+    old, new = ([b[i : i + width] for i in range(0, len(b), width)] for b in (before.get("blocks", ""), now.blocks))
+    first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    with path.open("rb") as file:
+        start = sum(file.read(size).count(b"\n") for _ in range(first)) + 1
+        last = start + file.read(size).count(b"\n")
+    return f"; the first difference is in line {start:,}" + (f" to {last:,}" if last > start else "")
+
+
+def _with_blocks(path: Path, block_bytes: int) -> Fingerprint:
+    blocks = []
+    with path.open("rb") as file:
+        while block := file.read(block_bytes):
+            blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
+    return Fingerprint(path.name, 0, "", block_bytes, "".join(blocks))

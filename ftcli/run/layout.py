@@ -1,0 +1,126 @@
+"""The files of a run directory, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ftcli.config import Recipe
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.run.checkpoint import Checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where everything of one run lies. Making one touches no disk."""
+
+    path: Path
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe as resolved; a folder with this file is a run directory."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        """Versions, device, seeds, dtype plan, kernels, data fingerprints."""
+        return self.path / "manifest.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line per logging step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the resumable states."""
+        return self.path / "checkpoints"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The resumable states."""
+        return Checkpoints(self.checkpoints_dir)
+
+    @property
+    def adapter_dir(self) -> Path:
+        """The trained adapter in PEFT's layout (LoRA)."""
+        return self.path / "adapter"
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model in transformers' layout (full fine-tuning)."""
+        return self.path / "model"
+
+    @property
+    def result_dir(self) -> Path | None:
+        """``adapter/`` or ``model/``, whichever is there; None before training has ended."""
+        return next((folder for folder in (self.adapter_dir, self.model_dir) if folder.is_dir()), None)
+
+    @property
+    def export_dir(self) -> Path:
+        """Folder of the exported formats."""
+        return self.path / "export"
+
+    @property
+    def eval_path(self) -> Path:
+        """Evaluation results and samples."""
+        return self.path / "eval.json"
+
+    @property
+    def tokens_path(self) -> Path:
+        """Tokens kept, cut and masked per data set."""
+        return self.path / "tokens.json"
+
+    @property
+    def report_path(self) -> Path:
+        """The report for people."""
+        return self.path / "report.html"
+
+    @property
+    def status_path(self) -> Path:
+        """How the run stands, for scripts."""
+        return self.path / "status.json"
+
+    @property
+    def log_path(self) -> Path:
+        """Plain text of what the run printed."""
+        return self.path / "run.log"
+
+    def read_recipe(self) -> Recipe:
+        """The run's recipe.
+
+        Raises:
+            FtcliError: FT722 when this is no run directory, FT727 when its recipe cannot be read.
+        """
+        try:
+            raw: Any = yaml.safe_load(self.recipe_path.read_text(encoding="utf-8"))
+            return Recipe.model_validate(raw)
+        except FileNotFoundError as error:
+            raise no_run(self.path, "it has no recipe.yaml") from error
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+            raise unreadable(self.recipe_path, error) from error
+
+
+def no_run(path: Path, reason: str) -> FtcliError:
+    """FT722: the folder is not a run."""
+    return FtcliError.single(
+        "FT722",
+        f"{path} is not a run directory: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="choose another --output-dir; ftcli does not mix its files with others",
+    )
+
+
+def unreadable(path: Path, error: Exception) -> FtcliError:
+    """FT727: a file of the run cannot be read."""
+    detail = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return FtcliError.single(
+        "FT727",
+        f"{path} cannot be read: {detail}",
+        exit_code=ExitCode.RECIPE,
+        help="restore the file, or start anew with --resume never, which keeps the old run beside it",
+    )

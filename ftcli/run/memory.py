@@ -1,0 +1,36 @@
+"""Recognising that memory ran out, whoever says so, and what this process holds. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: ``Tried to allocate 20.00 GiB`` (CUDA) and ``you tried to allocate 8192 bytes`` (CPU).
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch (by class name, so that torch need not be imported) or Python ran out of memory."""
+    if isinstance(error, MemoryError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
+    if "OutOfMemoryError" in names:
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "DefaultCPUAllocator" in text)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much was asked for when memory ran out, where the error says so."""
+    match = _ASKED.search(str(error))
+    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+def resident_bytes() -> int | None:
+    """What this process holds in memory now; None where /proc does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), None)

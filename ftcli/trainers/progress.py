@@ -1,0 +1,106 @@
+"""What a checkpoint keeps besides weights, optimizer and schedule, so that the next lines of metrics are the same.
+
+transformers averages the loss from one logging step to the next and starts that average afresh when it resumes. Here
+the half-filled average goes into the checkpoint, with what else belongs to the line that is still to be written.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Lies in each checkpoint.
+STATE_NAME = "ftcli_state.json"
+
+
+class LogWindow:
+    """Tokens and seconds of training since the last line of metrics; evaluation and saving are not training."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Training goes on."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Training pauses. To be called when the device has finished what was queued."""
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def take_rate(self) -> float:
+        """Tokens per second of the window, which begins anew."""
+        self.stop()
+        rate = self.tokens / max(self.seconds, 1e-9)
+        self.tokens, self.seconds = 0, 0.0
+        self.start()
+        return rate
+
+
+@dataclass(frozen=True, slots=True)
+class WindowState:
+    """The line of metrics that was being gathered when a checkpoint was written.
+
+    Attributes:
+        loss_sum: Sum of the losses of the steps after ``logged_step``, in nats per token.
+        logged_step: The last step with a line.
+        tokens: Tokens seen since then.
+        seconds: Seconds trained since then.
+        evaluation_due: An evaluation of this very step has not been made, because the run was to stop at once.
+        extra: What a trainer gathers besides (GRPO: rewards and lengths).
+    """
+
+    loss_sum: float
+    logged_step: int
+    tokens: int
+    seconds: float
+    evaluation_due: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a checkpoint that is being filled. Floats survive JSON to the last bit."""
+        text = json.dumps({"format": 1, **asdict(self)}, indent=2) + "\n"
+        (folder / STATE_NAME).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> WindowState | None:
+        """What a checkpoint holds; None in one of an ftcli that did not write it yet."""
+        path = folder / STATE_NAME
+        if not path.exists():
+            return None
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{name: raw[name] for name in cls.__slots__ if name in raw})
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """All generators that training draws from."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """Copies them; some tens of microseconds, and no waiting for a GPU."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        """Puts them back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)

@@ -1,0 +1,347 @@
+"""Real `ftcli` processes that start in a moment, so that many things can go wrong with them in little time.
+
+Importing torch, transformers and TRL takes seconds. A server imports them once; each command line then runs in a
+fork of it, with its own streams, folder, environment, limits and signals: a process like any other, which can be
+killed, starved of memory or disk, or stopped at a chosen place. ``python drill.py SOCKET`` is the server,
+``python drill.py SOCKET WORD...`` runs one command (and passes signals on), for shell scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_WARM = (
+    "ftcli.cli.app",
+    "ftcli.pipeline.build",
+    "ftcli.pipeline.training",
+    "ftcli.trainers.callbacks",
+    "ftcli.trainers.sft",
+    "ftcli.evaluate.suite",
+    "ftcli.preflight.report",
+    "peft.peft_model",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.trainer",
+)
+_SECONDS = 90.0
+
+
+# -- what a command's process does before it runs ------------------------------------------------------------------
+
+
+def _wrap(target: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts a function around ``module:function`` or ``module:Class.method``, in this process only."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, name, around(getattr(owner, name)))
+
+
+def pause(target: str, call: int, folder: str) -> None:
+    """In the ``call``-th call of ``target``, makes ``folder/reached`` and waits for ``folder/released``."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                Path(folder, "reached").touch()
+                deadline = time.monotonic() + _SECONDS
+                while not Path(folder, "released").exists() and time.monotonic() < deadline:
+                    time.sleep(0.005)
+            return function(*args, **kwargs)
+
+        return waiting
+
+    _wrap(target, around)
+
+
+def starve(target: str, call: int, spare: int) -> None:
+    """From the ``call``-th call of ``target`` on, this process may take ``spare`` bytes more than it has."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def starved(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                lines = Path("/proc/self/status").read_text().splitlines()
+                held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+                resource.setrlimit(resource.RLIMIT_DATA, (held + spare, resource.RLIM_INFINITY))
+            return function(*args, **kwargs)
+
+        return starved
+
+    _wrap(target, around)
+
+
+def fail(target: str, message: str) -> None:
+    """``target`` raises RuntimeError."""
+
+    def around(_function: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*_args: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError(message)
+
+        return failing
+
+    _wrap(target, around)
+
+
+def small_files(limit: int) -> None:
+    """No file of this process may grow beyond ``limit`` bytes: the system refuses, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def workers(count: int) -> None:
+    """Training data is collated in ``count`` worker processes."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: {**function(*args, **kwargs), "dataloader_num_workers": count}
+
+    _wrap("ftcli.trainers.sft:training_arguments", around)
+
+
+_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, small_files, workers)}
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> None:
+    """Answers until stdin is closed."""
+    for name in _WARM:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(16)
+    listener.settimeout(0.2)
+    os.set_blocking(0, False)
+    os.write(1, b"ready\n")
+    while not _closed(0):
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _supervise(connection)
+            connection.close()
+
+
+def _closed(descriptor: int) -> bool:
+    try:
+        return os.read(descriptor, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+def _supervise(connection: socket.socket) -> None:
+    """Forks the command, tells its pid, and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.settimeout(None)
+    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _become(json.loads(message), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{child}\n".encode())
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{status}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    from ftcli.cli.app import main
+
+    status = 99
+    try:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for name, *arguments in request["preparations"]:
+            _PREPARATIONS[name](*arguments)
+        status = main(request["words"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+# -- its clients ---------------------------------------------------------------------------------------------------
+
+
+def _ask(path: str, request: dict[str, Any], descriptors: list[int]) -> tuple[socket.socket, int]:
+    """Starts a command; the socket, which will say how it ends, and the command's pid."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+    return connection, _number(connection)
+
+
+def _number(connection: socket.socket) -> int:
+    text = b""
+    while not text.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part:
+            raise ConnectionError("the server has ended")
+        text += part
+    return int(text)
+
+
+@dataclass
+class Drill:
+    """One running command."""
+
+    pid: int
+    connection: socket.socket
+    output: Path
+    folder: Path
+    status: int | None = field(default=None)
+
+    @property
+    def said(self) -> str:
+        """Everything it has printed, stdout and stderr."""
+        return self.output.read_text(encoding="utf-8")
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        os.kill(self.pid, number)
+
+    def until_reached(self) -> None:
+        """Waits for its pause."""
+        self._until((self.folder / "reached").exists)
+
+    def until(self, path: Path) -> None:
+        """Waits for a file or folder to appear."""
+        self._until(path.exists)
+
+    def _until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SECONDS
+        while not happened():
+            assert time.monotonic() < deadline, self.said
+            self.connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                assert self.connection.recv(1, socket.MSG_PEEK) == b"", f"it has ended:\n{self.said}"
+            time.sleep(0.005)
+
+    def release(self) -> None:
+        """Ends its pause."""
+        (self.folder / "released").touch()
+
+    def wait(self, seconds: float = _SECONDS) -> int:
+        """Its exit status; -9 for one that was killed by signal 9."""
+        if self.status is None:
+            self.connection.settimeout(seconds)
+            try:
+                self.status = _number(self.connection)
+            except TimeoutError:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"it has not ended in {seconds} s:\n{self.said}") from None
+            self.connection.close()
+        return self.status
+
+    def end(self) -> None:
+        """Kills it if it still runs."""
+        if self.status is None and self.connection.fileno() >= 0:
+            self.connection.setblocking(False)
+            try:
+                self.connection.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # it has not said how it ended: it runs
+                os.kill(self.pid, signal.SIGKILL)
+            self.connection.close()
+
+
+class Server:
+    """Starts commands below ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(folder / "socket")
+        self._folder = folder
+        self._started: list[Drill] = []
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "0",
+            "HF_HUB_OFFLINE": "1",
+        }
+        quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # read when libraries are imported
+        command = [sys.executable, "-W", "ignore", __file__, self.socket]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment | quiet, text=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def start(self, *words: str, cwd: Path, preparations: Iterator[Any] | tuple[Any, ...] = ()) -> Drill:
+        """A command in its own process. A pause among ``preparations`` is written without its folder."""
+        folder = self._folder / str(len(self._started))
+        folder.mkdir()
+        prepared = [[*p, str(folder)] if p[0] == "pause" else list(p) for p in preparations]
+        request = {
+            "words": list(words),
+            "folder": str(cwd),
+            "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache")},
+            "preparations": prepared,
+        }
+        output = folder / "output"
+        with output.open("wb") as file, Path(os.devnull).open("rb") as nothing:
+            connection, pid = _ask(self.socket, request, [nothing.fileno(), file.fileno(), file.fileno()])
+        self._started.append(Drill(pid, connection, output, folder))
+        return self._started[-1]
+
+    def close(self) -> None:
+        """Ends the server and whatever still runs."""
+        for drill in self._started:
+            drill.end()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(10)
+
+
+def client(path: str, words: list[str]) -> int:
+    """Runs one command as if it were this process: its streams, its signals, its status."""
+    request = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ), "preparations": []}
+    connection, pid = _ask(path, request, [0, 1, 2])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: os.kill(pid, received))
+    status = _number(connection)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        sys.exit(client(sys.argv[1], sys.argv[2:]))
+    serve(sys.argv[1])

@@ -1,0 +1,136 @@
+"""SIGTERM and SIGINT, whenever they come: nothing is lost, and the exit status says what to do next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.resilience import EVALUATE, SAVE, STEP, Drills
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+PARTS = {
+    "checking": ("ftcli.pipeline.lifecycle:preflight", "checking the recipe"),
+    "fingerprints": ("ftcli.pipeline.lifecycle:fingerprint", "reading the data's fingerprints"),
+    "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
+    "loading": ("ftcli.pipeline.build:load_model", "loading the model"),
+    "the trainer": ("ftcli.trainers.sft:training_arguments", "preparing the trainer"),
+}
+
+
+@pytest.mark.parametrize(("part", "number"), [*((part, TERM) for part in PARTS), ("tokenizing", INT), ("loading", INT)])
+def test_before_training_the_run_ends_at_once(drills: Drills, part: str, number: int) -> None:
+    target, name = PARTS[part]
+    drill = drills.paused(drills.recipe("r"), target)
+    began = time.monotonic()
+    drill.signal(number)
+    status = 75 if number == TERM else 130
+    assert drill.wait() == status, drill.said
+    assert time.monotonic() - began < 5
+    assert f"error[FT728]: stopped by {'SIGTERM' if number == TERM else 'SIGINT'} while {name}" in drill.said
+    assert "Traceback" not in drill.said
+    if part != "checking":  # the run's directory is opened after the checks
+        written = drills.status("r")
+        assert (written["state"], written["exit_code"], written["resumable"]) == ("preempted", status, True)
+
+
+@pytest.mark.parametrize(("number", "status"), [(TERM, 75), (INT, 130)])
+def test_in_training_the_step_is_finished_and_saved(drills: Drills, number: int, status: int) -> None:
+    said = drills.stopped(drills.recipe("r"), STEP, 2, number, status)
+    checkpoint = drills.folder / "r" / "checkpoints" / "step-00000002"
+    assert checkpoint.is_dir()
+    assert f"after step 2; checkpoint written to {checkpoint}" in said
+    written = drills.status("r")
+    assert (written["state"], written["exit_code"], written["resumable"]) == ("preempted", status, True)
+    assert [line["step"] for line in drills.metrics("r")] == [1, 2]
+
+
+def test_with_on_sigterm_false_sigterm_kills(drills: Drills) -> None:
+    drill = drills.paused(drills.recipe("r", checkpoint={"on_sigterm": False}), STEP, 2)
+    drill.signal(TERM)
+    assert drill.wait() == -TERM
+
+
+def test_an_evaluation_in_training_is_left_and_made_again(drills: Drills) -> None:
+    change = {"eval": {"every_steps": 2}, "checkpoint": {"every_steps": 5}}
+    drills.run(drills.recipe("whole", **change))
+    recipe = drills.recipe("r", **change)
+    drill = drills.paused(recipe, EVALUATE)
+    drill.signal(TERM)  # and is never released: it has to leave by itself
+    assert drill.wait() == 75, drill.said
+    assert drills.checkpoints("r") == ["step-00000002"]
+    drills.run(recipe)
+    drills.require_same_run("r", "whole")
+
+
+def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Drills) -> None:
+    change = {"checkpoint": {"every_steps": 2}}
+    drills.run(drills.recipe("whole", **change))
+    recipe = drills.recipe("r", **change)
+    said = drills.stopped(recipe, SAVE, 1, TERM, 75)
+    assert "after step 2" in said
+    assert drills.checkpoints("r") == ["step-00000002"]
+    drills.run(recipe)
+    drills.require_same_run("r", "whole")
+
+
+@pytest.mark.parametrize(
+    ("target", "call"), [(SAVE, 1), (EVALUATE, 1), (STEP, 3)], ids=["saving", "evaluating", "the last step"]
+)
+def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: str, call: int) -> None:
+    drills.run(drills.recipe("whole", train={"max_steps": 3}))
+    recipe = drills.recipe("r", train={"max_steps": 3})
+    said = drills.stopped(recipe, target, call, TERM, 75)
+    assert "while evaluating" in said
+    result = drills.folder / "r/adapter/adapter_model.safetensors"
+    before = result.stat()
+    said = drills.run(recipe)
+    assert "training is complete (3 steps)" in said
+    assert result.stat().st_mtime_ns == before.st_mtime_ns
+    assert drills.metrics("r") == drills.metrics("whole")
+    assert drills.status("r")["state"] == "completed"
+    eval_json = [(drills.folder / name / "eval.json").read_text() for name in ("r", "whole")]
+    assert eval_json[0] == eval_json[1]
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "numbers", "status"),
+    [(STEP, 3, (TERM, TERM), 75), (STEP, 3, (TERM, INT), 130), (SAVE, 2, (INT, INT), 130)],
+    ids=["in a step", "in a step, by another", "while saving"],
+)
+def test_a_second_signal_stops_at_once(
+    drills: Drills, target: str, call: int, numbers: tuple[int, int], status: int
+) -> None:
+    recipe = drills.recipe("r", checkpoint={"every_steps": 2})
+    drill = drills.paused(recipe, target, call)
+    drill.signal(numbers[0])
+    time.sleep(0.3)  # the system merges signals that come at once
+    began = time.monotonic()
+    drill.signal(numbers[1])
+    assert drill.wait() == status, drill.said
+    assert time.monotonic() - began < 2
+    assert "stopped at once by a second signal" in drill.said
+    assert "Traceback" not in drill.said
+    assert drills.checkpoints("r") == ["step-00000002"]
+    assert drills.status("r")["exit_code"] == status
+    assert "resuming from" in drills.run(recipe)
+
+
+def test_with_workers_a_signal_to_all_of_them_ends_well(drills: Drills) -> None:
+    """Ctrl-C in a terminal reaches every process of the group; torch ends its workers by SIGTERM."""
+    drill = drills.paused(drills.recipe("r"), STEP, 2, also=(("workers", 2),))
+    children = [int(pid) for pid in Path(f"/proc/{drill.pid}/task/{drill.pid}/children").read_text().split()]
+    assert len(children) == 2
+    for pid in [drill.pid, *children]:
+        os.kill(pid, INT)
+    drill.release()
+    assert drill.wait() == 130, drill.said
+    assert "Traceback" not in drill.said
+    assert drills.checkpoints("r") == ["step-00000002"]
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "workers outlive the run"
