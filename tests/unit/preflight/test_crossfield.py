@@ -65,11 +65,44 @@ def test_the_refusal_does_not_depend_on_the_command(command: str, context: Calla
     assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=nf4", command=command)))
 
 
+@pytest.mark.parametrize(("command", "expected"), [("eval", ["FT253"]), ("check", ["FT253"]), ("train", [])])
+def test_the_harness_is_asked_for_where_it_is_used(
+    command: str, expected: list[str], context: Callable[..., Any]
+) -> None:
+    made = context("data: {train: [a.jsonl], eval: [b.jsonl]}\neval: {lm_eval: [hellaswag]}\n", command=command)
+    findings = list(crossfield.check(made, lambda package: False))
+    assert codes(findings) == expected
+    assert all("ftcli[eval]" in finding.help for finding in findings)
+    assert list(crossfield.check(made, lambda package: True)) == []
+
+
+def test_a_task_has_one_judge(tmp_path: Path, context: Callable[..., Any]) -> None:
+    file = tmp_path / "judges.py"
+    file.write_text("def f(completions, prompts, **columns):\n    return []\n")
+    data = "data: {eval: [b.jsonl]}\n"
+    both = context(f"{data}eval: {{tasks: [{{use: contains, file: '{file}:f'}}]}}\n", command="eval")
+    assert codes(crossfield.check(both)) == ["FT767"]
+    unread = context(f"{data}eval: {{tasks: [{{use: contains, args: {{a: 1}}}}]}}\n", command="eval")
+    assert codes(crossfield.check(unread)) == ["FT767"]
+    assert list(crossfield.check(context(f"{data}eval: {{tasks: [{{file: '{file}:f'}}]}}\n", command="eval"))) == []
+    missing = f"{data}eval: {{tasks: [{{file: '{file}:g'}}]}}\n"
+    assert codes(crossfield.check(context(missing, command="eval"))) == ["FT451"]
+    assert "FT451" not in codes(crossfield.check(context(missing, command="train")))
+
+
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 def test_grpo_does_not_run_on_kernels_and_says_so(kernels: str, context: Callable[..., Any]) -> None:
     assert codes(support.check(context(GRPO, f"model.kernels={kernels}"))) == ["FT250"]
     assert codes(support.check(context(GRPO, f"model.kernels={kernels}", command="train"))) == []
     assert codes(support.check(context(GRPO, "model.kernels=auto"))) == []
+
+
+@pytest.mark.parametrize("policy", ["selective", "offload"])
+def test_grpo_checkpoints_whole_layers_or_none(policy: str, context: Callable[..., Any]) -> None:
+    setting = f"train.gradient_checkpointing={policy}"
+    (finding,) = support.check(context(GRPO, setting))
+    assert (finding.code, finding.help) == ("FT250", "use true, false")
+    assert list(support.check(context(GRPO, setting, command="train"))) == []
 
 
 @pytest.mark.parametrize(
