@@ -17,6 +17,7 @@ from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import BackendName
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ftcli.model.masks import CallMask, MaskKind, mask_for
 
@@ -28,6 +29,9 @@ _PRIORITIES: dict[str, list[SDPBackend]] = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
+
+#: Capped scores that plain torch holds at once, in bytes of float32.
+_SCORE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,26 @@ def _triton(
 
 
 def _eager(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float
+) -> Tensor:
+    """Capped attention in plain torch, a block of queries at a time where the scores of all would be too many to hold.
+
+    A block's scores are formed again in backward.
+    """
+    per_query = query.shape[0] * query.shape[1] * key.shape[2] * 4
+    rows = max(1, _SCORE_BYTES // per_query)
+    if query.shape[2] <= rows:
+        return _eager_block(query, key, value, mask, scaling, softcap, dropout)
+    again = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    blocks = []
+    for start in range(0, query.shape[2], rows):
+        block, seen = query[:, :, start : start + rows], mask[..., start : start + rows, :]
+        arguments = (block, key, value, seen, scaling, softcap, dropout)
+        blocks.append(checkpoint(_eager_block, *arguments, use_reentrant=False) if again else _eager_block(*arguments))
+    return torch.cat(blocks, dim=2)
+
+
+def _eager_block(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float
 ) -> Tensor:
     """Scores in the inputs' dtype, cap, mask, softmax in float32: what transformers' own eager attention computes.

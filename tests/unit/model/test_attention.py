@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -216,3 +217,28 @@ def test_a_mask_of_another_layer_type_or_length_is_refused() -> None:
         attention_forward(torch.nn.Identity(), *qkv(), full, scaling=0.25, sliding_window=5)
     with pytest.raises(ValueError, match="11 queries and 11 keys reached a layer with 9 and 9"):
         attention_forward(torch.nn.Identity(), *qkv(length=9, keys=9), full, scaling=0.25)
+
+
+def test_capped_scores_in_blocks_of_queries_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel runs, a long sequence holds the scores of some queries at a time, also in backward."""
+    module = import_module("ftcli.model.attention")
+    torch.manual_seed(0)
+    leaves = [torch.randn(2, heads, 21, 16, requires_grad=True) for heads in (4, 2, 2)]
+    sizes: list[int] = []
+    block = module._eager_block
+
+    def watched(query: Tensor, *others: Any) -> Tensor:
+        sizes.append(query.shape[2])
+        result: Tensor = block(query, *others)
+        return result
+
+    def run() -> list[Tensor]:
+        out, _ = attention_forward(torch.nn.Module(), *leaves, None, scaling=0.25, softcap=5.0, sliding_window=6)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    whole = run()
+    monkeypatch.setattr(module, "_eager_block", watched)
+    monkeypatch.setattr(module, "_SCORE_BYTES", 2 * 4 * 21 * 4 * 8)
+    for found, wanted in zip(run(), whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert sorted(sizes) == [5, 5, 8, 8, 8, 8]
