@@ -11,6 +11,8 @@ from ftcli.config.base import Count, Fraction, Items, Rate, Section
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]
 
+Checkpointing = bool | Literal["selective", "offload"]
+
 
 class RunConfig(Section):
     """Where a run lives and how it starts."""
@@ -48,8 +50,10 @@ class TrainConfig(Section):
     adam_beta2: Fraction = Field(default=0.999, description="AdamW's beta2.")
     adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(default=1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
-    gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass: less memory, about a third slower."
+    gradient_checkpointing: Checkpointing = Field(
+        default=False,
+        description="What backward computes again: `false` nothing, `selective` gate and up of the MLP, `true` whole "
+        "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last.",
     )
 
 

@@ -6,8 +6,10 @@ them differs. Cached generation goes through the original layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lora_qkv import lora_qkv
@@ -24,7 +26,10 @@ from ftcli.model.families import FamilyKernels
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
     from ftkernels.glu_kernels import Activation
+    from ftkernels.lora_mlp import Save
     from ftkernels.norm_parts import NormForm
+
+    from ftcli.model.offload import Offload
 
 
 def norm_eps(norm: Any) -> float:
@@ -49,7 +54,10 @@ class FusedNorm(nn.Module):
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual."""
+    """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
+
+    ``selective`` and ``offload`` are set by :mod:`ftcli.model.checkpointing`.
+    """
 
     def __init__(
         self, original: nn.Module, family: FamilyKernels, activation: Activation, backend: BackendName
@@ -65,6 +73,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.gradient_checkpointing = getattr(original, "gradient_checkpointing", False)
         if hasattr(original, "_gradient_checkpointing_func"):
             self._gradient_checkpointing_func = original._gradient_checkpointing_func
+        self.selective = False
+        self.offload: Offload | None = None
         self._family = family
         self._activation = activation
         self._backend = backend
@@ -90,20 +100,46 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
                 **kwargs,
             )
             return output
-        attended, residual = self._attend(hidden_states, attention_mask, position_embeddings, kwargs)
+        attend = partial(self._attention_half, mask=attention_mask, rotation=position_embeddings, kwargs=kwargs)
+        if self.offload is None or not (self.training and torch.is_grad_enabled()):
+            return self._mlp_half(attend(hidden_states))
+        hidden_states = self.offload.checkpoint(attend, hidden_states)
+        with self.offload.saving(hidden_states):
+            return self._mlp_half(hidden_states)
+
+    @property
+    def offloaded_tensors(self) -> int:
+        """Tensors of the residual stream's size that ``offload`` sends to the host for this layer."""
+        return 3 if self._family.block == "sandwich" else 2
+
+    def _attention_half(
+        self, hidden_states: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """(B, S, H) -> (B, S, H): attention, added to the residual stream."""
+        attended, residual = self._attend(hidden_states, mask, rotation, kwargs)
+        projection = projection_of(self.self_attn.o_proj)
+        # Gemma-2 and Gemma-3 normalise each half once more before it is added.
         if self._family.block == "sandwich":
-            return self._sandwich(attended, residual)
-        attention = self.self_attn
-        hidden_states = lora_linear(attended, projection_of(attention.o_proj), residual=residual, backend=self._backend)
+            out = lora_linear(attended, projection, backend=self._backend)
+            return self._add_normed(out, residual, self.post_attention_layernorm)
+        # Where the sum is kept as well, the half that is run again may stop before the output projection.
+        save: Literal["products", "input"] = "products" if self.offload is None else "input"
+        return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
+
+    def _mlp_half(self, hidden_states: Tensor) -> Tensor:
+        """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
+        if self._family.block == "sandwich":
+            mlp, residual = self._mlp(hidden_states, self._norm(self.pre_feedforward_layernorm), "return")
+            return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
         summed: Tensor = self._mlp(hidden_states, self._norm(self.post_attention_layernorm), "add")
         return summed
 
-    def _sandwich(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Gemma-2 and Gemma-3: each half is normalised once more before it is added."""
-        out = lora_linear(attended, projection_of(self.self_attn.o_proj), backend=self._backend)
-        hidden_states = self._add_normed(out, residual, self.post_attention_layernorm)
-        mlp, residual = self._mlp(hidden_states, self._norm(self.pre_feedforward_layernorm), "return")
-        return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
+    def _mlp_save(self) -> Save:
+        """What the MLP keeps. A checkpoint that is around the whole layer runs a sandwich's MLP again anyway, for the
+        input of its closing norm; everywhere else it stops before the MLP.
+        """
+        checkpointed = self.gradient_checkpointing and self._family.block != "sandwich"
+        return "input" if self.selective or self.offload is not None or checkpointed else "gate_up_once"
 
     def _attend(
         self,
@@ -152,6 +188,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             activation=self._activation,
             norm=norm,
             residual=residual,
+            save=self._mlp_save(),
             backend=self._backend,
         )
 

@@ -21,9 +21,10 @@ attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4
 gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs.
 ===============  ===================================================================================================
 
-Rotary embeddings and residual additions keep nothing. With ``gradient_checkpointing`` a layer keeps its input (p·H)
-and all of the above lives for one layer at a time. Checked against torch's saved-tensor hooks in
-tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
+Rotary embeddings and residual additions keep nothing. With ``gradient_checkpointing: true`` a layer keeps its input
+(p·H) and all of the above lives for one layer at a time; with ``offload`` that input is on the host, but for the layer
+at work and the next one's, on its way; ``selective`` is the same as ``true`` here. Checked against torch's saved-tensor
+hooks in tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
 
 Layers on ftcli's kernels keep less: :mod:`ftcli.preflight.fused_activations`. Which of them a run has is decided in
 :mod:`ftcli.preflight.policies`.
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from ftcli.config.training import Checkpointing
 from ftcli.preflight.families import Linear, ModelShape
 
 
@@ -64,20 +66,57 @@ Term = Callable[[ModelShape, Setting], float]
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes per token: ``kept`` by each layer on the device, ``workspace`` of the one layer whose backward runs, and
+    ``host`` by each layer in pinned host memory.
+    """
+
+    kept: float
+    workspace: float
+    host: float
+
+
+@dataclass(frozen=True, slots=True)
 class ActivationPolicy:
     """How a layer is run. Each callable answers bytes per token.
 
     ``kept`` is what one layer keeps for backward, by part. ``forward_peak`` is the most that a layer holds at once
     when nothing is kept (evaluation). ``backward_peak`` is what a layer's backward allocates on top of what is kept.
+    ``formed_again`` names the part of ``kept`` that ``selective`` leaves out; None where it checkpoints whole layers.
+    ``offloaded`` is the number of tensors of the residual stream's size that ``offload`` sends to the host: 1 for whole
+    layers, more where each half of a layer is run again by itself.
     """
 
     kept: Mapping[str, Term]
     forward_peak: Term
     backward_peak: Term
+    formed_again: str | None = None
+    offloaded: Callable[[ModelShape], int] = lambda shape: 1
 
     def layer_bytes(self, shape: ModelShape, setting: Setting) -> float:
         """Bytes per token that one layer keeps."""
         return sum(term(shape, setting) for term in self.kept.values())
+
+    def held(self, shape: ModelShape, setting: Setting, checkpointing: Checkpointing) -> Held:
+        """What one layer keeps, and what the backward of one layer needs besides, under a setting of
+        ``train.gradient_checkpointing``.
+        """
+        layer, backward = self.layer_bytes(shape, setting), self.backward_peak(shape, setting)
+        stream = shape.hidden_size * setting.bytes_residual
+        if checkpointing is False:
+            return Held(layer, backward, 0.0)
+        if self.formed_again is None:
+            whole = layer + backward
+            # The input of the layer at work is counted in what it keeps; the next one is on its way.
+            return Held(0.0, whole + stream, stream) if checkpointing == "offload" else Held(stream, whole, 0.0)
+        again = self.kept[self.formed_again](shape, setting)
+        if checkpointing == "selective":
+            return Held(layer - again, backward + again, 0.0)
+        if checkpointing is True:
+            return Held(stream, layer - stream + backward, 0.0)
+        sent = self.offloaded(shape)
+        # One half's input is at work, and those that come next are on their way.
+        return Held(0.0, again + backward + sent * stream, sent * stream)
 
 
 def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
@@ -191,16 +230,24 @@ def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
 
 
 def kept_bytes(
-    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: bool
+    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: Checkpointing
 ) -> float:
-    """Bytes that a whole forward pass over ``rows`` full rows keeps, the final norm included, the loss not.
+    """Bytes on the device that a forward pass over ``rows`` full rows keeps, the final norm included, the loss not.
 
     The first layer of a LoRA model keeps a norm less, since embeddings need no gradient; that is left in.
     """
-    tokens = rows * setting.seq_len
-    layer = shape.hidden_size * setting.bytes_residual if checkpointing else policy.layer_bytes(shape, setting)
+    layer = policy.held(shape, setting, checkpointing).kept
     final = norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
-    return tokens * (shape.num_layers * layer + final)
+    return rows * setting.seq_len * (shape.num_layers * layer + final)
+
+
+def host_bytes(
+    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: Checkpointing
+) -> int:
+    """Bytes of pinned host memory that activations take: a buffer a tensor, its size rounded up to a power of two."""
+    stream = shape.hidden_size * setting.bytes_residual
+    buffers = shape.num_layers * round(policy.held(shape, setting, checkpointing).host / stream)
+    return buffers * (1 << max(rows * setting.seq_len * stream - 1, 0).bit_length())
 
 
 def plain_policy(attention: Literal["eager", "sdpa"]) -> ActivationPolicy:

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from ftcli.config import LoraConfig, Recipe
+from ftcli.config.training import Checkpointing
 from ftcli.preflight.device import GPUS, DeviceFacts
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
-from ftcli.preflight.policies import Work
+from ftcli.preflight.policies import Work, execution_of
 from ftcli.preflight.precision import plan_dtypes
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -79,7 +80,7 @@ def _cheapest(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work
         recipe, always = _with(recipe, {"model.dtype": "auto"}), {"model.dtype": "auto"}
     else:
         always = {}
-    for settings in _candidates(recipe, work):
+    for settings in _candidates(recipe, work, _leaner(recipe, facts, device, work)):
         found = _fitting(recipe, facts, device, work, settings)
         if found is not None:
             return replace(found, settings=(*always.items(), *found.settings))
@@ -104,7 +105,20 @@ def _fitting(
         settings["eval.per_device_eval_batch_size"] = rows // 2
 
 
-def _candidates(recipe: Recipe, work: Work) -> Iterator[dict[str, Any]]:
+def _leaner(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work) -> tuple[Checkpointing, ...]:
+    """Settings of ``train.gradient_checkpointing`` that keep less than the recipe's, the fastest first.
+
+    On the kernels ``offload`` runs less of a layer again than ``true`` and is the faster of the two.
+    """
+    now = recipe.train.gradient_checkpointing
+    if work != "train" or device.kind == "cpu":
+        return () if now else (True,)
+    fused = execution_of(recipe, facts, plan_dtypes(recipe, device), device, work=work).kernels != "transformers"
+    order: tuple[Checkpointing, ...] = (False, "selective", "offload") if fused else (False, True, "offload")
+    return order[order.index(now) + 1 :] if now in order else ("offload",)
+
+
+def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...]) -> Iterator[dict[str, Any]]:
     """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
     yield {}
     if work in ("eval", "export"):
@@ -112,10 +126,10 @@ def _candidates(recipe: Recipe, work: Work) -> Iterator[dict[str, Any]]:
         return
     smaller = list(_smaller_batches(recipe))
     yield from smaller
-    checkpointing = {} if recipe.train.gradient_checkpointing else {"train.gradient_checkpointing": True}
-    if checkpointing:
-        yield checkpointing
-        yield from (checkpointing | batch for batch in smaller)
+    policies = [{"train.gradient_checkpointing": policy} for policy in leaner]
+    yield from policies
+    yield from (policy | batch for policy in policies for batch in smaller)
+    checkpointing = policies[-1] if policies else {}
     least = checkpointing | (smaller[-1] if smaller else {})
     yield from (least | shorter for shorter in _shorter(recipe, work))
     if recipe.lora is None:

@@ -6,15 +6,19 @@ of rank r add 2·r·(in+out) forward and twice that backward. Attention has two 
 backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
 with a sliding window. The head has a forward and an input gradient for every supervised position; synthetic
 benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
-Gradient checkpointing adds one more forward of the layers (not of the head).
+Gradient checkpointing adds one more forward of the layers (not of the head), ``selective`` that of gate and up alone.
+Layers on the kernels stop before what they need not run again; that much less they do is not counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
+from ftcli.config.training import Checkpointing
 from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.families import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ def step_flops(
     *,
     seq_len: int,
     num_layers: int | None = None,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
 ) -> StepFlops | None:
     """Operations per token of a training step; None for a family whose shape is not known.
 
@@ -50,22 +54,39 @@ def step_flops(
     if shape is None:
         return None
     layers = num_layers if num_layers is not None else shape.num_layers
-    linear_forward = 2.0 * sum(x.in_features * x.out_features for x in shape.linears) * layers
-    adapters_forward = 0.0
-    if lora is not None:
-        targets = lora.target_modules
-        adapted = shape.adapted(targets if isinstance(targets, str) else tuple(targets))
-        adapters_forward = 2.0 * lora.r * sum(x.in_features + x.out_features for x in adapted) * layers
+    targets = () if lora is None else lora.target_modules
+    adapted = shape.adapted(targets if isinstance(targets, str) else tuple(targets))
+    rank = 0 if lora is None else lora.r
+    linear_forward = _linear(shape.linears) * layers
+    adapters_forward = _adapters(adapted, rank) * layers
     product = 2.0 * shape.q_width * _mean_keys(facts, seq_len, layers)
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
+    recompute = 0.0
+    if gradient_checkpointing == "selective":
+        again = _linear(_gate_and_up(shape.linears)) + _adapters(_gate_and_up(adapted), rank)
+        recompute = again * layers
+    elif gradient_checkpointing:
+        recompute = linear_forward + adapters_forward + product * 2.0
     weight_gradient = 1.0 if lora is None else 0.0
     return StepFlops(
         linear=linear_forward * (2.0 + weight_gradient),
         adapters=adapters_forward * 3.0,
         attention=product * 7.0,
         head=head_forward * (2.0 + weight_gradient),
-        recompute=linear_forward + adapters_forward + product * 2.0 if gradient_checkpointing else 0.0,
+        recompute=recompute,
     )
+
+
+def _linear(linears: Iterable[Linear]) -> float:
+    return 2.0 * sum(x.in_features * x.out_features for x in linears)
+
+
+def _adapters(linears: Iterable[Linear], rank: int) -> float:
+    return 2.0 * rank * sum(x.in_features + x.out_features for x in linears)
+
+
+def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
+    return tuple(x for x in linears if x.leaf in ("gate_proj", "up_proj", "gate_up_proj"))
 
 
 def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:

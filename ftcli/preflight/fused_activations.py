@@ -13,6 +13,13 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
 gated MLP         c · 2I: gate and up without their adapters' share; all else is formed again
 ================  ==================================================================================================
 
+Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one and cH for
+each of the gradients of output, input and what is behind the norm, with four norms one more.
+
+``gradient_checkpointing`` on the kernels: ``selective`` keeps all but gate and up. ``true`` keeps the layer's input.
+``offload`` runs each half of a layer again by itself, attention up to the output projection, the MLP from gate and up
+on; the host holds the input of each half, and with four norms the input of the last, whose half would run whole else.
+
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
 closing norms are transformers' own.
 """
@@ -46,7 +53,7 @@ def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationP
     def attention(shape: ModelShape, setting: Setting) -> float:
         c = setting.bytes_compute
         if capped_without_kernel:
-            return 4 * c * shape.q_width + eager_scores(shape, setting)
+            return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
         rotated = c * (shape.q_width + shape.kv_width)
         kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         if shape.family.qk_norm:
@@ -63,7 +70,7 @@ def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationP
 
     def backward(shape: ModelShape, setting: Setting) -> float:
         scores = _scores(shape, setting) if capped_without_kernel else 0
-        return max(setting.bytes_compute * 4 * shape.intermediate_size, scores)
+        return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
     kept = {
         "residual stream": residual_stream,
@@ -71,7 +78,7 @@ def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationP
         "attention": attention,
         "gated MLP": _gate_and_up,
     }
-    return ActivationPolicy(MappingProxyType(kept), forward, backward)
+    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", _halves)
 
 
 def _adapters(shape: ModelShape, setting: Setting) -> float:
@@ -80,6 +87,20 @@ def _adapters(shape: ModelShape, setting: Setting) -> float:
 
 def _gate_and_up(shape: ModelShape, setting: Setting) -> float:
     return setting.bytes_compute * 2 * shape.intermediate_size
+
+
+def _backward(shape: ModelShape, setting: Setting) -> float:
+    streams = 4 if shape.family.norms == 4 else 3
+    return setting.bytes_compute * (shape.intermediate_size + streams * shape.hidden_size)
+
+
+def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
+    """Plain torch writes nothing over anything."""
+    return setting.bytes_compute * 4 * shape.intermediate_size
+
+
+def _halves(shape: ModelShape) -> int:
+    return 3 if shape.family.norms == 4 else 2
 
 
 def _scores(shape: ModelShape, setting: Setting) -> float:

@@ -5,7 +5,7 @@ The run passes through phases, and each phase holds some of the parts at once; t
 ==============  ======================================================================================================
 forward         everything persistent, all kept activations, and one chunk of logits in the loss
 backward        everything persistent, all kept activations, and what one layer's backward allocates (with
-                gradient_checkpointing: one layer's activations, computed again)
+                gradient_checkpointing: what of one layer's activations is computed again)
 optimizer step  everything persistent and the optimizer's temporaries; activations are gone
 evaluation      weights, adapters and optimizer state; one layer at a time, no gradients; the key-value cache where
                 answers are generated
@@ -13,7 +13,8 @@ generation      GRPO: the same with the cache of a whole generation batch
 export          weights and adapters
 ==============  ======================================================================================================
 
-Activations come from :mod:`ftcli.preflight.activations`. The loss works on chunks of rows whose logits stay under 1 GiB
+Activations come from :mod:`ftcli.preflight.activations`; what ``gradient_checkpointing: offload`` puts into pinned host
+memory is counted beside them. The loss works on chunks of rows whose logits stay under 512 MiB, all in one buffer
 (``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
 
 Held against one H200 (torch 2.11, transformers 5.17, 2026-11-21; tests/gpu/test_memory_estimate.py: four models at real
@@ -29,7 +30,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ftcli.config import Recipe
-from ftcli.preflight.activations import ActivationPolicy, Setting, kept_bytes, plain_policy
+from ftcli.config.training import Checkpointing
+from ftcli.preflight.activations import ActivationPolicy, Setting, host_bytes, kept_bytes, plain_policy
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.families import ModelShape
@@ -42,9 +44,9 @@ _RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 1100 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
 # As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
-_LOSS_WORKSPACE_BYTES = 2**30
+_LOSS_WORKSPACE_BYTES = 2**29
 _LOSS_TORCH_COPIES = 4
-_LOSS_ROW_MULTIPLE = 128
+_LOSS_ROW_MULTIPLE = 256
 _VOCAB_SLAB = 16384
 _TRL_TILE_BYTES = 2048 * 4096 * 4
 #: Bytes of optimizer state for one trained parameter.
@@ -56,11 +58,13 @@ class MemoryEstimate:
     """Bytes by part and by phase.
 
     ``parts`` maps each part's name to bytes. ``phases`` maps each phase to the names of the parts it holds at once.
-    ``peak`` is the phase that needs most and ``total_bytes`` what it needs.
+    ``peak`` is the phase that needs most and ``total_bytes`` what it needs. ``pinned_host_bytes`` are on the host, and
+    in none of these.
     """
 
     parts: Mapping[str, int]
     phases: Mapping[str, tuple[str, ...]]
+    pinned_host_bytes: int = 0
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes that are needed at once in a phase."""
@@ -84,6 +88,7 @@ class MemoryEstimate:
             "parts": dict(self.parts),
             "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
             "peak_parts": list(self.phases[self.peak]),
+            "pinned_host_bytes": self.pinned_host_bytes,
         }
 
 
@@ -155,7 +160,7 @@ def estimate_memory(
     shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
     parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
     phases = {phase: (*names, "runtime") for phase, names in phases.items()}
-    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases))
+    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), arithmetic.pinned_host_bytes(work))
 
 
 def activation_setting(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, seq_len: int, *, padded: bool) -> Setting:
@@ -191,6 +196,22 @@ class _Arithmetic:
     def policy(self) -> ActivationPolicy:
         return self.execution.policy
 
+    @property
+    def checkpointing(self) -> Checkpointing:
+        return self.recipe.train.gradient_checkpointing
+
+    @property
+    def runs_again_on_kernels(self) -> bool:
+        """Whole layers, or both halves, are run again, and what the kernels pack is not kept."""
+        return self.execution.kernels != "transformers" and self.checkpointing in (True, "offload")
+
+    def pinned_host_bytes(self, work: Work) -> int:
+        """Activations that training sends to the host; a CPU's memory is the host's, and nothing is sent."""
+        if work not in ("train", "grpo") or self.device.kind == "cpu":
+            return 0
+        setting, rows = self.setting(self.seq_len(work), padded=False), self.recipe.train.per_device_train_batch_size
+        return host_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
+
     def seq_len(self, work: Work) -> int:
         """Longest row in tokens."""
         if work == "grpo" and self.recipe.grpo is not None:
@@ -212,6 +233,8 @@ class _Arithmetic:
         if self.plan.autocast:
             # Each trained matrix is kept once more, cast (autocast) or packed (kernels), until the pass ends.
             cast = self.packed_adapters(trained) if lora is not None else self.shape.linear_parameters
+            if self.runs_again_on_kernels:  # one layer's at a time
+                cast //= self.shape.num_layers
             parts["autocast copies"] = self.plan.compute_bytes * cast
         parts["gradients"] = 4 * trained.elements
         parts["optimizer"] = optimizer_state_bytes(self.recipe.train.optim, trained)
@@ -233,12 +256,8 @@ class _Arithmetic:
         # Supervised training pads on the right under causal attention and needs no mask; TRL's GRPO hands one over.
         masked = work == "grpo" and rows > 1
         setting = self.setting(seq_len, padded=masked)
-        layer = tokens * self.policy.layer_bytes(self.shape, setting)
-        backward = tokens * self.policy.backward_peak(self.shape, setting)
-        checkpointing = self.recipe.train.gradient_checkpointing
-        kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=checkpointing)
-        if checkpointing:
-            backward += layer
+        backward = tokens * self.policy.held(self.shape, setting, self.checkpointing).workspace
+        kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
         return {
@@ -264,8 +283,7 @@ class _Arithmetic:
         most = _LOSS_WORKSPACE_BYTES // (vocabulary * element * (1 if on_gpu else _LOSS_TORCH_COPIES))
         most = max(most // _LOSS_ROW_MULTIPLE * _LOSS_ROW_MULTIPLE, _LOSS_ROW_MULTIPLE)
         chunks = -(-tokens // most)
-        # Equal chunks, and one is let go only when the next has been computed.
-        rows = min(tokens, (1 if chunks == 1 else 2) * -(-tokens // chunks))
+        rows = min(tokens, -(-tokens // chunks))
         needed = rows * vocabulary * element
         if not on_gpu:
             needed += min(tokens, most) * vocabulary * _LOSS_TORCH_COPIES * 4

@@ -16,6 +16,7 @@ from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, plain_epochs
 from ftcli.data.tokens import Tokens
 from ftcli.model.backbone import compute_context, forward_loss
+from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.watch import ROWS_KEY
@@ -95,7 +96,8 @@ def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
-        "gradient_checkpointing": train.gradient_checkpointing,
+        # The other policies are set on the layers: see ftcli.model.checkpointing.
+        "gradient_checkpointing": train.gradient_checkpointing is True,
         "logging_steps": recipe.logging.every_steps,
         # Our own precision plan decides; accelerate must not wrap the model in a second autocast.
         "bf16": False,
@@ -132,6 +134,7 @@ def build_sft_trainer(
         scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
     """
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
+    use_checkpointing(model, recipe.train.gradient_checkpointing)
     args = SFTConfig(
         **training_arguments(recipe, scratch_dir, device),
         max_length=None,

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from ftcli.config.load import load_recipe
+from ftcli.config.training import Checkpointing
+from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.device import GPUS
 from ftcli.preflight.facts import facts_of
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
@@ -33,12 +35,12 @@ class Case:
     lora: bool
     rows: int
     seq_len: int
-    checkpointing: bool
+    checkpointing: Checkpointing
     kernels: str = "off"
 
     def __str__(self) -> str:
         kind = "lora" if self.lora else "full"
-        checkpointing = "ckpt" if self.checkpointing else "none"
+        checkpointing = {True: "ckpt", False: "none"}.get(self.checkpointing, str(self.checkpointing))
         return f"{self.model.split('/')[1]}-{kind}-{self.rows}x{self.seq_len}-{checkpointing}-{self.kernels}"
 
 
@@ -54,7 +56,12 @@ CASES = [
     Case("Qwen/Qwen3-8B", 6, True, 2, 2048, False),
     Case("meta-llama/Llama-3.1-8B", 8, True, 2, 4096, False, "auto"),
     Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, True, "auto"),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "selective", "auto"),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "offload", "auto"),
     Case("google/gemma-2-9b", 8, True, 2, 4096, False, "auto"),
+    Case("google/gemma-2-9b", 12, True, 2, 4096, True, "auto"),
+    Case("google/gemma-2-9b", 12, True, 2, 4096, "offload", "auto"),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "offload"),
     Case("Qwen/Qwen3-8B", 8, True, 2, 2048, False, "auto"),
     Case("mistralai/Mistral-7B-v0.1", 8, True, 1, 8192, False, "auto"),
 ]
@@ -99,7 +106,7 @@ def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> A
         )
     if case.lora:
         model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    if case.checkpointing:
+    if case.checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if case.lora:
             model.enable_input_require_grads()
@@ -108,6 +115,7 @@ def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> A
         from ftcli.model.patch import patch
 
         assert not patch(model, "auto").off
+    use_checkpointing(model, case.checkpointing)
     return model
 
 

@@ -28,6 +28,19 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
         yield context.error("FT601", "model.name_or_path", f"does not fit: {needs}, {has}", help=_remedy(verdict))
 
 
+def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | None) -> Findings:
+    """FT603: what ``gradient_checkpointing: offload`` pins is more than the host has free."""
+    pinned = estimate.pinned_host_bytes
+    if free_bytes is None or pinned <= free_bytes:
+        return
+    yield context.error(
+        "FT603",
+        "train.gradient_checkpointing",
+        f"gradient_checkpointing: offload keeps {gib(pinned)} GiB in host memory, and {gib(free_bytes)} GiB are free",
+        help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
+    )
+
+
 def _remedy(verdict: Verdict) -> str:
     where = f"the smallest GPU that fits this recipe is {verdict.fitting_gpus[0]}" if verdict.fitting_gpus else ""
     if verdict.change is not None:

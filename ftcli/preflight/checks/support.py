@@ -45,6 +45,10 @@ def _values(context: Context) -> Findings:
             yield _not_yet(context, path, value, carried_out)
     if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
         yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
+    if context.work == "grpo" and not isinstance(recipe.train.gradient_checkpointing, bool):
+        # TRL switches checkpointing off for generation, and back on in transformers' form.
+        path = "train.gradient_checkpointing"
+        yield _not_yet(context, path, recipe.train.gradient_checkpointing, (True, False))
     if recipe.quantization.method != "none" and recipe.lora is None and recipe.quantization.method != "bitnet":
         yield context.error(
             "FT251",

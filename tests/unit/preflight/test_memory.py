@@ -139,12 +139,32 @@ def test_checkpointing_trades_activations_for_one_layer_at_a_time(case: Callable
     assert saving.total_bytes < made.total_bytes
 
 
+def test_each_policy_keeps_less_on_the_device_than_the_one_before(case: Callable[..., Case]) -> None:
+    for kernels in ("auto", "off"):
+        made = [
+            case("google/gemma-2-9b", LORA + ROWS, f"model.kernels={kernels}", f"train.gradient_checkpointing={policy}")
+            for policy in ("false", "selective", "true", "offload")
+        ]
+        sizes = [each.estimate().parts["activations"] for each in made]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == (4 if kernels == "auto" else 3)  # plain layers have no gate and up to leave out
+        assert [each.estimate().pinned_host_bytes > 0 for each in made] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("kernels", "tensors"), [("auto", 3), ("off", 1)], ids=["a sandwich's halves", "whole layers"])
+def test_offload_pins_a_power_of_two_for_each_tensor(kernels: str, tensors: int, case: Callable[..., Case]) -> None:
+    at = ("data.max_seq_len=4096", "train.per_device_train_batch_size=2", f"model.kernels={kernels}")
+    made = case("google/gemma-2-9b", LORA, *at, "train.gradient_checkpointing=offload")
+    assert made.estimate().pinned_host_bytes == 42 * tensors * 64 * 2**20  # of 56 MiB each
+    assert made.estimate("cpu").pinned_host_bytes == 0
+    assert made.estimate(work="eval").pinned_host_bytes == 0
+
+
 def test_logits_never_take_more_than_a_chunk(case: Callable[..., Case]) -> None:
     long = case("google/gemma-2-9b", LORA, "data.max_seq_len=8192", "train.per_device_train_batch_size=8").estimate()
     all_logits = 8192 * 8 * 256000 * 2
     assert all_logits > 30 * GIB
-    # Two chunks of at most 1 GiB: one is let go only when the next has been computed.
-    assert long.parts["loss workspace"] <= 2 * GIB
+    assert long.parts["loss workspace"] <= GIB // 2
 
 
 def test_evaluation_is_its_own_phase_and_only_where_there_is_something_to_evaluate(case: Callable[..., Case]) -> None:
@@ -249,8 +269,10 @@ def test_the_first_remedy_is_a_smaller_batch_with_more_accumulation(case: Callab
 def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
     made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
     checkpointing = made.verdict("l4").change
-    assert dict(checkpointing.settings) == {"train.gradient_checkpointing": True}
-    long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=true")
+    assert dict(checkpointing.settings) == {"train.gradient_checkpointing": "selective"}
+    plain = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "model.kernels=off").verdict("l4").change
+    assert dict(plain.settings) == {"train.gradient_checkpointing": True}
+    long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=offload")
     shorter = long.verdict("t4").change
     assert "data.max_seq_len" in dict(shorter.settings)
 
@@ -301,10 +323,19 @@ def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], 
     assert finding.code == "FT601"
     assert "weights 15.0" in finding.message
     assert "l4 has 22.0 GiB" in finding.message
-    assert "--set train.gradient_checkpointing=true" in finding.help
+    assert "--set train.gradient_checkpointing=selective" in finding.help
     tight = replace(verdict, level="tight")
     (finding,) = room.memory_findings(context(""), estimate, tight, named_device("l4"))
     assert (finding.code, finding.severity) == ("FT602", "warning")
+
+
+def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], context: Callable[..., Any]) -> None:
+    estimate = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=offload").estimate()
+    recipe = context("train: {gradient_checkpointing: offload}\n")
+    (finding,) = room.host_findings(recipe, estimate, estimate.pinned_host_bytes - 1)
+    assert (finding.code, finding.severity) == ("FT603", "error")
+    assert list(room.host_findings(recipe, estimate, estimate.pinned_host_bytes)) == []
+    assert list(room.host_findings(recipe, estimate, None)) == []
 
 
 def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
