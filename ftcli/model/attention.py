@@ -242,7 +242,8 @@ def _eager(
     again = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     blocks = []
     for start in range(0, query.shape[2], rows):
-        block, seen = query[:, :, start : start + rows], mask[..., start : start + rows, :]
+        block = query[:, :, start : start + rows]
+        seen = mask if mask.shape[-2] == 1 else mask[..., start : start + rows, :]  # one row for all queries stays
         arguments = (block, key, value, seen, scaling, softcap, dropout)
         blocks.append(checkpoint(_eager_block, *arguments, use_reentrant=False) if again else _eager_block(*arguments))
     return torch.cat(blocks, dim=2)
