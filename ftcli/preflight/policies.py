@@ -38,7 +38,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Dev
     if kernels == "transformers":
         name = _plain_attention(recipe, capped)
         return Execution(name, kernels, plain_policy("eager" if name == "eager" else "sdpa"))
-    on_gpu = device.capability is not None and device.capability >= (8, 0) and plan.compute != "float32"
+    on_gpu = device.capability is not None and device.capability >= (8, 0)
     narrow = facts.shape is not None and facts.shape.head_dim <= _WIDEST_HEAD
     by_kernel = on_gpu and narrow
     policy = fused_policy(capped_without_kernel=capped and not by_kernel, reference=kernels == "reference")
@@ -52,7 +52,8 @@ def _kernels(
     recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work
 ) -> Literal["fused", "reference", "transformers"]:
     asked = recipe.model.kernels
-    if work != "train" or recipe.lora is None or asked == "off" or facts.model_type not in FUSED_FAMILIES:
+    frozen = work == "eval" or (work == "train" and recipe.lora is not None)  # evaluation freezes full fine-tunes too
+    if not frozen or asked == "off" or facts.model_type not in FUSED_FAMILIES:
         return "transformers"
     if asked == "reference":
         return "reference"
