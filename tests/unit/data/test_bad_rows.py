@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -91,3 +91,19 @@ def test_the_account_adds_up(prepared: Prepare) -> None:
     assert ledger.tokens + ledger.cut_tokens + ledger.dropped_tokens == ledger.all_tokens
     assert ledger.length_quantiles == {"min": 12, "p50": 52, "p90": 502, "p99": 502, "max": 502}
     assert ledger.truncated_rows == 2
+
+
+def test_a_tokenizer_that_cannot_place_its_tokens_is_refused(prepared: Prepare) -> None:
+    class Slow:
+        is_fast = False
+        bos_token = bos_token_id = eos_token = chat_template = None
+        special_tokens_map: ClassVar[dict[str, str]] = {}
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [0] * len(text)}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(FtcliError, match="FT435: Slow cannot say"):
+        prepared([{"text": "x"}], tokenizer=Slow())
