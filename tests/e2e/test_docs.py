@@ -1,4 +1,4 @@
-"""The commands of docs/quickstart.md do what the page says, in order, in an empty folder."""
+"""The commands of pages in docs/ do what the page says, in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+#: Each page, how many blocks it has at least, and a file that it leaves.
+PAGES = [("quickstart", 7, "runs/my-first/report.html"), ("evaluation", 4, "runs/my/eval.json")]
 BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_quickstart_runs(tmp_path: Path) -> None:
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(blocks) >= 7
+@pytest.mark.parametrize(("page", "count", "left"), PAGES)
+def test_a_page_runs(page: str, count: int, left: str, tmp_path: Path) -> None:
+    blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    assert len(blocks) >= count
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "TRITON_INTERPRET": "0", "HF_HUB_OFFLINE": "1"}
     for language, expected, text in blocks:
@@ -28,4 +31,4 @@ def test_quickstart_runs(tmp_path: Path) -> None:
         )
         status = 0 if expected == "run" else int(expected.removeprefix("exit="))
         assert done.returncode == status, f"{text}\n{done.stdout}\n{done.stderr}"
-    assert (tmp_path / "runs" / "my-first" / "report.html").exists()
+    assert (tmp_path / left).exists()
