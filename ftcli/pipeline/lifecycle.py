@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ftcli.config import DatasetConfig, Recipe
-from ftcli.config.load import dump_recipe
-from ftcli.data.ledger import DatasetLedger
+from ftcli.config.dump import dump_recipe
+from ftcli.config.load import LoadedRecipe
+from ftcli.data.load import resolve_path
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.preflight.report import PreflightReport
+from ftcli.pipeline.shortage import out_of_memory
+from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Progress, Reporter, Session
-from ftcli.rows.places import files_of, is_hub
-from ftcli.run.atomic import replace_directory, storage_errors
+from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
-from ftcli.run.ledger import DatasetTokens, write_tokens
-from ftcli.run.manifest import (
-    Fingerprint,
-    build_manifest,
-    fingerprint,
-    read_manifest,
-    require_same_data,
-    write_manifest,
-)
+from ftcli.run.inputs import Fingerprint, Inputs, fingerprint, require_same_data, require_same_inputs
+from ftcli.run.manifest import build_manifest, read_manifest, write_manifest
+from ftcli.run.memory import is_out_of_memory
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import write_report
-from ftcli.run.signals import StopRequest, exit_code_of
+from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of
+
+Command = Literal["train", "grpo"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """An open run: its directory, where it continues, where metrics go, and who may stop it."""
+    """An open run: its directory, where it continues, where metrics go, and who may stop it.
+
+    ``previous`` is the manifest of the run so far; empty when it starts here.
+    """
 
     recipe: Recipe
     session: Session
-    command: str
+    command: Command
+    report: PreflightReport
     opened: OpenedRun
+    previous: Mapping[str, Any]
     metrics: MetricsWriter
     stop: StopRequest
 
@@ -47,6 +50,28 @@ class RunContext:
     def directory(self) -> RunDirectory:
         """The run's paths."""
         return self.opened.directory
+
+    @property
+    def held_to_inputs(self) -> bool:
+        """Whether this process has to go on with the very inputs that the run began with.
+
+        ``--resume PATH`` says in so many words that something else is to be done with a checkpoint.
+        """
+        return bool(self.previous) and self.recipe.run.resume in ("auto", "never")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the run that a signal may leave at once: ``loading the model``, ``evaluating`` …
+
+        Raises FtcliError FT728 (exit 75 or 130) after a signal, FT703 (exit 5) when memory runs out.
+        """
+        try:
+            with self.stop.interruptible(name):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(f"while {name}", self.recipe, self.report, self.command, error) from error
 
     def write_line(self, line: Mapping[str, Any]) -> None:
         """Appends to metrics.jsonl; ``line`` has ``step``."""
@@ -58,61 +83,115 @@ class RunContext:
         Raises FtcliError FT723 or FT724 when it cannot be written.
         """
         target = self.directory.adapter_dir if self.recipe.lora is not None else self.directory.model_dir
-        staged = target.with_name(f".writing-{target.name}")
-        with storage_errors(target):
-            shutil.rmtree(staged, ignore_errors=True)  # left behind by a crash
-            staged.mkdir()
-            for write in writers:
-                write(staged)
-            for file in staged.iterdir():
-                file.chmod(0o644)  # safetensors makes files that only their owner can read
-            replace_directory(staged, target)
+        staged = target.with_name(f"{WRITING_PREFIX}{target.name}")
+        try:
+            with writing_into(staged, target):
+                shutil.rmtree(staged, ignore_errors=True)  # left behind by a crash
+                staged.mkdir()
+                for write in writers:
+                    write(staged)
+                for file in staged.iterdir():
+                    file.chmod(0o644)  # safetensors makes files that only their owner can read
+                replace_directory(staged, target)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
         return target
 
 
 @contextmanager
-def opened_run(
-    recipe: Recipe, session: Session, report: PreflightReport, command: str, kernels: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[RunContext | None]:
-    """Opens the recipe's run directory for this process, or yields None when its run is complete already.
+def checked_run(loaded: LoadedRecipe, session: Session, command: Command) -> Iterator[RunContext | None]:
+    """Preflight, then the recipe's run directory for this process; None when its run is complete already.
 
-    Whatever ends the block is written into status.json and the report, then goes on its way.
+    From the first moment SIGTERM and SIGINT end the run in an orderly way: exit 75 or 130, status.json and report
+    written. Whatever ends the block is written there, then goes on its way.
     """
+    recipe = loaded.recipe
+    with _second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:
+        with stop.interruptible("checking the recipe"):
+            report = preflight(loaded, command=command, device=None, offline=session.offline)
+        for finding in report.findings:
+            session.reporter.finding(finding)
+        with _opened_run(recipe, session, report, command, stop) as context:
+            yield context
+
+
+@contextmanager
+def _second_signal_as_error() -> Iterator[None]:
+    try:
+        yield
+    except StopNow as error:
+        raise error.as_error() from None
+
+
+@contextmanager
+def _opened_run(
+    recipe: Recipe, session: Session, report: PreflightReport, command: Command, stop: StopRequest
+) -> Iterator[RunContext | None]:
     recipe_yaml = dump_recipe(recipe)
     with ExitStack() as stack:
-        opened = stack.enter_context(open_run(Path(str(recipe.run.output_dir)), recipe.run.resume, recipe_yaml))
+        with stop.interruptible("opening the run directory"):
+            opened = stack.enter_context(open_run(Path(str(recipe.run.output_dir)), recipe.run.resume, recipe_yaml))
         for warning in opened.warnings:
             session.reporter.finding(warning)
         if opened.already_complete:
             yield None
             return
-        stop = stack.enter_context(StopRequest(sigterm=recipe.checkpoint.on_sigterm))
-        with _status(opened, session):
-            _write_manifest(opened, recipe, recipe_yaml, report, command)
-            metrics = stack.enter_context(MetricsWriter(opened.directory.metrics_path, resume_step=opened.resume_step))
-            if opened.resume_from is not None:
+        with _recorded(opened, session, stop):
+            previous = read_manifest(opened.directory.manifest_path) if opened.resume_step else {}
+            metrics = stack.enter_context(
+                MetricsWriter(
+                    opened.directory.metrics_path,
+                    resume_step=opened.resume_step,
+                    evaluate_again=opened.trained is not None,
+                )
+            )
+            context = RunContext(recipe, session, command, report, opened, previous, metrics, stop)
+            with stop.interruptible("reading the data's fingerprints"):
+                _write_manifest(context, recipe_yaml)
+            if opened.trained is not None:
+                session.reporter.info(f"training is complete ({opened.resume_step} steps); going on after it")
+            elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
-            yield RunContext(recipe, session, command, opened, metrics, stop)
+            yield context
 
 
 @contextmanager
-def _status(opened: OpenedRun, session: Session) -> Iterator[None]:
+def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterator[None]:
+    """However the block ends, status.json and the report say so.
+
+    Where they cannot be written any more (a full disk, a vanished folder), what ended the run matters more and is
+    raised, not that.
+    """
     try:
         yield
+    except LeavePhase:
+        error = stop.stopped()
+        _write_end(opened, session, error.exit_code, error.findings[0].message)
+        raise error from None
     except FtcliError as error:
-        opened.finish(error.exit_code, message=error.findings[0].message)
-        _report(opened, session)
+        _write_end(opened, session, error.exit_code, error.findings[0].message)
         raise
-    except KeyboardInterrupt:
-        opened.finish(ExitCode.INTERRUPTED, message="stopped at once by a second signal")
+    except StopNow as error:
+        with contextlib.suppress(FtcliError):
+            opened.finish(error.exit_code, message=str(error))
         raise
     except BaseException as error:
-        memory = type(error).__name__ == "OutOfMemoryError"
-        code = ExitCode.OUT_OF_MEMORY if memory else ExitCode.BUG
-        opened.finish(code, message=f"{type(error).__name__}: {str(error)[:200]}")
+        code = ExitCode.OUT_OF_MEMORY if is_out_of_memory(error) else ExitCode.BUG
+        with contextlib.suppress(FtcliError):
+            opened.finish(code, message=f"{type(error).__name__}: {str(error)[:200]}")
         raise
     opened.finish(ExitCode.OK)
-    _report(opened, session)
+    try:
+        _report(opened, session)
+    except FtcliError as error:  # the run is complete, whatever became of its picture
+        for finding in error.findings:
+            session.reporter.finding(replace(finding, severity="warning"))
+
+
+def _write_end(opened: OpenedRun, session: Session, code: ExitCode, message: str) -> None:
+    with contextlib.suppress(FtcliError):
+        opened.finish(code, message=message)
+        _report(opened, session)
 
 
 def _report(opened: OpenedRun, session: Session) -> None:
@@ -120,13 +199,14 @@ def _report(opened: OpenedRun, session: Session) -> None:
     session.reporter.info(f"report: {path}")
 
 
-def _write_manifest(opened: OpenedRun, recipe: Recipe, recipe_yaml: str, report: PreflightReport, command: str) -> None:
-    data = fingerprints(recipe.data.train)
-    previous = read_manifest(opened.directory.manifest_path)
-    if opened.resume_from is not None:
-        require_same_data(previous, data)
+def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
+    opened, report, recipe = context.opened, context.report, context.recipe
+    files = data_files(recipe.data.train)
+    data = [fingerprint(name, path) for name, path in files.items()]
+    if context.held_to_inputs:
+        require_same_data(context.previous, data, files)
     manifest = build_manifest(
-        command=command,
+        command=context.command,
         recipe_yaml=recipe_yaml,
         device=asdict(report.device),
         seeds={"seed": recipe.run.seed},
@@ -134,46 +214,47 @@ def _write_manifest(opened: OpenedRun, recipe: Recipe, recipe_yaml: str, report:
         kernels=[],
         data=data,
         resume_step=opened.resume_step,
-        previous=previous,
+        previous=context.previous,
         predicted_memory=report.memory.as_dict() if report.memory is not None else None,
     )
     write_manifest(opened.directory.manifest_path, manifest)
 
 
+def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
+    """The local data files by the name that the recipe gives them; those of a folder by their path below it.
+
+    A data set of the Hub has none here: what came of it is known by its token ids (:func:`keep_inputs`).
+    """
+    found: dict[str, Path] = {}
+    for source in sources:
+        path = resolve_path(source.path)
+        if path.is_file():
+            found[source.path] = path
+        elif path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            found |= {f"{source.path.rstrip('/')}/{p.relative_to(path).as_posix()}": p for p in inside}
+    return found
+
+
 def fingerprints(sources: Sequence[DatasetConfig]) -> list[Fingerprint]:
     """Identity of every data file, by content."""
-    files = (file for source in sources if not is_hub(source) for file in files_of(source))
-    return [fingerprint(file.name, file.path) for file in files]
+    return [fingerprint(name, path) for name, path in data_files(sources).items()]
+
+
+def keep_inputs(context: RunContext, inputs: Inputs) -> None:
+    """Writes template, token ids and weights into the manifest, after holding them to those the run began with.
+
+    Raises FtcliError FT731, FT734 or FT735 (exit 2) with what differs.
+    """
+    if context.held_to_inputs:
+        require_same_inputs(context.previous, inputs)
+    add_to_manifest(context, inputs=inputs.as_dict())
 
 
 def add_to_manifest(context: RunContext, **entries: Any) -> None:
     """Adds facts that are known only once the model is built."""
     manifest = read_manifest(context.directory.manifest_path)
     write_manifest(context.directory.manifest_path, {**manifest, **entries})
-
-
-def write_token_ledger(context: RunContext, ledgers: Mapping[str, Sequence[DatasetLedger]]) -> None:
-    """tokens.json, from the ledgers of each split."""
-    write_tokens(
-        context.directory.tokens_path,
-        [
-            DatasetTokens(
-                name=ledger.name,
-                split=split,
-                rows=ledger.rows,
-                rows_kept=ledger.kept_rows,
-                rows_dropped=ledger.dropped_rows,
-                rows_truncated=ledger.truncated_rows,
-                tokens=ledger.tokens + ledger.cut_tokens + ledger.dropped_tokens,
-                tokens_kept=ledger.tokens,
-                tokens_cut=ledger.cut_tokens + ledger.dropped_tokens,
-                tokens_masked=ledger.masked_tokens,
-                longest=ledger.length_quantiles.get("max", 0),
-            )
-            for split, split_ledgers in ledgers.items()
-            for ledger in split_ledgers
-        ],
-    )
 
 
 class StepProgress:
