@@ -27,6 +27,28 @@ class FrozenWeight(Protocol):
         ...
 
 
+@runtime_checkable
+class FillingWeight(FrozenWeight, Protocol):
+    """A quantised weight that writes itself into memory given to it, so that a group can share one buffer."""
+
+    def dequantize_into(self, out: Tensor) -> None:
+        """The (O, I) matrix into ``out``, contiguous, in ``out``'s dtype."""
+        ...
+
+
+@runtime_checkable
+class MultiplyingWeight(FrozenWeight, Protocol):
+    """A quantised weight that is multiplied as it is stored (fp8)."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """``x @ W.T``: (M, I) -> (M, O), in x's dtype."""
+        ...
+
+    def product_back(self, dy: Tensor) -> Tensor:
+        """``dy @ W``: (M, O) -> (M, I), in dy's dtype."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One frozen linear layer with or without a LoRA adapter.
