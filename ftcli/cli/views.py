@@ -17,6 +17,7 @@ def check_text(result: Result) -> str:
     if memory is not None:
         lines += ["", f"memory  {_of(result['verdict'])} at its peak ({memory['peak']})"]
         lines += _sizes(memory["parts"])
+        lines += _sizes({"pinned, on the host": memory.get("pinned_host_bytes", 0)})
     disk = result.get("disk")
     if disk is not None:
         free = "" if disk["free_bytes"] is None else f", {size(disk['free_bytes'])} free"

@@ -39,6 +39,10 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "cosine_annealing": "cosine", "cosine_with_warmup": "cosine", "warmup_stable_decay": "linear",
             "none": "constant", "polynomial": "linear",
         },
+        "train.gradient_checkpointing": {
+            "unsloth": "offload", "offload_disk": "offload", "cpu": "offload", "offloaded": "offload",
+            "yes": "true", "on": "true", "full": "true", "no": "false", "off": "false", "none": "false",
+        },
         "train.method": {"lora": "sft", "qlora": "sft", "full": "sft", "supervised": "sft"},
         "grpo.loss_type": {"dr-grpo": "dr_grpo", "drgrpo": "dr_grpo"},
         "export.formats": {

@@ -57,7 +57,8 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         session.reporter.info(kernels.summary())
         if epochs.packs is not None:
             build.check_packing(built, report, epochs, texts)
-        add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check)
+        activations = {"gradient_checkpointing": recipe.train.gradient_checkpointing, **_pinned(report)}
+        add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check, activations=activations)
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
     keep_inputs(context, _inputs(recipe, report, texts, train_data, built))
     summary = fit(
@@ -98,6 +99,10 @@ def _inputs(
         weights=weights_fingerprint(report.facts.folder) if local else (),
         commit=getattr(built.model.config, "_commit_hash", None),
     )
+
+
+def _pinned(report: PreflightReport) -> dict[str, int | None]:
+    return {"pinned_host_bytes": None if report.memory is None else report.memory.pinned_host_bytes}
 
 
 def _evaluator(

@@ -14,7 +14,7 @@ gated MLP         c · 2I: gate and up without their adapters' share; all else i
 ================  ==================================================================================================
 
 Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one and cH for
-each of the gradients of output, input and what is behind the norm, with four norms one more.
+each of the gradients of output, input and what is behind the norm.
 
 ``gradient_checkpointing`` on the kernels: ``selective`` keeps all but gate and up. ``true`` keeps the layer's input.
 ``offload`` runs each half of a layer again by itself, attention up to the output projection, the MLP from gate and up
@@ -90,8 +90,7 @@ def _gate_and_up(shape: ModelShape, setting: Setting) -> float:
 
 
 def _backward(shape: ModelShape, setting: Setting) -> float:
-    streams = 4 if shape.family.norms == 4 else 3
-    return setting.bytes_compute * (shape.intermediate_size + streams * shape.hidden_size)
+    return setting.bytes_compute * (shape.intermediate_size + 3 * shape.hidden_size)
 
 
 def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:

@@ -253,7 +253,7 @@ def _memory_lines(memory: MemoryEstimate, verdict: Verdict) -> list[tuple[str, s
     lines = [(name, f"{room.gib(size)} GiB") for name, size in memory.parts.items()]
     of = "" if verdict.available_bytes is None else f" of {room.gib(verdict.available_bytes)} GiB"
     if memory.pinned_host_bytes:
-        lines.append(("pinned host memory", f"{room.gib(memory.pinned_host_bytes)} GiB"))
+        lines.append(("pinned, on the host", f"{room.gib(memory.pinned_host_bytes)} GiB"))
     lines.append((f"peak ({memory.peak})", f"{room.gib(verdict.needed_bytes)} GiB{of}: {verdict.level}"))
     return lines
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from ftcli.config import LoraConfig, Recipe
+from ftcli.config.training import Checkpointing
 from ftcli.preflight.advice import Change
+from ftcli.preflight.advice import _leaner as leaner
 from ftcli.preflight.advice import _shorter as shorter
 from ftcli.preflight.advice import _smaller_batches as smaller_batches
 from ftcli.preflight.advice import _with as with_settings
@@ -45,7 +47,7 @@ def savings(
     if before is None:
         return ()
     found = []
-    for settings in _single_changes(recipe, work, phase):
+    for settings in _single_changes(recipe, work, phase, leaner(recipe, facts, device, work)):
         changed = with_settings(recipe, settings)
         after = estimate_memory(changed, facts, plan_dtypes(changed, device), device, work=work)
         if after is None:
@@ -59,7 +61,9 @@ def savings(
     return tuple(found)
 
 
-def _single_changes(recipe: Recipe, work: Work, phase: str | None) -> Iterator[dict[str, Any]]:
+def _single_changes(
+    recipe: Recipe, work: Work, phase: str | None, policies: Iterable[Checkpointing]
+) -> Iterator[dict[str, Any]]:
     """One step down in each direction."""
     if phase == "evaluation":
         rows = recipe.eval.per_device_eval_batch_size
@@ -67,8 +71,7 @@ def _single_changes(recipe: Recipe, work: Work, phase: str | None) -> Iterator[d
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
     yield from islice(smaller_batches(recipe), 1)
-    if not recipe.train.gradient_checkpointing:
-        yield {"train.gradient_checkpointing": True}
+    yield from ({"train.gradient_checkpointing": policy} for policy in policies)
     yield from islice(shorter(recipe, work), 1)
     if recipe.lora is None and work == "train":
         yield {"lora": LoraConfig()}

@@ -36,6 +36,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["seeds"] == {"seed": 3}
     assert manifest["dtype_plan"]["compute"] == "float32"
+    assert manifest["activations"] == {"gradient_checkpointing": False, "pinned_host_bytes": 0}
     assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
 
     lines = user.metrics("r")

@@ -159,7 +159,7 @@ def test_check_says_what_was_not_checked() -> None:
             "device": {"name": "h100"},
             "dtypes": {"compute": "bfloat16", "parameter": "bfloat16", "adapter": None, "reason": "why"},
             "attention": "sdpa",
-            "memory": {"peak": "backward", "parts": {"weights": 2**30, "none": 0}},
+            "memory": {"peak": "backward", "parts": {"weights": 2**30, "none": 0}, "pinned_host_bytes": 2**29},
             "verdict": {"level": "tight", "needed_bytes": 2**30, "available_bytes": None},
             "disk": None,
             "not_made": [{"check": "weights", "reason": "offline"}],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.preflight.advice import TIGHT_SHARE, judge
+from ftcli.preflight.advice import TIGHT_SHARE, _leaner, judge
 from ftcli.preflight.checks import room
 from ftcli.preflight.device import GPUS, named_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
@@ -276,6 +276,27 @@ def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
     long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=offload")
     shorter = long.verdict("t4").change
     assert "data.max_seq_len" in dict(shorter.settings)
+
+
+@pytest.mark.parametrize(
+    ("now", "kernels", "device", "work", "leaner"),
+    [
+        ("false", "auto", "h100", "train", ("selective", "offload")),
+        ("true", "auto", "h100", "train", ("offload",)),
+        ("selective", "auto", "h100", "train", ("offload",)),
+        ("offload", "auto", "h100", "train", ()),
+        ("false", "off", "h100", "train", (True, "offload")),
+        ("selective", "off", "h100", "train", ("offload",)),
+        ("false", "auto", "h100", "grpo", (True,)),
+        ("false", "auto", "cpu", "train", (True,)),
+        ("true", "auto", "cpu", "train", ()),
+    ],
+)
+def test_policies_that_are_proposed(
+    now: str, kernels: str, device: str, work: Any, leaner: tuple[Any, ...], case: Callable[..., Case]
+) -> None:
+    made = case("google/gemma-2-9b", LORA, f"train.gradient_checkpointing={now}", f"model.kernels={kernels}")
+    assert _leaner(made.recipe, made.facts, named_device(device), work) == leaner
 
 
 @pytest.mark.parametrize(
