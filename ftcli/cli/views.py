@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ftcli.cli.render import result_text, size, table
@@ -12,7 +13,7 @@ _GIB = 2**30
 
 def check_text(result: Result) -> str:
     """The verdict, then what it rests on, then what was not checked."""
-    lines = [_verdict_line(result), "", *_facts(result)]
+    lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(result.get("kernel_table") or ())]
     memory = result.get("memory")
     if memory is not None:
         lines += ["", f"memory  {_of(result['verdict'])} at its peak ({memory['peak']})"]
@@ -48,6 +49,13 @@ def _facts(result: Result) -> list[str]:
         f"dtype      {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
         f"attention  {result['attention']}",
     ]
+
+
+def _kernel_lines(rows: Sequence[dict[str, str]]) -> list[str]:
+    """What computes each part of the model on the device, and why."""
+    width = max((len(row["part"]) for row in rows), default=0)
+    lines = [f"  {row['part']:<{width}}  {row['runs']}: {row['reason']}" for row in rows]
+    return ["", "kernels", *lines] if lines else []
 
 
 def _millions(count: int) -> str:

@@ -30,6 +30,7 @@ from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, cpu_device, probe_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
 from ftcli.preflight.facts import ModelFacts, read_facts
+from ftcli.preflight.kernels import KernelRow, kernel_rows
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
@@ -44,7 +45,7 @@ class PreflightReport:
 
     ``memory``, ``verdict`` and ``disk`` are None where no estimate could be made; ``not_made`` then says why.
     ``attention`` is the backend that `auto` came to; ``kernels`` says what computes the layers: ``fused`` and
-    ``reference`` are ftcli's, ``transformers`` leaves them as they were.
+    ``reference`` are ftcli's, ``transformers`` leaves them as they were; ``kernel_table`` says it part by part.
     """
 
     facts: ModelFacts
@@ -52,6 +53,7 @@ class PreflightReport:
     plan: DtypePlan
     attention: str
     kernels: str
+    kernel_table: tuple[KernelRow, ...]
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None
@@ -67,6 +69,7 @@ class PreflightReport:
             "dtypes": asdict(self.plan),
             "attention": self.attention,
             "kernels": self.kernels,
+            "kernel_table": [asdict(row) for row in self.kernel_table],
             "memory": None if self.memory is None else self.memory.as_dict(),
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "disk": None if self.disk is None else {**asdict(self.disk), "total_bytes": self.disk.total_bytes},
@@ -138,6 +141,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         plan=plan,
         attention=execution.attention,
         kernels=execution.kernels,
+        kernel_table=kernel_rows(loaded.recipe, facts, plan, device, execution),
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,

@@ -10,6 +10,7 @@ from ftkernels.attention_config import Machine
 from ftkernels.device import fuses_products
 from ftkernels.lowrank import _LARGEST_FUSED_RANK
 
+from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.model.attention import AttentionCall, choose_attention
 from ftcli.preflight.device import GPUS, DeviceFacts, named_device
@@ -17,6 +18,7 @@ from ftcli.preflight.facts import read_facts
 from ftcli.preflight.kernels import LARGEST_FUSED_RANK, KernelRow, kernel_rows
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.report import preflight
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
 GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"
@@ -93,3 +95,18 @@ def test_reference_means_plain_torch(load: Any) -> None:
     rows = rows_for(load(LLAMA % ("float32", 16), "model.kernels=reference"), named_device("cpu"))
     assert rows["LoRA products"].runs == "torch"
     assert rows["head and loss"].runs == "torch"
+
+
+def test_check_as_a_t4_shows_the_fallback(load: Any) -> None:
+    """In the command's text and in its JSON: attention of Gemma-2 is plain torch there, elementwise kernels are on."""
+    loaded = load(
+        "model: {name_or_path: google/gemma-2-2b, dtype: float32}\nlora: {r: 8}\n"
+        "data: {train: ['bundled:sample-chat'], max_seq_len: 512}\ntrain: {per_device_train_batch_size: 1}\n"
+    )
+    report = preflight(loaded, command="check", device=named_device("t4"), offline=True)
+    table = {row["part"]: row["runs"] for row in report.as_dict()["kernel_table"]}
+    assert table["attention"] == "eager"
+    assert table["norms, rotary embedding, gated unit"] == "triton"
+    shown = check_text(report.as_dict())
+    assert "kernels" in shown
+    assert "on capability 7.5 Triton makes no tensor-core code" in shown
