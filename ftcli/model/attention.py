@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from ftkernels.attention import Kept
+from ftkernels.attention import attention as run_kernels
 from ftkernels.attention_config import Machine, machine_of
 from ftkernels.attention_config import choose_attention as choose_kernels
 from ftkernels.attention_mask import AttentionMask, TokenRanges
@@ -124,6 +126,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kernels: BackendName = "auto",
+    kept: Kept | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D).
@@ -131,6 +134,7 @@ def attention_forward(
     Args:
         attention_mask: What :func:`ftcli.model.masks.mask_for` made; a dense mask that a caller brought, boolean or
             additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
+        kept: Where our kernels run: spares a checkpoint's second forward theirs.
 
     Raises:
         ValueError: the mask was made for another window than this layer's, or for other lengths.
@@ -148,7 +152,8 @@ def attention_forward(
     )
     backend = choose_attention(machine_of(query.device), call, kernels).backend
     if backend == "triton":
-        out = _triton(query, key, value, _ranges(attention_mask, sliding_window), scaling, call.softcap, kernels)
+        ranges = _ranges(attention_mask, sliding_window)
+        out = run_kernels(query, key, value, ranges, scale=scaling, softcap=call.softcap, backend=kernels, kept=kept)
     elif backend == "eager":
         mask = _dense(attention_mask, query, key, sliding_window)
         out = _eager(query, key, value, mask, scaling, call.softcap, dropout)
@@ -212,20 +217,6 @@ def _sdpa(
         return call()
     with sdpa_kernel(_PRIORITIES[backend], set_priority=True):
         return call()
-
-
-def _triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask | TokenRanges,
-    scaling: float,
-    softcap: float,
-    kernels: BackendName,
-) -> Tensor:
-    from ftkernels.attention import attention
-
-    return attention(query, key, value, mask, scale=scaling, softcap=softcap, backend=kernels)
 
 
 def _eager(

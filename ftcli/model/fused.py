@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from ftkernels.attention import Kept
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lora_qkv import lora_qkv
@@ -103,14 +104,17 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         attend = partial(self._attention_half, mask=attention_mask, rotation=position_embeddings, kwargs=kwargs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
             return self._mlp_half(attend(hidden_states))
+        kwargs["kept"] = Kept(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
         with self.offload.saving(hidden_states):
             return self._mlp_half(hidden_states)
 
     @property
     def offloaded_tensors(self) -> int:
-        """Tensors of the residual stream's size that ``offload`` sends to the host for this layer."""
-        return 3 if self._family.block == "sandwich" else 2
+        """Tensors that ``offload`` sends to the host for this layer: the inputs of both halves, attention's output
+        where our kernels made it, and the MLP's output where that is normalised.
+        """
+        return 4 if self._family.block == "sandwich" else 3
 
     def _attention_half(
         self, hidden_states: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor], kwargs: dict[str, Any]

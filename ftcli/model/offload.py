@@ -198,6 +198,12 @@ class Offload:
         """
         return saved_tensors_hooks(partial(self._pack, _rows(like)), _unpack) if like.is_cuda else nullcontext()
 
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Sends one contiguous tensor to the host; the function that comes back brings it to the device again, once."""
+        if not tensor.is_cuda or tensor.nbytes < self._smallest:
+            return lambda: tensor
+        return partial(_unpack, self._lane(tensor.device).send(tensor))
+
     def checkpoint(self, function: Callable[..., T], hidden: Tensor, *args: Any) -> T:
         """``function(hidden, ...)``, run again in backward, with ``hidden`` (..., H) kept on the host.
 
@@ -210,9 +216,12 @@ class Offload:
     def _pack(self, rows: int, tensor: Tensor) -> Tensor | _Ticket:
         if not tensor.is_cuda or not tensor.is_contiguous() or _rows(tensor) != rows or tensor.nbytes < self._smallest:
             return tensor
-        if tensor.device not in self._lanes:
-            self._lanes[tensor.device] = _Lane(tensor.device, self._ahead)
-        return self._lanes[tensor.device].send(tensor)
+        return self._lane(tensor.device).send(tensor)
+
+    def _lane(self, device: torch.device) -> _Lane:
+        if device not in self._lanes:
+            self._lanes[device] = _Lane(device, self._ahead)
+        return self._lanes[device]
 
 
 def _rows(tensor: Tensor) -> int:

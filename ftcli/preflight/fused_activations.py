@@ -18,7 +18,8 @@ each of the gradients of output, input and what is behind the norm.
 
 ``gradient_checkpointing`` on the kernels: ``selective`` keeps all but gate and up. ``true`` keeps the layer's input.
 ``offload`` runs each half of a layer again by itself, attention up to the output projection, the MLP from gate and up
-on; the host holds the input of each half, and with four norms the input of the last, whose half would run whole else.
+on; the host holds the input of each half, with four norms the input of the last, whose half would run whole else, and
+the output of attention where it is our kernel's, which then is not run again.
 
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
 closing norms are transformers' own.
@@ -26,6 +27,7 @@ closing norms are transformers' own.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 
 from ftcli.preflight.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
@@ -40,8 +42,12 @@ def packed_rank(rank: int) -> int:
     return max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()) if rank else 0
 
 
-def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationPolicy:
-    """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same."""
+def fused_policy(
+    *, capped_without_kernel: bool, reference: bool, attention_by_kernel: bool = False
+) -> ActivationPolicy:
+    """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same;
+    ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
+    """
 
     def residual_stream(shape: ModelShape, setting: Setting) -> float:
         kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
@@ -78,7 +84,8 @@ def fused_policy(*, capped_without_kernel: bool, reference: bool) -> ActivationP
         "attention": attention,
         "gated MLP": _gate_and_up,
     }
-    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", _halves)
+    sent = partial(_sent, attention_by_kernel=attention_by_kernel)
+    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", sent)
 
 
 def _adapters(shape: ModelShape, setting: Setting) -> float:
@@ -98,8 +105,8 @@ def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
     return setting.bytes_compute * 4 * shape.intermediate_size
 
 
-def _halves(shape: ModelShape) -> int:
-    return 3 if shape.family.norms == 4 else 2
+def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
+    return (3 if shape.family.norms == 4 else 2) + attention_by_kernel
 
 
 def _scores(shape: ModelShape, setting: Setting) -> float:

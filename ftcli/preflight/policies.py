@@ -41,10 +41,14 @@ def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Dev
     on_gpu = device.capability is not None and device.capability >= (8, 0)
     narrow = facts.shape is not None and facts.shape.head_dim <= _WIDEST_HEAD
     by_kernel = on_gpu and narrow
-    policy = fused_policy(capped_without_kernel=capped and not by_kernel, reference=kernels == "reference")
+    windowed = facts.sliding_window is not None and facts.sliding_window < recipe.data.max_seq_len
+    policy = fused_policy(
+        capped_without_kernel=capped and not by_kernel,
+        reference=kernels == "reference",
+        attention_by_kernel=by_kernel and (capped or windowed),
+    )
     if capped:
         return Execution("triton" if by_kernel else "eager", kernels, policy)
-    windowed = facts.sliding_window is not None and facts.sliding_window < recipe.data.max_seq_len
     return Execution("sdpa, triton where a window is in force" if windowed and by_kernel else "sdpa", kernels, policy)
 
 

@@ -13,6 +13,7 @@ docs/attention.md derives the backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def attention(
     softcap: float = 0.0,
     backend: BackendName = "auto",
     tiles: Tiles | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Attention of ``q`` over ``k`` and ``v``; the module docstring has the formula.
 
@@ -49,6 +51,7 @@ def attention(
         softcap: bound of the scores, 0 for none; Gemma-2 has 50.
         backend: see ``ftkernels.attention_config.choose_attention``.
         tiles: instead of the table's tiles, for tuning and tests.
+        kept: spares a checkpoint's second forward this one; see ``Kept``. Read by the kernels only.
 
     Returns:
         (B, Hq, Sq, D) in q's dtype, laid out so that ``.transpose(1, 2).reshape(B, Sq, Hq * D)`` is a view. Under
@@ -69,7 +72,7 @@ def attention(
     problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
     tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]), softcap=softcap > 0)
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        loadable(q), loadable(k), loadable(v), ranges, problem, tiles
+        loadable(q), loadable(k), loadable(v), ranges, problem, tiles, kept
     )
     return out
 
@@ -102,13 +105,56 @@ def attention_reference(
     return out.to(q.dtype).contiguous().transpose(1, 2)
 
 
+class Kept:
+    """The output of one call of attention, kept in its first forward for the second one that a checkpoint makes.
+
+    The same inputs give the same bits, so the second forward takes the output instead of computing it. Each output is
+    taken once: a third forward (a second backward through a retained graph) computes it.
+
+    Args:
+        keep: Given a contiguous tensor, returns a function that brings it back: from where, is its own affair.
+    """
+
+    __slots__ = ("_fetch", "_keep", "_lse")
+
+    def __init__(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+        self._keep = keep
+        self._fetch: Callable[[], Tensor] | None = None
+        self._lse: Tensor | None = None
+
+    def put(self, out: Tensor, lse: Tensor) -> None:
+        """out (B, Hq, Sq, D), a view of (B, Sq, Hq, D); lse (B, Hq, Sq)."""
+        self._fetch, self._lse = self._keep(out.transpose(1, 2)), lse
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        """What was put, once."""
+        fetch, lse = self._fetch, self._lse
+        self._fetch = self._lse = None
+        return None if fetch is None or lse is None else (fetch().transpose(1, 2), lse)
+
+
 class _Attention(torch.autograd.Function):
     """Saves q, k, v, the output and one number a query (log-sum-exp); scores are recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, problem: Problem, tiles: Tiles) -> Any:
-        forward_tiles = tiles if takes_descriptor(q, k, v) else tiles.without_tma()
-        out, lse = attention_forward(q, k, v, ranges, problem, forward_tiles.forward)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranges: TokenRanges,
+        problem: Problem,
+        tiles: Tiles,
+        kept: Kept | None,
+    ) -> Any:
+        known = None if kept is None else kept.take()
+        if known is None:
+            forward_tiles = tiles if takes_descriptor(q, k, v) else tiles.without_tma()
+            out, lse = attention_forward(q, k, v, ranges, problem, forward_tiles.forward)
+            if kept is not None:
+                kept.put(out, lse)
+        else:
+            out, lse = known
         ctx.save_for_backward(q, k, v, out, lse, ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)
         ctx.problem, ctx.tiles = problem, tiles
         return out
@@ -121,7 +167,7 @@ class _Attention(torch.autograd.Function):
         tiles = ctx.tiles if takes_descriptor(q, k, v, d_out) else ctx.tiles.without_tma()
         wanted = ctx.needs_input_grad[:3]
         grads = attention_backward((q, k, v, out, lse), d_out, TokenRanges(*bounds), ctx.problem, tiles, wanted)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
