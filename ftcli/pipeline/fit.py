@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
-from ftcli.pipeline.shortage import let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.run.memory import is_out_of_memory
 from ftcli.run.metrics import read_metrics
 
@@ -118,7 +118,6 @@ def _rescued(trainer: Any, context: RunContext) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             short = out_of_memory_in_training(trainer, context.recipe, context.report, context.command, error)
-            let_go(error)
             raise _with_rescue(trainer, context, short) from error
         _rescue(trainer, context)
         raise
@@ -132,7 +131,8 @@ def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliE
 def _rescue(trainer: Any, context: RunContext) -> Path | None:
     """The newest checkpoint there is now: a new one where that was possible. Nothing here hides what went wrong."""
     with contextlib.suppress(FtcliError, RuntimeError, MemoryError, OSError):
-        trainer.rescue()
+        if has_room_to_save(trainer):
+            trainer.rescue()
     with contextlib.suppress(OSError):
         return context.directory.checkpoints.newest()
     return None

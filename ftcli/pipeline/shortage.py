@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from ftcli.config import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.policies import Work
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.savings import savings
+from ftcli.preflight.savings import Saving, savings
 from ftcli.run.memory import asked_bytes, resident_bytes
 
 if TYPE_CHECKING:
@@ -19,20 +19,28 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _SUGGESTED = 3
+#: Buffers of safetensors and torch, and some more.
+_ROOM_BYTES = 4 << 20
 
 
 def out_of_memory(where: str, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException) -> FtcliError:
-    """FT703 (exit 5) for a phase without a batch: ``where`` is like ``while loading the model``."""
+    """FT703 (exit 5) for a phase without a batch: ``where`` is like ``while loading the model``.
+
+    What the failed frames hold is dropped (:func:`let_go`), so that there is memory to tell of it.
+    """
     held = _held({})
-    return _error(f"out of memory {where}: {_asked(error)}{held}", recipe, report, work, None)
+    let_go(error)
+    phase = "evaluation" if where.endswith("evaluating") else None
+    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase) if phase else ()
+    return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 
 def out_of_memory_in_training(
     trainer: RunTrainerMixin, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException
 ) -> FtcliError:
-    """FT703 (exit 5) with the part of the step, the batch and what was allocated.
+    """FT703 (exit 5) with the part of the step, the batch and what was allocated. The step is the one being made.
 
-    To be called before :func:`let_go`, which frees what is counted here. The step's number is the one being made.
+    What the failed frames hold is dropped once it is counted (:func:`let_go`).
     """
     step = trainer.state.global_step
     phase = trainer.phase
@@ -42,7 +50,9 @@ def out_of_memory_in_training(
         where = f"in the {phase} of step {step + 1}" if phase != "step" else f"in step {step + 1}"
         where += _batch(trainer.batch_shape)
     held = _held(_parts(trainer))
-    return _error(f"out of memory {where}: {_asked(error)}{held}", recipe, report, work, phase)
+    let_go(error)
+    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase)
+    return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 
 def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
@@ -53,6 +63,16 @@ def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
     return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
 
 
+def has_room_to_save(trainer: RunTrainerMixin) -> bool:
+    """Whether the host has memory to write a checkpoint with; native code that writes one ends the process else."""
+    largest = max((p.nbytes for p in trainer.model.parameters() if p.requires_grad), default=0)
+    try:
+        bytearray(_ROOM_BYTES + 2 * largest)
+    except MemoryError:
+        return False
+    return True
+
+
 def let_go(error: BaseException) -> None:
     """Drops what the frames of a failed step still hold: activations, mostly, which a checkpoint needs the room of."""
     link: BaseException | None = error
@@ -61,12 +81,14 @@ def let_go(error: BaseException) -> None:
         link = link.__cause__ or link.__context__
 
 
-def _error(message: str, recipe: Recipe, report: PreflightReport, work: Work, phase: str | None) -> FtcliError:
-    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase)
-    parts = [f"{change} (saves about {change.saved_bytes / _GIB:.2f} GiB)" for change in found[:_SUGGESTED]]
-    help = "the cheapest changes, by what the memory estimate predicts: " + "; ".join(parts) if parts else None
-    if help is None:
-        help = "use a smaller model, fewer layers or a device with more memory; `ftcli check` lists what needs how much"
+def _error(message: str, found: Sequence[Saving], report: PreflightReport) -> FtcliError:
+    if found:
+        parts = [f"{change} (saves about {change.saved_bytes / _GIB:.2f} GiB)" for change in found[:_SUGGESTED]]
+        help = "the cheapest changes, by what the memory estimate predicts: " + "; ".join(parts)
+    else:
+        weights = None if report.memory is None else report.memory.parts.get("weights")
+        alone = "" if weights is None else f"the weights alone take {_size(weights)}: "
+        help = f"{alone}use a smaller model or a device with more memory; `ftcli check` lists what needs how much"
     return FtcliError.single("FT703", message, exit_code=ExitCode.OUT_OF_MEMORY, help=help)
 
 

@@ -42,7 +42,7 @@ COMPLETE_NAME = "complete.json"
 #: from, which has to read all of it anyway.
 QUICK_BYTES = 1 << 20
 #: Larger files are hashed in blocks of this size, several at a time.
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 4 << 20
 _HASHING_THREADS = 8
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -276,7 +276,7 @@ def _digest(path: Path) -> str:
     try:
         size = os.fstat(descriptor).st_size
         if size <= _BLOCK_BYTES:
-            return hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, 0)).hexdigest()
+            return hashlib.sha256(os.pread(descriptor, size, 0)).hexdigest()
         with ThreadPoolExecutor(_HASHING_THREADS) as threads:
             blocks = threads.map(partial(_block_digest, descriptor), range(0, size, _BLOCK_BYTES))
             return hashlib.sha256(b"".join(blocks)).hexdigest()

@@ -9,6 +9,7 @@ killed, starved of memory or disk, or stopped at a chosen place. ``python drill.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -18,7 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +41,7 @@ _WARM = (
     "transformers.trainer",
 )
 _SECONDS = 90.0
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 # -- what a command's process does before it runs ------------------------------------------------------------------
@@ -75,7 +79,13 @@ def pause(target: str, call: int, folder: str) -> None:
 
 
 def starve(target: str, call: int, spare: int) -> None:
-    """From the ``call``-th call of ``target`` on, this process may take ``spare`` bytes more than it has."""
+    """From the ``call``-th call of ``target`` on, this process may take ``spare`` bytes more than it has.
+
+    Blocks of 64 KiB and more are taken from the system one by one and given back at once, so that what is free in the
+    process itself is of no help.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
@@ -84,6 +94,7 @@ def starve(target: str, call: int, spare: int) -> None:
             nonlocal calls
             calls += 1
             if calls == call:
+                libc.malloc_trim(0)
                 lines = Path("/proc/self/status").read_text().splitlines()
                 held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
                 resource.setrlimit(resource.RLIMIT_DATA, (held + spare, resource.RLIM_INFINITY))
@@ -168,10 +179,18 @@ def _supervise(connection: socket.socket) -> None:
         os.close(descriptor)
     with contextlib.suppress(OSError):
         connection.sendall(f"{child}\n".encode())
+    threading.Thread(target=_kill_with_its_client, args=(connection, child), daemon=True).start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(f"{status}\n".encode())
     os._exit(0)
+
+
+def _kill_with_its_client(connection: socket.socket, child: int) -> None:
+    """A client that was killed is its command being killed."""
+    with contextlib.suppress(OSError):
+        if connection.recv(1) == b"":
+            os.kill(child, signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -181,14 +200,20 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for number, limits in request["limits"].items():
+            resource.setrlimit(int(number), tuple(limits))
         for name, *arguments in request["preparations"]:
             _PREPARATIONS[name](*arguments)
         status = main(request["words"])
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -310,6 +335,7 @@ class Server:
             "folder": str(cwd),
             "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache")},
             "preparations": prepared,
+            "limits": {},
         }
         output = folder / "output"
         with output.open("wb") as file, Path(os.devnull).open("rb") as nothing:
@@ -331,12 +357,14 @@ class Server:
 def client(path: str, words: list[str]) -> int:
     """Runs one command as if it were this process: its streams, its signals, its status."""
     request = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ), "preparations": []}
+    request["limits"] = {number: resource.getrlimit(number) for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)}
     connection, pid = _ask(path, request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: os.kill(pid, received))
     status = _number(connection)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 

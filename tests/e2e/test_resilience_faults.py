@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +215,10 @@ def test_a_nan_names_the_rows_of_its_batch_and_checkpoints_stay_finite(drills: D
 
 
 def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(drills: Drills) -> None:
-    change = {
-        "data": {"train": [{"path": "bundled:sample-chat"}], "eval": [], "max_seq_len": 1024, "overlong": "drop"},
-        "train": {"max_steps": 4, "per_device_train_batch_size": 32},
-    }
+    change = {"train": {"max_steps": 4, "per_device_train_batch_size": 32}, "data": {"eval": []}}
     drills.run(drills.recipe("whole", **change))
     recipe = drills.recipe("r", **change)
-    said = drills.run(recipe, status=5, prepared=(("starve", STEP, 3, 1 << 20),))
+    said = drills.run(recipe, status=5, prepared=(("starve", STEP, 3, 6 << 20),))
     message = said.split("error[FT703]: ")[1]
     assert message.startswith("out of memory in the forward pass of step 3 (a batch of 32 rows of ")
     assert "more were asked for; the process held" in message
@@ -247,8 +246,9 @@ def test_after_out_of_memory_the_smaller_batch_goes_on_from_the_saved_step(drill
 
 def test_out_of_memory_while_loading_is_exit_5_too(drills: Drills) -> None:
     recipe = drills.recipe("r", model={"init": "random"})
-    said = drills.run(recipe, status=5, prepared=(("starve", "ftcli.model.load:_random_model", 1, 1 << 20),))
+    said = drills.run(recipe, status=5, prepared=(("starve", "ftcli.model.load:_random_model", 1, 4 << 20),))
     assert "error[FT703]: out of memory while loading the model: " in said
+    assert "help: the weights alone take 9.27 MiB: " in said
 
 
 def test_the_second_run_in_a_directory_is_refused_and_a_killed_one_leaves_no_lock(drills: Drills) -> None:
@@ -273,3 +273,23 @@ def test_leftovers_of_a_kill_are_cleared(drills: Drills) -> None:
     (run / ".trash-adapter.1").mkdir()
     drills.run(recipe)
     assert sorted(p.name for p in Path(run).iterdir() if p.name.startswith(".")) == [".lock"]
+
+
+def test_killed_at_random_moments_a_run_that_saves_in_every_step_is_the_same_run(drills: Drills) -> None:
+    change: dict[str, Any] = {
+        "lora": {"dropout": 0.1},
+        "train": {"max_steps": 12},
+        "checkpoint": {"every_steps": 1, "keep_last": 1},
+        "logging": {"every_steps": 3},
+    }
+    drills.run(drills.recipe("whole", **change))
+    recipe = drills.recipe("r", **change)
+    chance = random.Random(11)
+    for kill in range(4):
+        drill = drills.start(recipe)
+        drill.until(drills.folder / f"r/checkpoints/step-{2 * kill + 1:08d}")
+        time.sleep(chance.uniform(0, 0.1))
+        drill.signal(signal.SIGKILL)
+        assert drill.wait() == -signal.SIGKILL, "it was too quick for this drill"
+    drills.run(recipe)
+    drills.require_same_run("r", "whole")

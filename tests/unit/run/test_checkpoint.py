@@ -103,10 +103,10 @@ def test_a_run_directory_that_has_vanished_is_not_half_made_again(tmp_path: Path
 
 
 def test_a_changed_byte_in_a_large_file_is_found_before_a_run_goes_on(checkpoints: Checkpoints) -> None:
-    good, bad = (save(checkpoints, step, size=(17 << 20) + 5) for step in (1, 2))  # more than one block
+    good, bad = (save(checkpoints, step, size=(9 << 20) + 5) for step in (1, 2))  # more than one block
     assert checkpoints.newest_sound().newest == bad
     with (bad / "model.safetensors").open("r+b") as file:
-        file.seek((16 << 20) + 1)
+        file.seek((8 << 20) + 1)
         file.write(b"x")
     scan = checkpoints.newest_sound()
     assert scan.newest == good
