@@ -6,7 +6,7 @@ from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, Origin
 from ftcli.rows.places import resolve_path
 from ftcli.rows.reading import iterate
-from ftcli.rows.row import Row, data_error, raise_findings
+from ftcli.rows.row import NO_ROWS_HELP, Row, data_error, raise_findings
 
 __all__ = ["Row", "data_error", "raise_findings", "read_rows", "resolve_path"]
 
@@ -32,4 +32,4 @@ def read_rows(dataset: DatasetConfig, *, offline: bool = False) -> list[Row]:
 
 def no_rows(dataset: DatasetConfig) -> Exception:
     """FT404."""
-    return data_error("FT404", f"{dataset.path} holds no rows", Origin(dataset.path))
+    return data_error("FT404", f"{dataset.path} holds no rows", Origin(dataset.path), NO_ROWS_HELP)

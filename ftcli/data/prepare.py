@@ -206,7 +206,8 @@ class _Job:
         ledger = counts.ledger(source.path, layout)
         if not ledger.kept_rows:
             message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
-            raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path))
+            help = "raise data.max_seq_len or choose data.overlong: truncate; mend the broken rows"
+            raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path), help=help)
         return {"ledger": ledger.as_dict(), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
 
     def _good_rows(self, source: DatasetConfig, counts: _Counts, progress: Progress) -> Iterator[Row]:

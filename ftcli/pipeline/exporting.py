@@ -33,4 +33,5 @@ def _plain(result: ExportResult) -> dict[str, Any]:
         "path": str(result.path),
         "bytes": result.bytes,
         "verification": result.verification,
+        "warnings": [{"code": warning.code, "message": warning.message} for warning in result.warnings],
     }

@@ -53,7 +53,8 @@ def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
 
 
 def _unreadable(file: DataFile, error: object) -> FtcliError:
-    return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name))
+    help = "check that the file is whole, of the kind that its name says, and readable for you"
+    return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name), help)
 
 
 def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:

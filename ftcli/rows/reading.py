@@ -11,7 +11,7 @@ from ftcli.errors import Finding, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.readers import Broken, kind_of, read_file
-from ftcli.rows.row import Row
+from ftcli.rows.row import BROKEN_HELP, Row
 
 
 def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | Finding]:
@@ -33,9 +33,10 @@ def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int,
 
 def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:
     if isinstance(value, Broken):
-        return Finding("FT403", value.reason, Origin(name, number))
+        return Finding("FT403", value.reason, Origin(name, number), BROKEN_HELP)
     if not isinstance(value, dict):
-        return Finding("FT403", f"a row must be a JSON object, this is {kind_of(value)}", Origin(name, number))
+        message = f"a row must be a JSON object, this is {kind_of(value)}"
+        return Finding("FT403", message, Origin(name, number), BROKEN_HELP)
     if not source.columns:
         return Row(name, number, value)
     taken = set(source.columns.values())

@@ -39,7 +39,12 @@ def _data(context: Context) -> Findings:
             "FT254", "data.train", "data.train names no file", help="add one, such as `train: [bundled:sample-chat]`"
         )
     if context.command == "eval" and not data.eval and not any(task.data for task in context.recipe.eval.tasks):
-        yield context.error("FT255", "data.eval", "data.eval names no file, so there is nothing to evaluate on")
+        yield context.error(
+            "FT255",
+            "data.eval",
+            "data.eval names no file, so there is nothing to evaluate on",
+            help="name held-out rows, such as `eval: [my-eval.jsonl]`",
+        )
     if context.trains and context.recipe.eval.every_steps is not None and not data.eval:
         yield context.error(
             "FT255",
@@ -109,7 +114,12 @@ def _tasks(context: Context) -> Findings:
             )
         names.add(name)
         if not task.data and not recipe.data.eval and context.command in ("eval", "check"):
-            yield context.error("FT255", path, f"the task {name!r} has no data, and data.eval names no file")
+            yield context.error(
+                "FT255",
+                path,
+                f"the task {name!r} has no data, and data.eval names no file",
+                help="name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval",
+            )
         yield from pattern_findings(context, path, uses_pattern=task.kind == "regex", pattern=task.pattern)
         yield from _judge(context, path, task)
 

@@ -16,7 +16,7 @@ from ftcli.preflight.facts import ModelFacts
 from ftcli.rows.formats import Layout, Misfit, asked, layout_of, understand
 from ftcli.rows.places import DataFile, files_of, is_hub
 from ftcli.rows.reading import iterate
-from ftcli.rows.row import Row
+from ftcli.rows.row import NO_ROWS_HELP, Row
 
 SAMPLE_ROWS = 64
 #: A larger .json file is not parsed for a look at its first rows, nor is a compressed one that may be larger.
@@ -58,7 +58,8 @@ def check(context: Context, facts: ModelFacts, *, offline: bool) -> DataReport:
         except FtcliError as error:
             found = [_placed(context, path, finding) for finding in error.findings]
         except OSError as error:
-            found = [context.error("FT403", path, f"{source.path} cannot be read: {error}")]
+            message = f"{source.path} cannot be read: {error}"
+            found = [context.error("FT403", path, message, help="check its permissions, and that it is whole")]
         findings += found
     return DataReport(tuple(findings), tuple(not_made))
 
@@ -105,7 +106,7 @@ def _source_findings(
     broken = [item for item in items if isinstance(item, Finding)]
     rows = tuple(item for item in items if isinstance(item, Row))
     if not items:
-        yield context.error("FT404", path, f"{source.path} holds no rows")
+        yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
         sample = Sample(path, source, rows)
         bare = context.work == "grpo" and context.recipe.data.format == "auto" and _is_bare(rows[0])

@@ -13,12 +13,18 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
     name, _, function = spec.rpartition(":")
     file = Path(name).expanduser()
     if not file.is_file():
-        yield context.error("FT451", path, f"no file at {file.absolute()}")
+        yield context.error(
+            "FT451",
+            path,
+            f"no file at {file.absolute()}",
+            help="write `path.py:function`; the path starts at the current directory",
+        )
         return
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError) as error:
-        yield context.error("FT452", path, f"{file} is not Python that can be run: {error}")
+        message = f"{file} is not Python that can be run: {error}"
+        yield context.error("FT452", path, message, help=f"run `python {file}` and mend what it says")
         return
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     if function in functions:
@@ -43,7 +49,8 @@ def _assigns(tree: ast.Module, name: str) -> bool:
 
 def _signature(context: Context, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Findings:
     if isinstance(node, ast.AsyncFunctionDef):
-        yield context.error("FT452", path, f"{node.name} is async; it is called as a plain function")
+        message = f"{node.name} is async; it is called as a plain function"
+        yield context.error("FT452", path, message, help="write `def` instead of `async def`")
         return
     arguments = node.args
     named = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
