@@ -19,6 +19,6 @@ def test_warnings_about_an_export_are_in_its_result(tmp_path: Path, monkeypatch:
     made = export.ExportResult("safetensors", tmp_path, 7, {"logits": 0.1}, (lost,))
     monkeypatch.setattr(export, "export_run", lambda *_args, **_kwargs: [made])
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("version: 1\nmodel: {name_or_path: bundled:tiny-gemma2}\n")
+    recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\ndata: {max_seq_len: 64}\n')
     result: dict[str, Any] = pipeline.export(load_recipe(recipe), Session(offline=True), tmp_path)
     assert result["exports"][0]["warnings"] == [{"code": "FT744", "message": "half of the adapter is lost in rounding"}]
