@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftkernels.projection import Projection
-from torch import nn
+from ftkernels.projection import FrozenWeight, Projection
+from torch import Tensor, nn
+
+from ftcli.model.quantized import QuantizedLinear
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
@@ -23,7 +25,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
             return "the weight is stored transposed"
         if len(layer.active_adapters) > 1:
             return "several adapters are active at once"
-    if type(base) is not nn.Linear:
+    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear):
         return f"its base is a {type(base).__name__}, not a plain linear layer"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "its base weight is trained (full fine-tuning)"
@@ -33,17 +35,23 @@ def why_not_fused(layer: nn.Module) -> str | None:
 def projection_of(layer: Any) -> Projection:
     """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged."""
     base = getattr(layer, "base_layer", layer)
+    weight = _frozen(base)
     if base is layer or layer.disable_adapters or layer.merged or not layer.active_adapters:
-        return Projection(base.weight, base.bias)
+        return Projection(weight, base.bias)
     name = layer.active_adapters[0]
     if name not in layer.lora_A:
-        return Projection(base.weight, base.bias)
+        return Projection(weight, base.bias)
     dropout = layer.lora_dropout[name]
     return Projection(
-        weight=base.weight,
+        weight=weight,
         bias=base.bias,
         a=layer.lora_A[name].weight,
         b=layer.lora_B[name].weight,
         scaling=float(layer.scaling[name]),
         dropout=dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0,
     )
+
+
+def _frozen(base: nn.Linear) -> Tensor | FrozenWeight:
+    """What kernels take: a quantised layer's weight object, else the floating matrix."""
+    return base.frozen_weight() if isinstance(base, QuantizedLinear) else base.weight

@@ -23,6 +23,7 @@ from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
 from ftcli.model.families import ACTIVATIONS, FAMILIES, FamilyKernels
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
+from ftcli.model.quantized import QuantizedLinear, check_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -81,9 +82,11 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
             error.
 
     Raises:
-        FtcliError: FT705 (exit 3) under ``triton`` when a layer cannot be fused, with every reason.
+        FtcliError: FT705 (exit 3) under ``triton`` when a layer cannot be fused, with every reason; FT331 (exit 1) for
+            a packed weight without its state.
     """
     base = base_of(model)
+    check_weights(base)
     done = Patch([])
     if kernels == "off":
         return done
@@ -145,7 +148,10 @@ def _join(layer: nn.Module, done: Patch) -> None:
     """Lays weights that read the same input one behind the other, so that each group is one product."""
     for names in _JOINED:
         modules: list[Any] = [layer.get_submodule(name) for name in names]
-        weights = [getattr(module, "base_layer", module).weight for module in modules]
+        bases = [getattr(module, "base_layer", module) for module in modules]
+        if any(isinstance(base, QuantizedLinear) for base in bases):
+            continue  # these become neighbours when they are dequantised
+        weights = [base.weight for base in bases]
         join_weights(weights)
         done._restore.append(partial(_part, weights))
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from ftkernels.lora_linear import lora_linear
+from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
@@ -90,6 +91,19 @@ class QuantizedLinear(nn.Linear, ABC):
             FtcliError: FT331 when state is missing or does not fit, naming the layer and the shapes.
         """
 
+    def check_state(self) -> None:
+        """Looks at values too, which waits for the device: once, when the model is built.
+
+        Raises:
+            FtcliError: FT331 as :meth:`frozen_weight`, and for state that is there and was never written.
+        """
+        self.frozen_weight()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all that is stored in place of the weight."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
     @property
     def weight(self) -> StoredWeight:  # type: ignore[override]  # there is no tensor: see StoredWeight
         """Device, dtype and logical shape of what is stored."""
@@ -125,26 +139,133 @@ class QuantizedLinear(nn.Linear, ABC):
         )
 
 
+class NF4Linear(QuantizedLinear):
+    """A frozen linear layer in NF4: the parts of an ``ftkernels.nf4.NF4Weight``, as buffers.
+
+    Off the kernels a pass dequantises the weight, multiplies and lets it go; backward does the same again.
+    """
+
+    method = "nf4"
+
+    def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
+        super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
+        self.block_size = weight.block_size
+        nested = weight.nested
+        self.nested_block_size = 0 if nested is None else nested.block_size
+        self.register_buffer("packed", weight.data)
+        self.register_buffer("absmax", weight.absmax)
+        self.register_buffer("table", weight.table)
+        self.register_buffer("nested_absmax", None if nested is None else nested.absmax)
+        self.register_buffer("nested_table", None if nested is None else nested.table)
+        self.register_buffer("nested_offset", None if nested is None else nested.offset)
+
+    @property
+    def double_quant(self) -> bool:
+        """Whether the scales are quantised as well."""
+        return self.nested_block_size > 0
+
+    def frozen_weight(self) -> NF4Weight:
+        """As the base class says; nothing is copied."""
+        state = self._buffers
+        names = ("packed", "absmax", "table") + (
+            ("nested_absmax", "nested_table", "nested_offset") if self.double_quant else ()
+        )
+        parts = [state.get(name) for name in names]
+        missing = [name for name, part in zip(names, parts, strict=True) if part is None]
+        if missing:
+            raise self.state_lost(f"{', '.join(missing)} gone")
+        packed, absmax, table, *rest = [part for part in parts if part is not None]
+        try:
+            nested = NestedScales(rest[0], rest[1], rest[2], self.nested_block_size) if rest else None
+            shape = torch.Size((self.out_features, self.in_features))
+            return NF4Weight(packed, absmax, table, shape, self.block_size, nested)
+        except ValueError as error:
+            raise self.state_lost(str(error)) from error
+
+    def check_state(self) -> None:
+        """As the base class says: the table must be NF4's and every scale finite."""
+        weight = self.frozen_weight()
+        if tuple(weight.table.tolist()) != NF4_TABLE:
+            raise self.state_lost("its table is not NF4's, so its memory was never written")
+        scales = weight.absmax if weight.nested is None else weight.nested.absmax
+        if not bool(torch.isfinite(scales).all()):
+            raise self.state_lost("its scales are not finite")
+
+
 def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
     """``linear``'s weight quantised by ``settings.method``, on the device where it is; its bias is shared.
 
     Raises:
         ValueError: a method that stores no quantised linear layers.
+        FtcliError: FT323 when the weight holds NaN or infinity.
     """
+    if settings.method == "nf4":
+        try:
+            weight = quantize_nf4(linear.weight, double_quant=settings.double_quant)
+        except ValueError as error:
+            raise unreadable(f"{name} {tuple(linear.weight.shape)}: {error}") from error
+        return NF4Linear(weight, linear.bias, name)
     raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
 
 
-def quantize_linears(model: nn.Module, settings: QuantizationConfig, *, skip: tuple[str, ...] = ("lm_head",)) -> int:
-    """Puts a quantised layer in the place of every ``nn.Linear`` of ``model``, one after the other; returns how many.
+def unreadable(reason: str) -> FtcliError:
+    """FT323: weights that no model can be built of."""
+    return FtcliError.single(
+        "FT323",
+        f"the weights cannot be loaded: {reason}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="download or copy the model again",
+    )
 
-    Each full-precision weight is freed before the next layer is looked at. Layers whose own name is in ``skip`` stay.
+
+def is_quantizable(name: str, module: nn.Module) -> bool:
+    """Whether a module's weight is stored quantised: every plain linear layer but the head, which the loss reads."""
+    return type(module) is nn.Linear and name.rpartition(".")[2] != "lm_head"
+
+
+def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
+    """Puts a quantised layer in the place of each linear layer but the head, one by one; returns how many.
+
+    Each full-precision weight is freed before the next layer is looked at.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    names = [name for name, _ in found if name.rpartition(".")[2] not in skip]
-    del found
+    names = [name for name, module in model.named_modules() if is_quantizable(name, module)]
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         model.set_submodule(name, quantize_linear(linear, settings, name))
-        del linear
     return len(names)
+
+
+def quantized_layers(model: nn.Module) -> list[dict[str, Any]]:
+    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer."""
+    return [
+        {
+            "layer": module.layer_name,
+            "method": module.method,
+            "shape": [module.out_features, module.in_features],
+            "bytes": module.stored_bytes,
+        }
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear)
+    ]
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuses, before anything is computed, packed numbers without what they mean.
+
+    Raises:
+        FtcliError: FT331 for a quantised layer whose state is lost, and for a plain linear layer whose weight is a raw
+            tensor of integers, naming the layer and the shapes.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            module.check_state()
+        elif isinstance(module, nn.Linear) and not module.weight.is_floating_point():
+            raise FtcliError.single(
+                "FT331",
+                f"{name}: a raw {str(module.weight.dtype).removeprefix('torch.')} tensor of shape "
+                f"{tuple(module.weight.shape)} stands where the weight ({module.out_features}, {module.in_features}) "
+                "should be; without its scales it means nothing",
+                exit_code=ExitCode.BUG,
+                help="load the model through `quantization.method`, or name it in bfloat16",
+            )

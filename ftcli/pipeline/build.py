@@ -154,7 +154,8 @@ def build_base(
     """The base model, or the full fine-tune saved in ``weights``."""
     device = device_of(report)
     session.reporter.info(
-        f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {report.plan.parameter} on {device}"
+        f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {report.plan.parameter}"
+        f"{_stored(recipe)} on {device}"
     )
     model = load_model(
         recipe.model,
@@ -165,9 +166,15 @@ def build_base(
         offline=session.offline,
         source=str(weights) if weights is not None else None,
         num_layers=num_layers,
+        quantization=recipe.quantization if weights is None else None,
     )
     align_special_tokens(model, texts.tokenizer, texts.stops)
     return Built(model, device)
+
+
+def _stored(recipe: Recipe) -> str:
+    method = recipe.quantization.method
+    return "" if method == "none" else f", linear layers in {method}"
 
 
 def with_adapters(built: Built, recipe: Recipe, report: PreflightReport) -> Built:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkernels.device import BackendName, choose_backend, fuses_products
+from ftkernels.fp8 import Fp8Rows, joined_fp8
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
 from ftkernels.norm_parts import (
     WIDEST_ROW,
@@ -42,7 +43,7 @@ from ftkernels.norm_parts import (
     norm_forward,
     norm_forward_torch,
 )
-from ftkernels.projection import Norm, Projection, dense, joined
+from ftkernels.projection import MultiplyingWeight, Norm, Projection, dense, joint_matrix
 from ftkernels.side_stream import Side
 
 # Kernels keep a (rows, K) and a (columns, K) tile beside the data; above this rank a GEMM of its own is the better way.
@@ -189,13 +190,24 @@ def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
     return mask.mul_(x).div_(keep)
 
 
-def base_forward(plan: Plan, x: Tensor) -> Tensor:
-    """The frozen projections side by side, (M, sum O): one GEMM where the weights are neighbours in memory."""
+def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
+    """The frozen projections side by side, (M, sum O): one GEMM where the weights are neighbours in memory, or are
+    dequantised into neighbours for this call. Weights that multiply by themselves do.
+    """
     projections = plan.projections
+    fp8 = joined_fp8([p.weight for p in projections])
+    if fp8 is not None and (len(projections) == 1 or all(p.bias is None for p in projections)):
+        y = fp8.product(x) if rows is None else fp8.product_of_rows(rows, plan.dtype)
+        bias = projections[0].bias
+        return y if bias is None else y.add_(bias)
     if len(projections) == 1:
         p = projections[0]
-        return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
-    joint = joined([p.weight for p in projections], plan.dtype)
+        bias = None if p.bias is None else p.bias.to(plan.dtype)
+        if isinstance(p.weight, MultiplyingWeight):
+            y = p.weight.product(x)
+            return y if bias is None else y.add_(bias)
+        return F.linear(x, dense(p.weight, plan.dtype), bias)
+    joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
     if joint is not None and all(p.bias is None for p in projections):
         return torch.mm(x, joint.t())
     if joint is not None and all(p.bias is not None for p in projections):
@@ -203,7 +215,10 @@ def base_forward(plan: Plan, x: Tensor) -> Tensor:
         return torch.addmm(bias, x, joint.t())
     y = x.new_empty((x.shape[0], plan.out_features))
     for p, columns in zip(projections, plan.columns(), strict=True):
-        torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
+        if isinstance(p.weight, MultiplyingWeight):
+            y[:, columns] = p.weight.product(x)
+        else:
+            torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
         if p.bias is not None:
             y[:, columns] += p.bias.to(plan.dtype)
     return y
@@ -212,13 +227,21 @@ def base_forward(plan: Plan, x: Tensor) -> Tensor:
 def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     """``dx + dy @ W`` over all projections, in place on ``dx`` where one is given. dy: (M, sum O)."""
     projections = plan.projections
-    joint = joined([p.weight for p in projections], plan.dtype)
-    pairs = [(dy, joint)] if joint is not None else None
-    if pairs is None:
-        columns = plan.columns()
-        pairs = [(dy[:, c], dense(p.weight, plan.dtype)) for p, c in zip(projections, columns, strict=True)]
-    for part, weight in pairs:
-        dx = torch.mm(part, weight) if dx is None else add_mm_(dx, part, weight)
+    fp8 = joined_fp8([p.weight for p in projections])
+    if fp8 is not None:
+        product = fp8.product_back(dy)
+        return product if dx is None else product.add_(dx)
+    joint = joint_matrix([p.weight for p in projections], plan.dtype, dy.device)
+    if joint is not None:
+        return torch.mm(dy, joint) if dx is None else add_mm_(dx, dy, joint)
+    for p, columns in zip(projections, plan.columns(), strict=True):
+        part = dy[:, columns]
+        if isinstance(p.weight, MultiplyingWeight):
+            product = p.weight.product_back(part)
+            dx = product if dx is None else dx.add_(product)
+        else:
+            weight = dense(p.weight, plan.dtype)
+            dx = torch.mm(part, weight) if dx is None else add_mm_(dx, part, weight)
     assert dx is not None
     return dx
 

@@ -97,7 +97,8 @@ def check_projection(projection: Projection, in_features: int, name: str) -> Non
     if isinstance(p.weight, Tensor):
         if not p.weight.is_floating_point():
             raise ValueError(
-                f"{name}: a {p.weight.dtype} tensor is not a weight; pass the quantised weight object instead"
+                f"{name}: a {p.weight.dtype} tensor of shape {shape} is not a weight for {in_features} features; pass "
+                "the quantised weight object instead"
             )
         if p.weight.requires_grad:
             raise ValueError(f"{name}: the fused LoRA operations need a frozen base weight")
@@ -152,6 +153,20 @@ def joined(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype) -> Tens
         expected += weight.numel()
         rows += weight.shape[0]
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def joint_matrix(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The weights as one (sum O, I) matrix where that costs no copy: a view of neighbours (``joined``), or quantised
+    weights written one behind the other into a new buffer. Else None.
+    """
+    filling = [weight for weight in weights if isinstance(weight, FillingWeight)]
+    if len(filling) < len(weights):
+        return joined(weights, dtype)
+    rows = [int(weight.shape[0]) for weight in filling]
+    joint = torch.empty((sum(rows), int(filling[0].shape[1])), dtype=dtype, device=device)
+    for weight, part in zip(filling, joint.split(rows), strict=True):
+        weight.dequantize_into(part)
+    return joint
 
 
 def join_weights(parameters: Sequence[Tensor]) -> Tensor:
