@@ -203,11 +203,14 @@ class RunTrainerMixin:
         state = self.state
         self.tokens_seen = state.num_input_tokens_seen
         self.saved_step = state.global_step
+        if self._resume_from is not None:
+            self.load_more(self._resume_from)
         found = WindowState.read(self._resume_from) if self._resume_from is not None else None
         if found is not None:
             self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)  # type: ignore[attr-defined]
             self._globalstep_last_logged = found.logged_step
             self.window.tokens, self.window.seconds = found.tokens, found.seconds
+            self.tokens_seen = state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
             self.evaluation_due = found.evaluation_due
             self.restore_extra_window(found.extra)
         self.window.start()
@@ -218,6 +221,15 @@ class RunTrainerMixin:
 
     def restore_extra_window(self, extra: dict[str, Any]) -> None:
         """Takes up what :meth:`extra_window` gave."""
+
+    def save_more(self, folder: Path) -> None:
+        """Writes what a trainer's next step needs besides weights and optimizer into a checkpoint."""
+
+    def load_more(self, folder: Path) -> None:
+        """Reads what :meth:`save_more` wrote."""
+
+    def undo_step(self) -> None:
+        """Takes back what a step that has failed did to :meth:`extra_window` and :meth:`save_more`."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes adapters or weights, optimizer, schedule, random states and progress, then renames into place."""
@@ -230,7 +242,6 @@ class RunTrainerMixin:
         self.window.stop()
         self.phase = "saving"
         state = self.state
-        state.num_input_tokens_seen = self.tokens_seen
         with self.hooks.checkpoints.staging(state.global_step) as folder:
             save_weights(self.model, folder)
             self._save_optimizer_and_scheduler(str(folder))  # type: ignore[attr-defined]
@@ -239,6 +250,7 @@ class RunTrainerMixin:
             self._export_callback_states()
             state.save_to_json(str(folder / TRAINER_STATE))
             self._window_state().write(folder)
+            self.save_more(folder)
         self.hooks.checkpoints.rotate(self.hooks.keep_last)
         self.saved_step = state.global_step
         self.phase = "step"
@@ -250,6 +262,7 @@ class RunTrainerMixin:
             logged_step=self._globalstep_last_logged,
             tokens=self.window.tokens,
             seconds=self.window.seconds,
+            tokens_seen=self.tokens_seen,
             evaluation_due=self.evaluation_due,
             extra=self.extra_window(),
         )
@@ -277,6 +290,7 @@ class RunTrainerMixin:
             self._tr_loss.copy_(loss_sum)
             self._pending = [w for w in self._pending if w.step <= state.global_step]
             self._random_states.restore()
+            self.undo_step()
         self.model.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -293,7 +307,9 @@ class RunTrainerMixin:
             return False
         self._load_from_checkpoint(str(checkpoint))  # type: ignore[attr-defined]
         self.state = state
-        self.tokens_seen = state.num_input_tokens_seen
+        found = WindowState.read(checkpoint)
+        kept = None if found is None else found.tokens_seen
+        self.tokens_seen = state.num_input_tokens_seen if kept is None else kept
         return True
 
 

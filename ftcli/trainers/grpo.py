@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,10 @@ from ftcli.trainers.sft import training_arguments
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+#: Lies in a checkpoint that was written between two uses of the same completions.
+_COMPLETIONS = "completions.pt"
 
 
 class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
@@ -47,6 +52,37 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
         return rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
 
+    def begin_step(self) -> None:
+        """Also marks the completions in use and the numbers gathered so far."""
+        super().begin_step()
+        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
+        self._before = (self._step, self._buffered_inputs, metrics)  # type: ignore[has-type]
+
+    def undo_step(self) -> None:
+        """Goes back to them."""
+        self._step, self._buffered_inputs, metrics = self._before
+        self._metrics["train"].clear()
+        self._metrics["train"].update(metrics)
+
+    def extra_window(self) -> dict[str, Any]:
+        """Rewards, lengths and what else TRL averages from one line to the next."""
+        return {"metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}}
+
+    def restore_extra_window(self, extra: dict[str, Any]) -> None:
+        """Takes them up again."""
+        self._metrics["train"].update({name: list(values) for name, values in extra.get("metrics", {}).items()})
+
+    def save_more(self, folder: Path) -> None:
+        """The completions in use, where they serve further steps (``num_iterations`` above 1)."""
+        if self._step % (self.args.steps_per_generation * self.num_iterations):
+            torch.save({"step": self._step, "inputs": self._buffered_inputs}, folder / _COMPLETIONS)
+
+    def load_more(self, folder: Path) -> None:
+        """Goes on with those completions; TRL would sample others."""
+        if (folder / _COMPLETIONS).exists():
+            saved = torch.load(folder / _COMPLETIONS, map_location=self.accelerator.device, weights_only=True)
+            self._step, self._buffered_inputs = saved["step"], saved["inputs"]
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -59,6 +95,7 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.watch("the loss", loss)
+        self.phase = "backward pass"
         return loss
 
 

@@ -56,6 +56,7 @@ class WindowState:
         logged_step: The last step with a line.
         tokens: Tokens seen since then.
         seconds: Seconds trained since then.
+        tokens_seen: Tokens seen since the run began; None in a checkpoint of an ftcli that kept them elsewhere.
         evaluation_due: An evaluation of this very step has not been made, because the run was to stop at once.
         extra: What a trainer gathers besides (GRPO: rewards and lengths).
     """
@@ -64,6 +65,7 @@ class WindowState:
     logged_step: int
     tokens: int
     seconds: float
+    tokens_seen: int | None = None
     evaluation_due: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from tests.e2e.conftest import RECIPE, merged
 from tests.e2e.drill import Drill, Server
 
 #: What depends on the clock and on the machine's memory, and on nothing else.
-TIMED = ("tokens_per_second", "peak_memory_bytes")
+TIMED = ("tokens_per_second", "peak_memory_bytes", "step_time")
 STEP = "ftcli.trainers.sft:SftTrainer.compute_loss"
 SAVE = "ftcli.trainers.base:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"
@@ -41,20 +41,35 @@ class Drills:
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
         return str(path)
 
-    def start(self, recipe: str, *words: str, prepared: tuple[Preparation, ...] = ()) -> Drill:
+    def start(self, recipe: str, *words: str, prepared: tuple[Preparation, ...] = (), command: str = "train") -> Drill:
         """Starts training."""
-        return self.server.start("train", recipe, "--offline", *words, cwd=self.folder, preparations=prepared)
+        return self.server.start(command, recipe, "--offline", *words, cwd=self.folder, preparations=prepared)
 
-    def run(self, recipe: str, *words: str, status: int = 0, prepared: tuple[Preparation, ...] = ()) -> str:
+    def run(
+        self,
+        recipe: str,
+        *words: str,
+        status: int = 0,
+        prepared: tuple[Preparation, ...] = (),
+        command: str = "train",
+    ) -> str:
         """Trains and returns what was printed; it has to end with ``status``."""
-        drill = self.start(recipe, *words, prepared=prepared)
+        drill = self.start(recipe, *words, prepared=prepared, command=command)
         assert drill.wait() == status, drill.said
         assert "Traceback" not in drill.said
         return drill.said
 
-    def paused(self, recipe: str, target: str, call: int = 1, *words: str, also: tuple[Preparation, ...] = ()) -> Drill:
+    def paused(
+        self,
+        recipe: str,
+        target: str,
+        call: int = 1,
+        *,
+        also: tuple[Preparation, ...] = (),
+        command: str = "train",
+    ) -> Drill:
         """Trains up to a pause in the ``call``-th call of ``target``."""
-        drill = self.start(recipe, *words, prepared=(("pause", target, call), *also))
+        drill = self.start(recipe, prepared=(("pause", target, call), *also), command=command)
         drill.until_reached()
         return drill
 
@@ -109,6 +124,7 @@ def require_same_checkpoint(folder: Path, other: Path) -> None:
         states = [json.loads((path / name).read_text()) for path in (folder, other)]
         for state in states:
             state.pop("seconds", None)
+            state.get("extra", {}).get("metrics", {}).pop("step_time", None)
             state.pop("log_history", None)  # transformers' own, which begins anew in each process
         assert states[0] == states[1], name
 

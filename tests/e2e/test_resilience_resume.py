@@ -54,6 +54,35 @@ def test_half_and_half_is_the_whole(
     assert steps == [(1, True), (2, False), (3, True), (4, False), (6, True), (6, False), (8, True), (8, False)]
 
 
+def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drills) -> None:
+    """Completions serve two steps; the run is stopped after the first of them, between two lines of metrics."""
+    change: dict[str, Any] = {
+        "lora": {"dropout": 0.1},
+        "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
+        "train": {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "grpo": {
+            "num_generations": 4,
+            "num_iterations": 2,
+            "max_prompt_length": 48,
+            "max_completion_length": 6,
+            "rewards": [{"use": "regex", "pattern": "[0-9]"}],
+        },
+        "checkpoint": {"every_steps": 5, "keep_last": 3},
+        "logging": {"every_steps": 4},
+    }
+    drills.run(drills.recipe("whole", **change), command="grpo")
+    recipe = drills.recipe("halves", **change)
+    drill = drills.paused(recipe, "ftcli.trainers.grpo:GrpoTrainer.compute_loss", 6, command="grpo")
+    drill.signal(signal.SIGTERM)
+    drill.release()
+    assert drill.wait() == 75, drill.said
+    assert drills.checkpoints("halves") == ["step-00000003"]
+    assert (drills.folder / "halves/checkpoints/step-00000003/completions.pt").exists()
+    drills.run(recipe, command="grpo")
+    assert "reward" in drills.metrics("whole")[-1]
+    drills.require_same_run("halves", "whole")
+
+
 def test_stopped_in_every_step_it_is_still_the_same_run(drills: Drills) -> None:
     change = {"lora": {"dropout": 0.2}, "train": {"max_steps": 5}, "logging": {"every_steps": 4}}
     change["checkpoint"] = {"every_steps": 4}

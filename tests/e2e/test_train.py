@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,35 +100,6 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(user: User) -> None:
     assert user.losses("part") == user.losses("whole")
     resumed, whole = weights(run), weights(user.folder / "whole")
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
-
-
-@pytest.mark.parametrize(("number", "status", "state"), [(signal.SIGTERM, 75, "preempted"), (signal.SIGINT, 130, None)])
-def test_a_signal_finishes_the_step_saves_and_says_where(
-    user: User, number: signal.Signals, status: int, state: str | None
-) -> None:
-    recipe = user.recipe(train={"max_steps": 2000})
-    command = [sys.executable, "-m", "ftcli", "train", recipe, "--offline"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
-    metrics = user.folder / "r" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.1)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == status, said
-    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    checkpoint = user.folder / "r" / "checkpoints" / f"step-{step:08d}"
-    assert checkpoint.is_dir()
-    assert str(checkpoint) in said
-    assert "Traceback" not in said
-    written = json.loads((user.folder / "r" / "status.json").read_text())
-    assert written["resumable"] is True
-    assert written["exit_code"] == status
-    if state is not None:
-        assert written["state"] == state
-    # Started again with fewer steps to go it would be another recipe; the same one continues from there.
-    assert user.run("check", recipe)[0] == 0
 
 
 def test_divergence_stops_with_exit_6(user: User) -> None:
