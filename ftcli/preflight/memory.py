@@ -38,6 +38,7 @@ from ftcli.preflight.families import ModelShape
 from ftcli.preflight.fused_activations import packed_rank
 from ftcli.preflight.policies import Execution, Work, execution_of
 from ftcli.preflight.precision import DtypePlan
+from ftcli.preflight.quantization import dequantized_bytes, weight_bytes
 
 #: CUDA context, cuBLAS workspaces and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 1100 * 2**20}
@@ -136,14 +137,16 @@ def estimate_memory(
         return None
     execution = execution_of(recipe, facts, plan, device, work=work)
     arithmetic = _Arithmetic(recipe, facts, shape, plan, device, execution)
-    parts = {"weights": shape.parameters * plan.parameter_bytes, **arithmetic.persistent(work)}
+    parts = {"weights": arithmetic.weights(work), **arithmetic.persistent(work)}
     held = tuple(parts)
     phases: dict[str, tuple[str, ...]] = {}
     if work in ("train", "grpo"):
         rows = recipe.train.per_device_train_batch_size
         parts |= arithmetic.training(work, rows)
+        dense = arithmetic.dequantized()
+        parts |= dense
         phases["forward"] = (*held, "activations", "loss workspace")
-        phases["backward"] = (*held, "activations", "backward workspace")
+        phases["backward"] = (*held, "activations", "backward workspace", *dense)
         phases["optimizer step"] = (*held, "optimizer workspace")
     at_rest = tuple(name for name in held if name not in ("gradients", "autocast copies"))
     if work == "grpo":
@@ -220,6 +223,18 @@ class _Arithmetic:
 
     def setting(self, seq_len: int, *, padded: bool) -> Setting:
         return activation_setting(self.recipe, self.facts, self.plan, seq_len, padded=padded)
+
+    def weights(self, work: Work) -> int:
+        """The base model; export merges into it in full precision."""
+        if work == "export":
+            return self.shape.parameters * self.plan.parameter_bytes
+        return weight_bytes(self.recipe.quantization, self.shape, self.plan.parameter_bytes)
+
+    def dequantized(self) -> dict[str, int]:
+        """The one matrix that a product of quantised weights needs in the compute dtype; no part without such."""
+        fused = self.execution.kernels != "transformers"
+        dense = dequantized_bytes(self.recipe.quantization, self.shape, self.plan.compute_bytes, on_kernels=fused)
+        return {"dequantized weights": dense} if dense else {}
 
     def persistent(self, work: Work) -> dict[str, int]:
         """What lives through a whole step beside the base weights."""
@@ -313,7 +328,7 @@ class _Arithmetic:
         tokens = rows * seq_len
         setting = self.setting(seq_len, padded=False)
         hidden = 3 * tokens * self.shape.hidden_size * self.plan.parameter_bytes + self.masks(1, seq_len)
-        layer = int(tokens * self.policy.forward_peak(self.shape, setting))
+        layer = int(tokens * self.policy.forward_peak(self.shape, setting)) + sum(self.dequantized().values())
         scoring = hidden + max(layer, self.loss(tokens, training=False))
         return max(scoring, self.generation(rows, seq_len)) if recipe.eval.tasks else scoring
 
@@ -325,4 +340,4 @@ class _Arithmetic:
         setting = self.setting(seq_len, padded=rows > 1)
         prefill = rows * seq_len * policy.forward_peak(self.shape, setting) + self.masks(rows, seq_len)
         logits = rows * self.shape.vocab_size * (4 + self.plan.compute_bytes)
-        return cache + int(prefill) + logits
+        return cache + int(prefill) + logits + sum(self.dequantized().values())

@@ -14,7 +14,17 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.yaml"))
 
 #: What the contract promises and this version carries out.
-PROMISED = {"gemma2-9b", "gemma2-2b", "llama3.1-8b", "qwen3-8b", "mistral-7b-grpo", "smoke", "smoke-grpo"}
+PROMISED = {
+    "gemma2-9b",
+    "gemma2-9b-qlora",
+    "gemma2-2b",
+    "llama3.1-8b",
+    "llama3.1-8b-qlora",
+    "qwen3-8b",
+    "mistral-7b-grpo",
+    "smoke",
+    "smoke-grpo",
+}
 
 
 def header(recipe: Path) -> str:

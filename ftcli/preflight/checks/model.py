@@ -8,25 +8,45 @@ from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, NotMade
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.families import ModelShape
+from ftcli.preflight.quantization import stores_nf4
 
 _TABLES = ("lm_head", "embed_tokens")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT301, FT302, FT311 to FT319, FT322, FT324, FT325."""
+    """FT271, FT301, FT302, FT311 to FT319, FT322, FT324, FT325."""
     yield from _positions(context, facts)
-    if facts.quantization is not None:
-        yield context.error(
-            "FT316",
-            "model.name_or_path",
-            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
-            help="name the model in bfloat16",
-        )
+    yield from _stored_quantized(context, facts)
     if facts.shape is not None:
         yield from _heads(context, facts.shape)
         yield from _adapters(context, facts, facts.shape)
     yield from _tokens(context, facts)
     yield from _weights(context, facts)
+
+
+def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
+    """NF4 in bitsandbytes' layout is read as it is stored; anything else is refused."""
+    if facts.quantization is None:
+        return
+    path, nf4 = "model.name_or_path", stores_nf4(facts.raw)
+    if not nf4:
+        yield context.error(
+            "FT316",
+            path,
+            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
+            help="name the model in bfloat16",
+        )
+    elif context.recipe.quantization.method != "nf4" and context.recipe.model.init == "pretrained":
+        yield context.error(
+            "FT316", path, f"{facts.name} is stored in NF4", help="set quantization.method: nf4, or name it in bfloat16"
+        )
+    elif context.command == "export" and "safetensors" in context.recipe.export.formats:
+        yield context.error(
+            "FT316",
+            path,
+            f"{facts.name} is stored in NF4, and merging needs the base model in full precision",
+            help="use export.formats: [adapter]",
+        )
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
@@ -136,6 +156,13 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
             path,
             f"lora.modules_to_save: {facts.name} has no module {name}",
             help=f"use some of: {', '.join(_TABLES)}, norm",
+        )
+    elif context.recipe.quantization.method != "none" and name in (linear.leaf for linear in shape.linears):
+        yield context.error(
+            "FT271",
+            path,
+            f"lora.modules_to_save: {name} is stored in {context.recipe.quantization.method}, and cannot be trained whole",
+            help=f"name it in lora.target_modules, or keep to {', '.join(_TABLES)}, norm",
         )
 
 

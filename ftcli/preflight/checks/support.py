@@ -13,6 +13,7 @@ Installed = Callable[[str], bool]
 _ATTENTION = ("auto", "eager", "sdpa")
 _KERNELS = ("auto", "triton", "reference", "off")
 _EXPORTS = ("adapter", "safetensors")
+_QUANTIZATION = ("none", "nf4")
 #: Recipe key, package it needs, and the extra that installs it.
 _TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
 
@@ -33,7 +34,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 def _values(context: Context) -> Findings:
     recipe = context.recipe
     refused = (
-        ("quantization.method", recipe.quantization.method, ("none",)),
+        ("quantization.method", recipe.quantization.method, _QUANTIZATION),
         ("launch.num_processes", recipe.launch.num_processes, (1,)),
         ("launch.engine", recipe.launch.engine, ("single",)),
         ("model.dtype", recipe.model.dtype, ("auto", "bfloat16", "float32")),
@@ -45,6 +46,8 @@ def _values(context: Context) -> Findings:
             yield _not_yet(context, path, value, carried_out)
     if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
         yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
+    if context.work == "grpo" and recipe.quantization.method in _QUANTIZATION[1:]:
+        yield _not_yet(context, "quantization.method", recipe.quantization.method, ("none",))
     if context.work == "grpo" and not isinstance(recipe.train.gradient_checkpointing, bool):
         # TRL switches checkpointing off for generation, and back on in transformers' form.
         path = "train.gradient_checkpointing"

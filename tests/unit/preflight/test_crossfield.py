@@ -35,7 +35,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
-        "quantization.method=nf4",
         "quantization.method=fp8",
         "quantization.method=bitnet",
         "launch.num_processes=2",
@@ -62,7 +61,7 @@ def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Call
 
 @pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
 def test_the_refusal_does_not_depend_on_the_command(command: str, context: Callable[..., Any]) -> None:
-    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=nf4", command=command)))
+    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=bitnet", command=command)))
 
 
 @pytest.mark.parametrize(("command", "expected"), [("eval", ["FT253"]), ("check", ["FT253"]), ("train", [])])

@@ -92,6 +92,47 @@ def test_packed_checkpoints_are_refused(findings: Callable[..., list[Any]]) -> N
     assert "bitnet" in finding.message
 
 
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "recipe", "expected"),
+    [
+        (BITSANDBYTES, "lora: {}\nquantization: {method: nf4}\n", None),
+        (BITSANDBYTES, "lora: {}\n", "set quantization.method: nf4"),
+        ({**BITSANDBYTES, "bnb_4bit_quant_type": "fp4"}, "lora: {}\nquantization: {method: nf4}\n", "in bfloat16"),
+        ({"quant_method": "gptq"}, "lora: {}\nquantization: {method: nf4}\n", "in bfloat16"),
+    ],
+    ids=["nf4", "nf4 without the method", "fp4", "gptq"],
+)
+def test_nf4_as_bitsandbytes_stores_it_is_read_with_the_method(
+    stored: dict[str, Any], recipe: str, expected: str | None, folder: Callable[..., Path], context: Callable[..., Any]
+) -> None:
+    path = folder("stored", {**TINY, "quantization_config": stored}, tokenizer_config={})
+    made = context(f"model: {{name_or_path: '{path}', tokenizer: bytes}}\n{recipe}")
+    facts = read_facts(made.recipe.model, offline=True, origins=made.origins)
+    found = [finding for finding in model.check(made, facts) if finding.code == "FT316"]
+    assert [finding.help for finding in found if expected and expected in finding.help] == [f.help for f in found]
+    assert bool(found) == (expected is not None)
+
+
+def test_an_adapter_is_not_merged_into_stored_nf4(folder: Callable[..., Path], context: Callable[..., Any]) -> None:
+    path = folder("stored", {**TINY, "quantization_config": BITSANDBYTES})
+    text = f"model: {{name_or_path: '{path}', tokenizer: bytes}}\nlora: {{}}\nquantization: {{method: nf4}}\n"
+    for formats, expected in (("[adapter, safetensors]", ["FT316"]), ("[adapter]", [])):
+        made = context(f"{text}export: {{formats: {formats}}}\n", command="export")
+        facts = read_facts(made.recipe.model, offline=True, origins=made.origins)
+        assert [f.code for f in model.check(made, facts) if f.code == "FT316"] == expected
+
+
+def test_a_packed_layer_is_not_trained_whole(findings: Callable[..., list[Any]]) -> None:
+    lora = "lora: {modules_to_save: [lm_head, q_proj]}\n"
+    (finding,) = findings("meta-llama/Llama-3.1-8B", f"{lora}quantization: {{method: nf4}}\n")
+    assert finding.code == "FT271"
+    assert "q_proj" in finding.message
+    assert findings("meta-llama/Llama-3.1-8B", lora) == []
+
+
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -1,0 +1,67 @@
+"""What quantised weights take, and which stored ones can be read. Pure arithmetic.
+
+NF4 stores half a byte an element, and for each block of 64 a scale: one byte and, for each 256 of them, a float32 with
+``double_quant``, else a float32. Tables of 16 and 256 float32 belong to each layer. Embeddings, head, norms and biases
+stay in the parameters' dtype.
+
+A pass over a layer dequantises the matrices of one product: on the kernels those that share an input are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ftcli.config import QuantizationConfig
+from ftcli.preflight.families import Linear, ModelShape
+
+_BLOCK = 64
+_NESTED_BLOCK = 256
+#: Linear layers that share an input, by what their names end in: one product on the kernels.
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def weight_bytes(quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int) -> int:
+    """Bytes of the base model as it is held."""
+    if quantization.method != "nf4":
+        return shape.parameters * parameter_bytes
+    quantised = sum(linear.in_features * linear.out_features for linear in shape.linears) * shape.num_layers
+    stored = sum(nf4_bytes(linear, double_quant=quantization.double_quant) for linear in shape.linears)
+    return (shape.parameters - quantised) * parameter_bytes + stored * shape.num_layers
+
+
+def nf4_bytes(linear: Linear, *, double_quant: bool) -> int:
+    """Bytes that one layer's weight takes in NF4, scales and tables included."""
+    elements = linear.in_features * linear.out_features
+    blocks = -(-elements // _BLOCK)
+    scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 * (256 + 1) if double_quant else 4 * blocks
+    return -(-elements // 2) + scales + 4 * 16
+
+
+def dequantized_bytes(
+    quantization: QuantizationConfig, shape: ModelShape, compute_bytes: int, *, on_kernels: bool
+) -> int:
+    """Bytes of the largest matrix that a pass dequantises at a time; 0 without such weights."""
+    if quantization.method != "nf4":
+        return 0
+    return compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
+
+
+def _products(linears: Sequence[Linear], on_kernels: bool) -> list[list[Linear]]:
+    alone = [[linear] for linear in linears]
+    if not on_kernels:
+        return alone
+    return alone + [[linear for linear in linears if linear.leaf in names] for names in _GROUPS]
+
+
+def _elements(linears: Sequence[Linear]) -> int:
+    return sum(linear.in_features * linear.out_features for linear in linears)
+
+
+def stores_nf4(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the weights are stored in bitsandbytes' NF4 layout."""
+    stored = config.get("quantization_config")
+    if not isinstance(stored, Mapping):
+        return False
+    kind = stored.get("bnb_4bit_quant_type")
+    return stored.get("quant_method") == "bitsandbytes" and bool(stored.get("load_in_4bit")) and kind == "nf4"

@@ -1,0 +1,69 @@
+"""What quantised weights take, against tensors that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ftkernels.nf4 import quantize_nf4
+
+from ftcli.preflight.device import named_device
+from ftcli.preflight.facts import ModelFacts, read_facts
+from ftcli.preflight.families import Linear
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.quantization import nf4_bytes
+
+LORA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
+
+
+@pytest.fixture
+def estimate(load: Callable[..., Any]) -> Callable[..., tuple[MemoryEstimate, ModelFacts]]:
+    def _estimate(*overrides: str, work: Any = "train") -> tuple[MemoryEstimate, ModelFacts]:
+        loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}", *overrides)
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        gpu = named_device("h200")
+        found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work=work)
+        assert found is not None
+        return found, facts
+
+    return _estimate
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("shape", [(256, 512), (33, 65)])
+def test_a_layers_bytes_are_those_of_its_tensors(shape: tuple[int, int], double_quant: bool) -> None:
+    stored = quantize_nf4(torch.randn(shape), double_quant=double_quant).stored_bytes
+    assert nf4_bytes(Linear("x", shape[1], shape[0]), double_quant=double_quant) == stored
+
+
+def test_llama_in_nf4_takes_a_third_of_its_bfloat16_bytes(estimate: Callable[..., Any]) -> None:
+    plain, facts = estimate()
+    packed, _ = estimate("quantization.method=nf4")
+    single, _ = estimate("quantization.method=nf4", "quantization.double_quant=false")
+    linears = facts.shape.linear_parameters
+    assert plain.parts["weights"] - packed.parts["weights"] == pytest.approx(
+        linears * (2 - 0.5 - 1 / 64 - 4 / 64 / 256), rel=1e-3
+    )
+    assert single.parts["weights"] - packed.parts["weights"] == pytest.approx(
+        linears * (3 / 64 - 4 / 64 / 256), rel=1e-2
+    )
+    assert packed.total_bytes < single.total_bytes < plain.total_bytes
+
+
+def test_one_product_is_dequantised_at_a_time(estimate: Callable[..., Any]) -> None:
+    fused, facts = estimate("quantization.method=nf4")
+    gate_and_up = 2 * facts.shape.intermediate_size * facts.shape.hidden_size * 2
+    assert fused.parts["dequantized weights"] == gate_and_up
+    assert "dequantized weights" in fused.phases["backward"]
+    assert "dequantized weights" not in fused.phases["forward"]
+    alone, _ = estimate("quantization.method=nf4", "model.kernels=off")
+    assert alone.parts["dequantized weights"] == gate_and_up // 2
+    assert "dequantized weights" not in estimate()[0].parts
+
+
+def test_export_counts_the_full_precision_base(estimate: Callable[..., Any]) -> None:
+    packed, facts = estimate("quantization.method=nf4", work="export")
+    assert packed.parts["weights"] == 2 * facts.shape.parameters
