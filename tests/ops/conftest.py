@@ -37,6 +37,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return poisoning
 
+    # torch remembers which functions make tensors at the first use of a device context: it must find the true ones.
+    with torch.device("cpu"):
+        torch.zeros(0)
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
     monkeypatch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
