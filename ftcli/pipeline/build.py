@@ -177,6 +177,13 @@ def _stored(recipe: Recipe) -> str:
     return "" if method == "none" else f", linear layers in {method}"
 
 
+def quantization_table(built: Built) -> list[dict[str, Any]]:
+    """The manifest's table of quantised layers; empty for a model without."""
+    from ftcli.model.quantized import quantized_layers
+
+    return quantized_layers(built.model)
+
+
 def with_adapters(built: Built, recipe: Recipe, report: PreflightReport) -> Built:
     """The model to train: with fresh adapters under LoRA, as it is for full fine-tuning."""
     if recipe.lora is None:

@@ -58,7 +58,13 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         if epochs.packs is not None:
             build.check_packing(built, report, epochs, texts)
         activations = {"gradient_checkpointing": recipe.train.gradient_checkpointing, **_pinned(report)}
-        add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check, activations=activations)
+        add_to_manifest(
+            context,
+            kernels=kernels.table,
+            self_check=kernels.self_check,
+            activations=activations,
+            quantization=build.quantization_table(built),
+        )
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
     keep_inputs(context, _inputs(recipe, report, texts, train_data, built))
     summary = fit(

@@ -1,0 +1,108 @@
+"""A QLoRA run is a run like any other: it saves, resumes, evaluates and is exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ftcli.assets import asset
+from ftcli.config import QuantizationConfig
+from ftcli.model.quantized import QuantizedLinear, quantize_linears
+from tests.e2e.conftest import User
+
+NF4: dict[str, Any] = {"quantization": {"method": "nf4"}, "checkpoint": {"every_steps": 3}}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def dequantized_model(folder: Path) -> Path:
+    """The bundled model with every linear weight replaced by what its NF4 form stands for."""
+    source = asset("models", "tiny-gemma2")
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    packed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    quantize_linears(packed, QuantizationConfig(method="nf4"))
+    with torch.no_grad():
+        for name, module in packed.named_modules():
+            if isinstance(module, QuantizedLinear):
+                plain.get_submodule(name).weight.copy_(module.frozen_weight().dequantize(torch.float32))
+    path = folder / "dequantized"
+    plain.save_pretrained(path)
+    for file in Path(source).iterdir():
+        if not (path / file.name).exists() and file.is_file():
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def test_a_qlora_run_saves_resumes_evaluates_and_is_exported(user: User) -> None:
+    done = user.done("train", user.recipe("whole", **NF4))
+    assert done["steps"] == 6
+    run = user.folder / "whole"
+
+    table = json.loads((run / "manifest.json").read_text())["quantization"]
+    assert {entry["method"] for entry in table} == {"nf4"}
+    assert len(table) == 4 * 7
+    first = next(entry for entry in table if entry["layer"] == "model.layers.0.mlp.gate_proj")
+    assert first["shape"] == [512, 256]
+    assert first["bytes"] < 0.6 * 512 * 256 + 4 * (16 + 257)
+
+    # The adapter is PEFT's, and none of the packed base is saved with it.
+    saved = weights(run)
+    assert all(".lora_A." in name or ".lora_B." in name for name in saved)
+
+    # The same bits from a run that was cut off after its first checkpoint.
+    recipe = user.recipe("part", **NF4)
+    user.done("train", recipe)
+    part = user.folder / "part"
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (part / "adapter" / name).unlink()
+    status = json.loads((part / "status.json").read_text())
+    (part / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+    user.done("train", recipe)
+    assert user.losses("part") == user.losses("whole")
+    resumed = weights(part)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in saved.items())
+
+    evaluated = user.done("eval", str(user.folder / "whole.yaml"), "--run", str(run))
+    held_out = json.loads((run / "eval.json").read_text())
+    assert evaluated["run"]["loss"] == pytest.approx(held_out["run"]["loss"])
+    assert evaluated["run"]["loss"] < evaluated["base"]["loss"]
+
+    exports = user.done("export", str(run))["exports"]
+    assert {export["format"] for export in exports} == {"adapter", "safetensors"}
+    merged = load_file(Path(next(e["path"] for e in exports if e["format"] == "safetensors")) / "model.safetensors")
+    base = load_file(asset("models", "tiny-gemma2") / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (saved[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    wanted = (base[f"{name}.weight"].float() + 32 / 4 * b @ a).to(base[f"{name}.weight"].dtype)
+    assert torch.equal(merged[f"{name}.weight"], wanted)  # into full precision, not into what NF4 stands for
+    assert merged[f"{name}.weight"].is_floating_point()
+
+
+def test_quantised_training_is_training_of_the_dequantised_model(user: User) -> None:
+    """Losses of every step and the trained adapter: off the kernels the two take the same products."""
+    user.done("train", user.recipe("packed", quantization={"method": "nf4"}))
+    dense = str(dequantized_model(user.folder))
+    user.done("train", user.recipe("dense", model={"name_or_path": dense}))
+    assert user.losses("packed") == pytest.approx(user.losses("dense"), rel=1e-5)
+    packed, reference = weights(user.folder / "packed"), weights(user.folder / "dense")
+    for name, tensor in reference.items():
+        assert float((packed[name] - tensor).norm() / tensor.norm().clamp(min=1e-12)) < 1e-3, name
+    user.done("train", user.recipe("plain"))
+    assert user.losses("plain") != pytest.approx(user.losses("packed"), rel=1e-4)
+
+
+def test_random_weights_are_quantised_as_they_are_drawn(user: User) -> None:
+    recipe = user.recipe("r", model={"init": "random"}, quantization={"method": "nf4", "double_quant": False})
+    first = user.done("train", recipe, "--max-steps", "2")
+    again = user.done("train", recipe, "--max-steps", "2", "--set", f"run.output_dir={user.folder / 'again'}")
+    assert first["train_loss"] == again["train_loss"]
+    table = json.loads((user.folder / "r" / "manifest.json").read_text())["quantization"]
+    assert len(table) == 4 * 7
