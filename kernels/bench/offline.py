@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_rope, rope
+from ftkernels import cross_entropy, glu_kernels, lowrank_add, nf4, nf4_kernels, norm_parts, qkv_rope, rope
 
 
 class _NoGpu(DriverBase):
@@ -114,6 +114,19 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
         "qkv rope forward",
         lambda: qkv_rope.qkv_rope_forward(new(rows, width), new(rows, 3 * rank), new(width, rank), rotary),
     )
+    weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
+    n = weight.nested
+    assert n is not None
+    for name, absmax, nested in (
+        ("nested", weight.absmax, (n.absmax, n.table, n.offset, n.block_size)),
+        ("plain", nf4.block_scales(weight), None),
+    ):
+        yield (
+            f"nf4 {name}",
+            lambda absmax=absmax, nested=nested: nf4_kernels.dequantize_triton(
+                weight.data, absmax, weight.table, nested, new(64, hidden), weight.block_size
+            ),
+        )
     yield "qkv rope backward", lambda: qkv_rope.qkv_rope_backward(q, k, k, new(width, rank), rotary, dtype)
 
 

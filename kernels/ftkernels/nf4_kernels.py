@@ -10,7 +10,7 @@ from torch import Tensor
 from ftkernels.device import on_device_of, rounded, store_dtype
 
 #: Elements that one program writes, in whole blocks.
-_TILE = 8192
+_TILE = 4096
 _WARPS = 8
 
 
@@ -24,6 +24,7 @@ def _dequantize_kernel(
     nested_offset,
     out,
     blocks,
+    packed_bytes,
     elements,
     BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
@@ -40,7 +41,7 @@ def _dequantize_kernel(
         scale = tl.load(absmax + block, mask=inside, other=0.0)
     HALF: tl.constexpr = BLOCK // 2
     byte = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    packed = tl.load(data + byte, mask=byte * 2 < elements, other=0).to(tl.int32)
+    packed = tl.load(data + byte, mask=byte < packed_bytes, other=0).to(tl.int32)
     high = tl.load(table + (packed >> 4))
     low = tl.load(table + (packed & 15))
     values = tl.reshape(tl.join(high, low), (ROWS, BLOCK)) * scale[:, None]
@@ -78,6 +79,7 @@ def dequantize_triton(
             nested_offset,
             target,
             absmax.numel(),
+            data.numel(),
             out.numel(),
             BLOCK=block_size,
             NESTED=nested_size,
