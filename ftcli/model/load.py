@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BUNDLED = "bundled:"
 #: Values of ``quantization.method`` that store linear layers quantised.
-QUANTIZED_METHODS = ("nf4",)
+QUANTIZED_METHODS = ("nf4", "fp8")
 
 
 def source_of(name: str) -> str:

@@ -199,6 +199,10 @@ def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) 
         ValueError: a method that stores no quantised linear layers.
         FtcliError: FT323 when the weight holds NaN or infinity.
     """
+    if settings.method == "fp8":
+        from ftcli.model.fp8 import fp8_linear  # its base class is here
+
+        return fp8_linear(linear, name)
     if settings.method == "nf4":
         try:
             weight = quantize_nf4(linear.weight, double_quant=settings.double_quant)

@@ -35,6 +35,7 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
+        "quantization.method=bitnet",
         "launch.num_processes=2",
         "launch.engine=ddp",
         "launch.engine=fsdp",
