@@ -24,8 +24,14 @@ _NESTED_BLOCK = 256
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def weight_bytes(quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int) -> int:
-    """Bytes of the base model as it is held."""
+#: Share of a device's memory up to which ``keep_dequantized: auto`` spends it.
+_AMPLE = 0.8
+
+
+def weight_bytes(
+    quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, kept_layers: int = 0
+) -> int:
+    """Bytes of the base model as it is held, ``kept_layers`` of its decoder layers dequantised."""
     if quantization.method not in ("nf4", "fp8"):
         return shape.parameters * parameter_bytes
     quantised = sum(linear.in_features * linear.out_features for linear in shape.linears) * shape.num_layers
@@ -33,7 +39,23 @@ def weight_bytes(quantization: QuantizationConfig, shape: ModelShape, parameter_
         stored = sum(fp8_bytes(linear) for linear in shape.linears)
     else:
         stored = sum(nf4_bytes(linear, double_quant=quantization.double_quant) for linear in shape.linears)
-    return (shape.parameters - quantised) * parameter_bytes + stored * shape.num_layers
+        quantised = quantised // shape.num_layers * (shape.num_layers - kept_layers)
+    return (shape.parameters - quantised) * parameter_bytes + stored * (shape.num_layers - kept_layers)
+
+
+def layers_with_room(
+    quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, needed: int, available: int | None
+) -> int:
+    """How many layers ``keep_dequantized: auto`` dequantises once and for all, where the run needs ``needed`` bytes
+    without any.
+    """
+    if available is None:
+        return 0
+    packed, dense = (
+        weight_bytes(quantization, shape, parameter_bytes, kept_layers=kept) for kept in (0, shape.num_layers)
+    )
+    layer = (dense - packed) // shape.num_layers
+    return max(0, min(shape.num_layers, (int(_AMPLE * available) - needed) // layer))
 
 
 def nf4_bytes(linear: Linear, *, double_quant: bool) -> int:
