@@ -22,7 +22,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
 
     Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
-    operations counted by :mod:`ftcli.preflight.flops`.
+    operations counted by :mod:`ftcli.preflight.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
     """
     recipe = _bench_recipe(loaded.recipe, options)
     report = preflight(replace(loaded, recipe=recipe), command="bench", device=None, offline=True)
@@ -38,6 +38,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         gradient_checkpointing=recipe.train.gradient_checkpointing,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
+    measured |= _fp8_rate(flops, report, recipe, options)
     return {
         "recipe": str(loaded.path),
         "mode": "evaluation" if options.evaluation else "training",
@@ -191,10 +192,34 @@ def _forward(flops: StepFlops, recipe: Recipe) -> float:
     return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
 
 
+def _fp8_rate(
+    flops: StepFlops | None, report: PreflightReport, recipe: Recipe, options: BenchOptions
+) -> dict[str, float | None]:
+    """The fp8 rate of this machine, and the share of a step's operations that run at it; None where none do."""
+    rate = share = None
+    plain = report.device.kind != "cuda" or report.plan.compute != "bfloat16"
+    if recipe.quantization.method == "fp8" and flops is not None and not plain:
+        from ftcli.pipeline import build
+        from ftcli.trainers.bench import measure_fp8_rate
+
+        rate = measure_fp8_rate(build.device_of(report)) / 1e12
+        # What checkpointing runs again is linear layers for the most part.
+        share = (
+            flops.linear / 2.0 / _forward(flops, recipe)
+            if options.evaluation
+            else (flops.linear + flops.recompute) / flops.total
+        )
+    return {"fp8_matmul_tflops": rate, "fp8_share_of_operations": share}
+
+
 def _share(operations: float | None, measured: dict[str, Any]) -> dict[str, Any]:
     if operations is None:
         return {"flops_per_token": None, "bound_tokens_per_second": None, "share_of_bound": None}
-    bound = measured["matmul_tflops"] * 1e12 / operations
+    in_fp8 = measured["fp8_share_of_operations"] or 0.0
+    seconds = (1.0 - in_fp8) / measured["matmul_tflops"]
+    if in_fp8:
+        seconds += in_fp8 / measured["fp8_matmul_tflops"]
+    bound = 1e12 / (operations * seconds)
     return {
         "flops_per_token": operations,
         "bound_tokens_per_second": bound,

@@ -22,8 +22,10 @@ LARGEST_FUSED_RANK = 64
 #: The attention kernels' smallest tiles need this much shared memory a block.
 ATTENTION_SHARED_MEMORY = 99 * 1024
 WIDEST_HEAD = 256
+#: GPUs with fp8 instructions.
+FP8_CAPABILITY = (8, 9)
 
-Runs = Literal["triton", "torch", "transformers", "cudnn", "flash", "sdpa", "eager"]
+Runs = Literal["triton", "torch", "fp8", "transformers", "cudnn", "flash", "sdpa", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ def kernel_rows(
     why = "model.kernels: reference" if elementwise == "torch" else f"{device.name} runs Triton kernels"
     return (
         KernelRow("norms, rotary embedding, gated unit", elementwise, why),
+        *_frozen(recipe, plan, device),
         _low_rank(recipe, plan, device, elementwise),
         *_attention(recipe, facts, plan, device),
         KernelRow("head and loss", elementwise, f"{why}; logits in chunks, never all at once"),
@@ -59,6 +62,18 @@ def _why_transformers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) ->
     if recipe.lora is None:
         return "the kernels keep base weights frozen, and full fine-tuning trains them"
     return f"model_type {facts.model_type} is not in the family table, or the command does not train"
+
+
+def _frozen(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[KernelRow]:
+    """The frozen products, where they are not plain ones: ``ftkernels.fp8.on_tensor_cores``."""
+    if recipe.quantization.method != "fp8":
+        return []
+    part = "products of the frozen weights"
+    if device.capability is None or device.capability < FP8_CAPABILITY:
+        return [KernelRow(part, "torch", f"{device.name} has no fp8 instructions: dequantised to {plan.compute}")]
+    if plan.compute != "bfloat16":
+        return [KernelRow(part, "torch", f"fp8 products are written in bfloat16: dequantised to {plan.compute}")]
+    return [KernelRow(part, "fp8", "e4m3 both ways, on tensor cores")]
 
 
 def _low_rank(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: Runs) -> KernelRow:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from ftkernels.fp8 import multiply_rows, quantize_rows
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.data.load import Row
@@ -123,21 +125,31 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int =
     m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
     left = torch.randn((m, k), device=device, dtype=dtype)
     right = torch.randn((k, n), device=device, dtype=dtype)
-    seconds = [_timed_product(left, right, device) for _ in range(repeats + 3)][3:]
+    seconds = [_timed(partial(torch.mm, left, right), device) for _ in range(repeats + 3)][3:]
     return 2.0 * m * k * n / statistics.median(seconds)
 
 
-def _timed_product(left: torch.Tensor, right: torch.Tensor, device: torch.device) -> float:
+def measure_fp8_rate(device: torch.device, repeats: int = 10) -> float:
+    """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantising is not timed."""
+    m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
+    left, right = (quantize_rows(torch.randn(shape, device=device)) for shape in ((m, k), (n, k)))
+    product = partial(multiply_rows, left, right, torch.bfloat16)
+    seconds = [_timed(product, device) for _ in range(repeats + 3)][3:]
+    return 2.0 * m * k * n / statistics.median(seconds)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``work`` takes on the device."""
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
-        torch.mm(left, right)
+        work()
         end.record()
         torch.cuda.synchronize(device)
         return float(start.elapsed_time(end)) / 1000.0
     began = time.perf_counter()
-    torch.mm(left, right)
+    work()
     return time.perf_counter() - began
 
 

@@ -79,7 +79,7 @@ def test_an_fp8_run_saves_resumes_evaluates_and_is_exported(user: User) -> None:
 
 
 def test_fp8_training_is_training_of_the_dequantised_model(user: User) -> None:
-    """Losses of every step within 3% (measured: 1.7%), on transformers' layers and on ours; adapters point the same way."""
+    """Losses of every step within 3% (measured: 1.7%), on transformers' layers and on ours; adapters point one way."""
     user.done("train", user.recipe("dense", model={"name_or_path": dequantized_model(user.folder)}))
     reference, losses = weights(user.folder / "dense"), user.losses("dense")
     for kernels in ("off", "reference"):

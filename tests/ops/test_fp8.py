@@ -353,3 +353,11 @@ def test_dropout_on_fp8_weights(device: str) -> None:
     (dz,) = torch.autograd.grad(y.sum(), z)
     (wanted,) = torch.autograd.grad(plain.sum(), z)
     assert _relative(dz, wanted) < 1e-6
+
+    # The adapter's own share of the gradient of z goes through the mask: nothing where z was dropped.
+    with torch.no_grad():
+        p.b.normal_()
+    y = lora_linear(z, Projection(w, None, p.a, p.b, 2.0, dropout=0.5), backend="triton")
+    (dz,) = torch.autograd.grad(y.sum(), z)
+    (wanted,) = torch.autograd.grad(lora_linear(z, Projection(w), backend="triton").sum(), z)
+    assert 0.4 < float((dz == wanted).float().mean()) < 0.6

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.kernels import FP8_CAPABILITY
 from ftcli.preflight.precision import DtypePlan
 
 _BUSY_SHARE = 0.9
@@ -30,7 +31,7 @@ ATTENTION_NEEDS: Mapping[str, Need] = MappingProxyType(
     }
 )
 #: fp8 products: Ada and Hopper have the instructions.
-FP8_NEED = Need((8, 9))
+FP8_NEED = Need(FP8_CAPABILITY)
 #: ftcli's own Triton kernels: elementwise and row-wise ones, without tensor cores or large tiles.
 KERNEL_NEED = Need((7, 0), 48 * 1024)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ftkernels.attention_config import Machine
 from ftkernels.device import fuses_products
+from ftkernels.fp8 import on_tensor_cores
 from ftkernels.lowrank import _LARGEST_FUSED_RANK
 
 from ftcli.cli.views import check_text
@@ -45,6 +47,20 @@ def test_attention_is_what_the_model_would_choose(load: Any, gpu: str, dtype: st
     for part, windowed in (("attention, window 4096", True), ("attention, global", False)):
         chosen = choose_attention(machine, AttentionCall(DTYPES[dtype], 256, softcap=50.0, windowed=windowed))
         assert gemma[part].runs == chosen.backend
+
+
+@pytest.mark.parametrize("gpu", sorted(GPUS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp8_products_run_where_the_weights_would_take_them(
+    load: Any, monkeypatch: pytest.MonkeyPatch, gpu: str, dtype: str
+) -> None:
+    device = named_device(gpu)
+    operand: Any = SimpleNamespace(is_cuda=device.kind == "cuda", shape=(32, 32), device=gpu, stride=lambda _: 32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
+    part = "products of the frozen weights"
+    rows = rows_for(load(LLAMA % (dtype, 16), "quantization.method=fp8", "model.kernels=reference"), device)
+    assert (rows[part].runs == "fp8") == on_tensor_cores(operand, operand, DTYPES[dtype])
+    assert part not in rows_for(load(LLAMA % (dtype, 16)), device)
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
