@@ -52,6 +52,11 @@ class QuantizationConfig(Section):
 
     method: Literal["none", "nf4", "fp8", "bitnet"] = Field(default="none", description="Storage format.")
     double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
+    keep_dequantized: bool | Literal["auto"] = Field(
+        default=False,
+        description="NF4: hold the layers' numbers in the compute dtype, which takes a bf16 model's memory and saves "
+        "dequantising; `auto` does so for as many layers as there is ample room for.",
+    )
 
 
 class LoraConfig(Section):

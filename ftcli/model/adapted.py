@@ -7,7 +7,7 @@ from typing import Any
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
-from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
@@ -25,7 +25,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
             return "the weight is stored transposed"
         if len(layer.active_adapters) > 1:
             return "several adapters are active at once"
-    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear):
+    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear | DequantizedLinear):
         return f"its base is a {type(base).__name__}, not a plain linear layer"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "its base weight is trained (full fine-tuning)"

@@ -10,7 +10,7 @@ import torch
 from ftcli.assets import asset
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.model.streamed import load_quantized, random_quantized
+from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.precision import DtypePlan
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BUNDLED = "bundled:"
 #: Values of ``quantization.method`` that store linear layers quantised.
-QUANTIZED_METHODS = ("nf4",)
+QUANTIZED_METHODS = ("nf4", "fp8")
 
 
 def source_of(name: str) -> str:
@@ -85,11 +85,13 @@ def load_model(
     source: str | None = None,
     num_layers: int | None = None,
     quantization: QuantizationConfig | None = None,
+    kept_layers: int = 0,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
     Args:
         quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
+        kept_layers: Of the decoder layers so many are held dequantised.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
 
@@ -101,13 +103,15 @@ def load_model(
 
     dtype = getattr(torch, plan.parameter)
     attention = attention_implementation(model, facts)
-    quantized = quantization if quantization is not None and quantization.method in QUANTIZED_METHODS else None
+    holding = None
+    if quantization is not None and quantization.method in QUANTIZED_METHODS:
+        holding = Holding(quantization, dtype, device, kept_layers)
     if model.init == "random" and source is None:
-        return _random_model(facts.raw, dtype, attention, device, seed, num_layers, quantized)
+        return _random_model(facts.raw, dtype, attention, device, seed, num_layers, holding)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
-        if quantized is not None:
-            return _load_quantized(name, quantized, dtype, attention, device, revision=revision, offline=offline)
+        if holding is not None:
+            return _load_quantized(name, holding, attention, revision=revision, offline=offline)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             name,
             revision=revision,
@@ -142,7 +146,7 @@ def _random_model(
     device: torch.device,
     seed: int,
     num_layers: int | None,
-    quantization: QuantizationConfig | None,
+    holding: Holding | None,
 ) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -152,8 +156,8 @@ def _random_model(
         if values.get("layer_types"):
             values["layer_types"] = values["layer_types"][:num_layers]
     config = AutoConfig.for_model(raw["model_type"], **values)
-    if quantization is not None:
-        return random_quantized(config, quantization, dtype, attention, device, seed)
+    if holding is not None:
+        return random_quantized(config, holding, attention, seed)
     torch.manual_seed(seed)
     with device:  # weights are drawn where they will live: 9 billion numbers on a CPU would take minutes
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -161,19 +165,12 @@ def _random_model(
 
 
 def _load_quantized(
-    name: str,
-    quantization: QuantizationConfig,
-    dtype: torch.dtype,
-    attention: str,
-    device: torch.device,
-    *,
-    revision: str | None,
-    offline: bool,
+    name: str, holding: Holding, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=offline, trust_remote_code=False)
-    model = load_quantized(name, config, quantization, dtype, attention, device, revision=revision, offline=offline)
+    model = load_quantized(name, config, holding, attention, revision=revision, offline=offline)
     with suppress(OSError):  # a model without one keeps what its config says
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)
     return model

@@ -22,6 +22,7 @@ from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
 from ftcli.model.families import ACTIVATIONS, FAMILIES, FamilyKernels
+from ftcli.model.fp8 import Fp8Linear, join_fp8_layers, part_fp8_layers
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
 
@@ -149,6 +150,11 @@ def _join(layer: nn.Module, done: Patch) -> None:
     for names in _JOINED:
         modules: list[Any] = [layer.get_submodule(name) for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
+        fp8 = [base for base in bases if isinstance(base, Fp8Linear)]
+        if len(fp8) == len(bases):
+            join_fp8_layers(fp8)
+            done._restore.append(partial(part_fp8_layers, fp8))
+            continue
         if any(isinstance(base, QuantizedLinear) for base in bases):
             continue  # these become neighbours when they are dequantised
         weights = [base.weight for base in bases]

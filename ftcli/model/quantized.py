@@ -192,6 +192,20 @@ class NF4Linear(QuantizedLinear):
             raise self.state_lost("its scales are not finite")
 
 
+class DequantizedLinear(nn.Linear):
+    """A plain frozen linear layer that holds the numbers a quantised one stands for: its memory is that of a layer
+    which was never quantised, and so is its speed.
+    """
+
+    def __init__(self, layer: NF4Linear, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)  # no weight of its own to begin with
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.layer_name = layer.layer_name
+        self.weight = nn.Parameter(layer.frozen_weight().dequantize(dtype), requires_grad=False)
+        self.register_parameter("bias", layer.bias)
+
+
 def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
     """``linear``'s weight quantised by ``settings.method``, on the device where it is; its bias is shared.
 
@@ -199,6 +213,10 @@ def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) 
         ValueError: a method that stores no quantised linear layers.
         FtcliError: FT323 when the weight holds NaN or infinity.
     """
+    if settings.method == "fp8":
+        from ftcli.model.fp8 import fp8_linear  # its base class is here
+
+        return fp8_linear(linear, name)
     if settings.method == "nf4":
         try:
             weight = quantize_nf4(linear.weight, double_quant=settings.double_quant)
@@ -237,17 +255,23 @@ def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
 
 
 def quantized_layers(model: nn.Module) -> list[dict[str, Any]]:
-    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer."""
-    return [
-        {
-            "layer": module.layer_name,
-            "method": module.method,
-            "shape": [module.out_features, module.in_features],
-            "bytes": module.stored_bytes,
-        }
-        for module in model.modules()
-        if isinstance(module, QuantizedLinear)
-    ]
+    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer, and whether its numbers
+    are held dequantised.
+    """
+    table = []
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | DequantizedLinear):
+            kept = isinstance(module, DequantizedLinear)
+            table.append(
+                {
+                    "layer": module.layer_name,
+                    "method": NF4Linear.method if isinstance(module, DequantizedLinear) else module.method,
+                    "shape": [module.out_features, module.in_features],
+                    "bytes": module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
+                    "dequantized": kept,
+                }
+            )
+    return table
 
 
 def check_weights(model: nn.Module) -> None:

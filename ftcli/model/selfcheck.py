@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of, compute_context, forward_loss
+from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.patch import Patch, patch
 from ftcli.preflight.precision import DtypePlan
 
@@ -39,6 +40,10 @@ class Tolerance:
     output: float
     gradient: float
 
+
+#: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
+#: an H200 with random weights: loss 1.3e-3, output 5.9e-2, gradient 7.3e-2 (Llama-3.1-8B), less for Gemma-2-9B.
+FP8_TOLERANCE = Tolerance(1e-2, 1.2e-1, 1.5e-1)
 
 #: In half precision both sides round differently; a missing or wrong term shows as tens of percent.
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -114,14 +119,15 @@ def self_check(
     model.train(training)
     model.zero_grad(set_to_none=True)
     checks = [_compare(f"layers.{i}", *pair) for i, pair in enumerate(zip(found, wanted, strict=True))]
+    tolerance = FP8_TOLERANCE if any(isinstance(m, Fp8Linear) for m in model.modules()) else TOLERANCES[plan.compute]
     check = SelfCheck(
         rows=small["input_ids"].shape[0],
         tokens=small["input_ids"].numel(),
         loss_patched=patched_loss,
         loss_unpatched=unpatched_loss,
         loss_difference=abs(patched_loss - unpatched_loss) / max(abs(unpatched_loss), 1e-12),
-        worst=_worst(checks, TOLERANCES[plan.compute]),
-        tolerance=TOLERANCES[plan.compute],
+        worst=_worst(checks, tolerance),
+        tolerance=tolerance,
     )
     if not check.passed:
         raise _failed(check)

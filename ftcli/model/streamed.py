@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,34 +21,53 @@ from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import NF4Linear, is_quantizable, quantize_linear, unreadable
+from ftcli.model.quantized import (
+    DequantizedLinear,
+    NF4Linear,
+    QuantizedLinear,
+    is_quantizable,
+    quantize_linear,
+    unreadable,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _STATE = re.compile(
     r"(?P<layer>.+)\.weight\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
 )
 
 
-def random_quantized(
-    config: PretrainedConfig,
-    settings: QuantizationConfig,
-    dtype: torch.dtype,
-    attention: str,
-    device: torch.device,
-    seed: int,
-) -> PreTrainedModel:
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How a model is held: quantised by ``settings``, the rest in ``dtype`` on ``device``; of the decoder layers the
+    first ``kept_layers`` dequantised.
+    """
+
+    settings: QuantizationConfig
+    dtype: torch.dtype
+    device: torch.device
+    kept_layers: int = 0
+
+    def held(self, layer: QuantizedLinear) -> nn.Linear:
+        """The layer itself, or its numbers in ``dtype``."""
+        found = _DECODER_LAYER.search(layer.layer_name)
+        kept = found is not None and int(found[1]) < self.kept_layers
+        return DequantizedLinear(layer, self.dtype) if kept and isinstance(layer, NF4Linear) else layer
+
+
+def random_quantized(config: PretrainedConfig, holding: Holding, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
-    model = _hollow(config, dtype, attention)
+    model = _hollow(config, holding.dtype, attention)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
-        _give_memory(module, device, shared)
+        _give_memory(module, holding.device, shared)
         model._init_weights(module)
         if is_quantizable(name, module):
             assert isinstance(module, nn.Linear)
-            model.set_submodule(name, quantize_linear(module, settings, name))
+            model.set_submodule(name, holding.held(quantize_linear(module, holding.settings, name)))
             full = module._parameters.pop("weight")  # the list above holds the module
             shared = {hollow: given for hollow, given in shared.items() if given is not full}
             del full
@@ -55,15 +75,7 @@ def random_quantized(
 
 
 def load_quantized(
-    source: str,
-    config: PretrainedConfig,
-    settings: QuantizationConfig,
-    dtype: torch.dtype,
-    attention: str,
-    device: torch.device,
-    *,
-    revision: str | None,
-    offline: bool,
+    source: str, config: PretrainedConfig, holding: Holding, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
     """The weights of ``source`` (a folder or a Hub id), linear layers quantised from the dtype they are stored in.
 
@@ -72,10 +84,10 @@ def load_quantized(
         safetensors.SafetensorError: a file is damaged.
         FtcliError: FT323 for tensors that are missing, of another shape, or that the model has no place for.
     """
-    model = _hollow(config, dtype, attention)
+    model = _hollow(config, holding.dtype, attention)
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
-            _give_buffers(module, device)
+            _give_buffers(module, holding.device)
             model._init_weights(module)  # rotary tables and the like: computed, not stored
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     states: dict[str, dict[str, Tensor]] = {}
@@ -88,11 +100,11 @@ def load_quantized(
         if name not in names:
             _require_ignorable(model, key)
         elif tensor.dtype.is_floating_point and not _is_packed(model, name, tensor):
-            _place(model, name, tensor, settings, dtype, device)
+            _place(model, name, tensor, holding)
         else:
             states.setdefault(name, {})["weight"] = tensor
     for name, parts in states.items():
-        _place_packed(model, name, parts, device)
+        _place_packed(model, name, parts, holding)
     model.tie_weights()
     _require_complete(model)
     model.requires_grad_(False)
@@ -170,14 +182,7 @@ def _is_packed(model: nn.Module, name: str, tensor: Tensor) -> bool:
     return is_quantizable(name.rpartition(".")[0], module) and name.endswith(".weight") and tensor.shape[-1:] == (1,)
 
 
-def _place(
-    model: nn.Module,
-    name: str,
-    tensor: Tensor,
-    settings: QuantizationConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding) -> None:
     """One full-precision tensor to its place, quantised where it is a linear layer's weight."""
     layer, _, leaf = name.rpartition(".")
     module = model.get_submodule(layer)
@@ -187,13 +192,14 @@ def _place(
         raise unreadable(f"{name} is stored with shape {tuple(tensor.shape)} and must be {tuple(wanted.shape)}")
     if leaf == "weight" and is_quantizable(layer, module):
         assert isinstance(module, nn.Linear)
-        module.weight = nn.Parameter(tensor.to(device), requires_grad=False)
-        model.set_submodule(layer, quantize_linear(module, settings, layer))
+        module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
+        model.set_submodule(layer, holding.held(quantize_linear(module, holding.settings, layer)))
     else:
-        module._parameters[leaf] = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        placed = tensor.to(holding.device, holding.dtype)
+        module._parameters[leaf] = nn.Parameter(placed, requires_grad=False)
 
 
-def _place_packed(model: nn.Module, name: str, parts: Mapping[str, Tensor], device: torch.device) -> None:
+def _place_packed(model: nn.Module, name: str, parts: Mapping[str, Tensor], holding: Holding) -> None:
     layer = name.removesuffix(".weight")
     module = model.get_submodule(layer)
     if not is_quantizable(layer, module):
@@ -201,10 +207,10 @@ def _place_packed(model: nn.Module, name: str, parts: Mapping[str, Tensor], devi
     assert isinstance(module, nn.Linear)
     shape = torch.Size((module.out_features, module.in_features))
     try:
-        weight = nf4_from_bitsandbytes({part: tensor.to(device) for part, tensor in parts.items()}, shape)
+        weight = nf4_from_bitsandbytes({part: tensor.to(holding.device) for part, tensor in parts.items()}, shape)
     except ValueError as error:
         raise unreadable(f"{layer} {tuple(shape)}: {error}") from error
-    model.set_submodule(layer, NF4Linear(weight, module.bias, layer))
+    model.set_submodule(layer, holding.held(NF4Linear(weight, module.bias, layer)))
 
 
 def nf4_from_bitsandbytes(parts: Mapping[str, Tensor], shape: torch.Size) -> NF4Weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def build_base(
     device = device_of(report)
     session.reporter.info(
         f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {report.plan.parameter}"
-        f"{_stored(recipe)} on {device}"
+        f"{_stored(recipe, report)} on {device}"
     )
     model = load_model(
         recipe.model,
@@ -167,14 +168,25 @@ def build_base(
         source=str(weights) if weights is not None else None,
         num_layers=num_layers,
         quantization=recipe.quantization if weights is None else None,
+        kept_layers=_kept_layers(recipe, report),
     )
     align_special_tokens(model, texts.tokenizer, texts.stops)
     return Built(model, device)
 
 
-def _stored(recipe: Recipe) -> str:
-    method = recipe.quantization.method
-    return "" if method == "none" else f", linear layers in {method}"
+def _kept_layers(recipe: Recipe, report: PreflightReport) -> int:
+    """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
+    if report.memory is not None:
+        return report.memory.kept_layers
+    return sys.maxsize if recipe.quantization.keep_dequantized is True else 0
+
+
+def _stored(recipe: Recipe, report: PreflightReport) -> str:
+    method, kept = recipe.quantization.method, _kept_layers(recipe, report)
+    if method == "none":
+        return ""
+    held = "" if not kept else f" ({'all' if report.memory is None else kept} decoder layers held dequantized)"
+    return f", linear layers in {method}{held}"
 
 
 def quantization_table(built: Built) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from ftcli.preflight.families import ModelShape
 from ftcli.preflight.fused_activations import packed_rank
 from ftcli.preflight.policies import Execution, Work, execution_of
 from ftcli.preflight.precision import DtypePlan
-from ftcli.preflight.quantization import dequantized_bytes, weight_bytes
+from ftcli.preflight.quantization import dequantized_bytes, layers_with_room, weight_bytes
 
 #: CUDA context, cuBLAS workspaces and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 1100 * 2**20}
@@ -60,12 +60,13 @@ class MemoryEstimate:
 
     ``parts`` maps each part's name to bytes. ``phases`` maps each phase to the names of the parts it holds at once.
     ``peak`` is the phase that needs most and ``total_bytes`` what it needs. ``pinned_host_bytes`` are on the host, and
-    in none of these.
+    in none of these. ``kept_layers`` of the decoder layers hold the numbers of their quantised weights in full.
     """
 
     parts: Mapping[str, int]
     phases: Mapping[str, tuple[str, ...]]
     pinned_host_bytes: int = 0
+    kept_layers: int = 0
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes that are needed at once in a phase."""
@@ -136,7 +137,8 @@ def estimate_memory(
     if shape is None:
         return None
     execution = execution_of(recipe, facts, plan, device, work=work)
-    arithmetic = _Arithmetic(recipe, facts, shape, plan, device, execution)
+    kept = _kept_layers(recipe, facts, plan, device, work)
+    arithmetic = _Arithmetic(recipe, facts, shape, plan, device, execution, kept)
     parts = {"weights": arithmetic.weights(work), **arithmetic.persistent(work)}
     held = tuple(parts)
     phases: dict[str, tuple[str, ...]] = {}
@@ -163,7 +165,21 @@ def estimate_memory(
     shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
     parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
     phases = {phase: (*names, "runtime") for phase, names in phases.items()}
-    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), arithmetic.pinned_host_bytes(work))
+    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), arithmetic.pinned_host_bytes(work), kept)
+
+
+def _kept_layers(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, work: Work) -> int:
+    """How many layers ``quantization.keep_dequantized`` comes to."""
+    quantization, shape = recipe.quantization, facts.shape
+    if quantization.method != "nf4" or not quantization.keep_dequantized or shape is None or work == "export":
+        return 0
+    if quantization.keep_dequantized is True:
+        return shape.num_layers
+    packed = quantization.model_copy(update={"keep_dequantized": False})
+    lean = estimate_memory(recipe.model_copy(update={"quantization": packed}), facts, plan, device, work=work)
+    assert lean is not None
+    needed, available = lean.total_bytes, device.available_bytes
+    return layers_with_room(quantization, shape, plan.parameter_bytes, needed, available)
 
 
 def activation_setting(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, seq_len: int, *, padded: bool) -> Setting:
@@ -194,6 +210,7 @@ class _Arithmetic:
     plan: DtypePlan
     device: DeviceFacts
     execution: Execution
+    kept_layers: int
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -228,10 +245,13 @@ class _Arithmetic:
         """The base model; export merges into it in full precision."""
         if work == "export":
             return self.shape.parameters * self.plan.parameter_bytes
-        return weight_bytes(self.recipe.quantization, self.shape, self.plan.parameter_bytes)
+        quantization, element = self.recipe.quantization, self.plan.parameter_bytes
+        return weight_bytes(quantization, self.shape, element, kept_layers=self.kept_layers)
 
     def dequantized(self) -> dict[str, int]:
         """The one matrix that a product of quantised weights needs in the compute dtype; no part without such."""
+        if self.kept_layers == self.shape.num_layers:
+            return {}
         fused = self.execution.kernels != "transformers"
         dense = dequantized_bytes(self.recipe.quantization, self.shape, self.plan.compute_bytes, on_kernels=fused)
         return {"dequantized weights": dense} if dense else {}

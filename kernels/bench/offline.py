@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ftkernels import cross_entropy, glu_kernels, lowrank_add, nf4, nf4_kernels, norm_parts, qkv_rope, rope
+from ftkernels import cross_entropy, fp8_kernels, glu_kernels, lowrank_add, nf4, nf4_kernels, norm_parts, qkv_rope, rope
 
 
 class _NoGpu(DriverBase):
@@ -82,6 +82,13 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
         "norm backward, dw",
         lambda: norm_parts.norm_backward(x, x, w, new(rows, of=torch.float32), "llama", want_dw=True),
     )
+    for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
+        yield (
+            f"quantize rows {name}",
+            lambda width=width, widest=widest: fp8_kernels.quantize_rows_triton(new(rows, width), widest=widest),
+        )
+    values, scales = new(rows, hidden, of=fp8_kernels.E4M3), new(rows, of=torch.float32)
+    yield "norm forward, quantized", lambda: norm_parts.norm_forward(x, w, 1e-5, "llama", quantized=(values, scales))
     heads = new(1, rows, 32, head)
     yield "norm over heads", lambda: norm_parts.norm_forward(heads, new(head), 1e-5, "llama")
     q, k, cos = new(1, 32, rows, head), new(1, 8, rows, head), new(1, rows, head)
@@ -182,8 +189,8 @@ def main() -> None:
     try:
         for rank in options.ranks:
             for name, launch in cases(rank, getattr(torch, options.dtype)):
-                if options.only not in name:
-                    continue
+                if options.only not in name or ("quantize" in name and options.capability < 89):
+                    continue  # below 8.9 there is no e4m3
                 record.clear()
                 try:
                     launch()

@@ -25,6 +25,7 @@ from ftkernels.lowrank import (
     Plan,
     adapter_tensors,
     enter,
+    enter_base,
     group_backward,
     make_plan,
     pack,
@@ -94,8 +95,8 @@ class _LoraLinear(torch.autograd.Function):
         *_: Tensor | None,
     ) -> Tensor:
         with without_autocast(z):
-            x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
-            y, packed, xa = products(plan, x)
+            x, rstd, rows = enter_base(plan, z.reshape(-1, z.shape[-1]), norm_weight)
+            y, packed, xa = products(plan, x, rows)
             res2 = None if residual is None else residual.reshape(-1, residual.shape[-1])
             y = lowrank_add(y, xa, packed.b, res2, triton_kernel=plan.fused)
         ctx.plan, ctx.z_shape, ctx.z_dtype = plan, z.shape, z.dtype

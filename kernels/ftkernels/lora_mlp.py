@@ -38,7 +38,7 @@ from ftkernels.lowrank import (
     b_grads,
     base_backward,
     base_forward,
-    enter,
+    enter_base,
     group_backward,
     make_plan,
     pack_a,
@@ -157,8 +157,8 @@ class _Inner:
 def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
     """Everything up to gate and up, the same bits each time."""
     inner = spec.inner
-    x, rstd = enter(inner, z.reshape(-1, z.shape[-1]), norm_weight)
-    gate_up, packed, xa = products(inner, x)
+    x, rstd, rows = enter_base(inner, z.reshape(-1, z.shape[-1]), norm_weight)
+    gate_up, packed, xa = products(inner, x, rows)
     if not spec.fused and xa is not None and packed.b is not None:
         for index, columns in enumerate(inner.columns()):
             lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)

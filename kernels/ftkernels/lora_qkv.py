@@ -24,7 +24,7 @@ from ftkernels.lowrank import (
     Packed,
     Plan,
     adapter_tensors,
-    enter,
+    enter_base,
     group_backward,
     make_plan,
     products,
@@ -130,8 +130,8 @@ class _LoraQkv(torch.autograd.Function):
         columns = plan.columns()
         with without_autocast(z):
             z2 = z.reshape(-1, z.shape[-1])
-            x, rstd = enter(plan, z2, norm_weight)
-            y, packed, xa = products(plan, x)
+            x, rstd, rows = enter_base(plan, z2, norm_weight)
+            y, packed, xa = products(plan, x, rows)
             if cos is not None and sin is not None:
                 y = qkv_rope_forward(y, xa, packed.b, _rotary(plan, cos, sin, head_dim))
             elif xa is not None and packed.b is not None:

@@ -33,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkernels.device import BackendName, choose_backend, fuses_products
-from ftkernels.fp8 import Fp8Rows, joined_fp8
+from ftkernels.fp8 import Fp8Rows, Fp8Weight, joined_fp8
+from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
 from ftkernels.norm_parts import (
     WIDEST_ROW,
@@ -59,7 +60,8 @@ def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
 class Plan:
     """What does not change between forward and backward of a group, tensors that autograd must see excepted.
 
-    ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own.
+    ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own. ``fp8``: the
+    group's one weight when it is multiplied in fp8.
     """
 
     projections: tuple[Projection, ...]
@@ -70,6 +72,7 @@ class Plan:
     triton: bool
     fused: bool
     seeds: tuple[int | None, ...]
+    fp8: Fp8Weight | None
 
     @property
     def out_features(self) -> int:
@@ -111,6 +114,7 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
         seeds=tuple(
             int(torch.randint(2**62, ())) if p.dropout > 0.0 and p.a is not None else None for p in projections
         ),
+        fp8=joined_fp8([p.weight for p in projections]),
     )
 
 
@@ -166,6 +170,19 @@ def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Te
     return norm_forward_torch(x, norm_weight, plan.eps, plan.norm_form, plan.dtype)
 
 
+def enter_base(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Fp8Rows | None]:
+    """``enter``, and for an fp8 product the input quantised by rows where that is free: the norm's kernel holds each
+    row anyway. None elsewhere; the product quantises it then.
+    """
+    on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
+    if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
+        return *enter(plan, x, norm_weight), None
+    q = torch.empty(x.shape, dtype=e4m3_store(), device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype, quantized=(q, scale))
+    return y, rstd, Fp8Rows(q.to(E4M3), scale)
+
+
 def project(plan: Plan, packed: Packed, x: Tensor) -> Tensor | None:
     """xa (M, P * K), or None without adapters; dropout is applied to each adapter's own copy of ``x``."""
     if packed.a is None:
@@ -192,21 +209,15 @@ def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
 
 def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     """The frozen projections side by side, (M, sum O): one GEMM where the weights are neighbours in memory, or are
-    dequantised into neighbours for this call. Weights that multiply by themselves do.
+    dequantised into neighbours for this call. Weights that multiply by themselves do; ``rows`` is x for fp8.
     """
     projections = plan.projections
-    fp8 = joined_fp8([p.weight for p in projections])
-    if fp8 is not None and (len(projections) == 1 or all(p.bias is None for p in projections)):
-        y = fp8.product(x) if rows is None else fp8.product_of_rows(rows, plan.dtype)
-        bias = projections[0].bias
-        return y if bias is None else y.add_(bias)
-    if len(projections) == 1:
+    if plan.fp8 is not None:
+        y = plan.fp8.product(x) if rows is None else plan.fp8.product_of_rows(rows, plan.dtype)
+        return _add_biases(plan, y)
+    if len(projections) == 1 and not isinstance(projections[0].weight, MultiplyingWeight):
         p = projections[0]
-        bias = None if p.bias is None else p.bias.to(plan.dtype)
-        if isinstance(p.weight, MultiplyingWeight):
-            y = p.weight.product(x)
-            return y if bias is None else y.add_(bias)
-        return F.linear(x, dense(p.weight, plan.dtype), bias)
+        return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
     joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
     if joint is not None and all(p.bias is None for p in projections):
         return torch.mm(x, joint.t())
@@ -219,6 +230,12 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
             y[:, columns] = p.weight.product(x)
         else:
             torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
+    return _add_biases(plan, y)
+
+
+def _add_biases(plan: Plan, y: Tensor) -> Tensor:
+    """Each projection's bias onto its columns of ``y``, in place."""
+    for p, columns in zip(plan.projections, plan.columns(), strict=True):
         if p.bias is not None:
             y[:, columns] += p.bias.to(plan.dtype)
     return y
@@ -227,9 +244,8 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
 def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     """``dx + dy @ W`` over all projections, in place on ``dx`` where one is given. dy: (M, sum O)."""
     projections = plan.projections
-    fp8 = joined_fp8([p.weight for p in projections])
-    if fp8 is not None:
-        product = fp8.product_back(dy)
+    if plan.fp8 is not None:
+        product = plan.fp8.product_back(dy)
         return product if dx is None else product.add_(dx)
     joint = joint_matrix([p.weight for p in projections], plan.dtype, dy.device)
     if joint is not None:
@@ -246,10 +262,10 @@ def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     return dx
 
 
-def products(plan: Plan, x: Tensor) -> tuple[Tensor, Packed, Tensor | None]:
+def products(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[Tensor, Packed, Tensor | None]:
     """(base output (M, sum O), packed adapters, xa (M, P * K) or None): the adapters' side beside the base GEMM."""
     side = Side(x.device)
-    y = base_forward(plan, x)
+    y = base_forward(plan, x, rows)
     with side.work():
         packed = pack(plan, x.device)
         xa = project(plan, packed, x)
@@ -286,14 +302,18 @@ def group_backward(
     then a and b of every projection.
     """
     dx = d_norm_weight = None
+    # An fp8 product cannot accumulate onto the adapters' share, so their thin GEMM does onto it.
+    comes_second = plan.fp8 is not None and not plan.drops
     adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
     if packed.a is not None and packed.b is not None:
         dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
-        if wants[0] or wants[1]:
+        if (wants[0] or wants[1]) and not comes_second:
             dx = adapter_dx(plan, packed.a, dxa.to(plan.dtype))
     side = Side(dy.device)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
+        if comes_second and dxa is not None and packed.a is not None:
+            add_mm_(dx, dxa.to(plan.dtype), packed.a)
     if dxa is not None:
         with side.work():
             b_grads(plan, dy, xa, adapters, wants[3::2])

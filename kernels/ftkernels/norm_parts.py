@@ -17,6 +17,7 @@ from ftkernels.device import (
     triton_dtype,
     triton_store_dtype,
 )
+from ftkernels.fp8_kernels import quantized_rows
 from ftkernels.rows import as_rows
 from ftkernels.tiles import Tile
 
@@ -50,11 +51,14 @@ def _forward_kernel(
     y_ptr,
     sum_ptr,
     rstd_ptr,
+    q_ptr,
+    q_scale_ptr,
     M,
     H,
     eps,
     FORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     ACC: tl.constexpr,
     ROUND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -77,7 +81,12 @@ def _forward_kernel(
     y = n * (1.0 + w) if FORM == "gemma" else n.to(ROUND).to(ACC) * w
     if RESIDUAL == "after":
         y += tl.load(res_ptr + dense, mask=mask, other=0.0).to(ACC)
-    tl.store(y_ptr + dense, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + dense, y, mask=mask)
+    if QUANTIZE:  # what is stored is quantised, as a pass of its own would
+        q, q_scale = quantized_rows(y.to(tl.float32))
+        tl.store(q_ptr + dense, q.to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_scale_ptr + rows, q_scale, mask=rows < M)
 
 
 @triton.jit
@@ -151,11 +160,13 @@ def norm_forward(
     residual: Tensor | None = None,
     where: Literal["none", "before", "after"] = "none",
     out_dtype: torch.dtype | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The forward in one launch, no autograd: (y, sum with the residual or None, rstd (M,)). ``out_dtype`` is y's.
 
-    ``where`` says whether the residual is added before the norm, after it, or not at all.
+    ``where`` says whether the residual is added before the norm, after it, or not at all. ``quantized``: memory for y
+    quantised by rows (``ftkernels.fp8``), (M, H) in ``e4m3_store()`` and (M,) float32.
     """
     source = as_rows(x)
     acc = accumulate_dtype(x.dtype)
@@ -172,6 +183,7 @@ def norm_forward(
     if source.count and width:
         rows, block, warps = _tile(width, tile)
         rounding = x.dtype if total is None else total.dtype
+        q, q_scale = quantized or (y, rstd)
         with on_device_of(x):
             _forward_kernel[(triton.cdiv(source.count, rows),)](
                 source.tensor,
@@ -183,11 +195,14 @@ def norm_forward(
                 y,
                 y if total is None else total,
                 rstd,
+                q,
+                q_scale,
                 source.count,
                 width,
                 float(eps),
                 FORM=form,
                 RESIDUAL=where,
+                QUANTIZE=quantized is not None,
                 ACC=triton_dtype(x.dtype),
                 ROUND=triton_store_dtype(rounding),
                 ROWS=rows,

@@ -40,7 +40,7 @@ _WARM = (
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.trainer",
 )
-_SECONDS = 90.0
+_SECONDS = 60.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 

@@ -95,6 +95,8 @@ def test_quantised_training_is_training_of_the_dequantised_model(user: User) -> 
     packed, reference = weights(user.folder / "packed"), weights(user.folder / "dense")
     for name, tensor in reference.items():
         assert float((packed[name] - tensor).norm() / tensor.norm().clamp(min=1e-12)) < 1e-3, name
+    user.done("train", user.recipe("kept", quantization={"method": "nf4", "keep_dequantized": True}))
+    assert user.losses("kept") == user.losses("dense")
     user.done("train", user.recipe("plain"))
     assert user.losses("plain") != pytest.approx(user.losses("packed"), rel=1e-4)
 

@@ -215,16 +215,21 @@ def test_a_nan_names_the_rows_of_its_batch_and_checkpoints_stay_finite(drills: D
 
 
 def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(drills: Drills) -> None:
-    change = {"train": {"max_steps": 4, "per_device_train_batch_size": 32}, "data": {"eval": []}}
+    change = {
+        "lora": {"dropout": 0.2},
+        "train": {"max_steps": 4, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+        "data": {"eval": []},
+        "logging": {"every_steps": 3},
+    }
     drills.run(drills.recipe("whole", **change))
     recipe = drills.recipe("r", **change)
-    said = drills.run(recipe, status=5, prepared=(("starve", STEP, 3, 6 << 20),))
+    said = drills.run(recipe, status=5, prepared=(("starve", STEP, 5, 6 << 20),))
     message = said.split("error[FT703]: ")[1]
-    assert message.startswith("out of memory in the forward pass of step 3 (a batch of 32 rows of ")
+    assert message.startswith("out of memory in the forward pass of step 3 (a batch of 16 rows of ")
     assert "more were asked for; the process held" in message
-    assert "weights 9.52 MiB, optimizer 0.50 MiB, activations" in message
+    assert "weights 9.52 MiB, gradients 0.25 MiB, optimizer 0.50 MiB, activations" in message
     help = message.split("help: ")[1]
-    assert "--set train.per_device_train_batch_size=16 --set train.gradient_accumulation_steps=2 (saves about" in help
+    assert "--set train.per_device_train_batch_size=8 --set train.gradient_accumulation_steps=4 (saves about" in help
     assert "--set train.gradient_checkpointing=true (saves about" in help
     assert f"`--resume {drills.folder}/r/checkpoints/step-00000002` continues from them" in help
     assert drills.checkpoints("r") == ["step-00000002"]

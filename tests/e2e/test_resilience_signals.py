@@ -78,7 +78,9 @@ def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Dril
 
 
 @pytest.mark.parametrize(
-    ("target", "call"), [(SAVE, 1), (EVALUATE, 1), (STEP, 3)], ids=["saving", "evaluating", "the last step"]
+    ("target", "call"),
+    [(SAVE, 1), (EVALUATE, 1), ("ftcli.evaluate.suite:Evaluator.samples", 1), (STEP, 3)],
+    ids=["saving", "evaluating", "sampling", "the last step"],
 )
 def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: str, call: int) -> None:
     drills.run(drills.recipe("whole", train={"max_steps": 3}))

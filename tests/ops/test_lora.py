@@ -416,9 +416,9 @@ def test_a_checkpoint_does_not_run_downs_product_again(
 ) -> None:
     products: list[int] = []
 
-    def counting(plan: Any, x: torch.Tensor) -> torch.Tensor:
+    def counting(plan: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         products.append(plan.out_features)
-        return base_forward(plan, x)
+        return base_forward(plan, x, *rest)
 
     for name in ("ftkernels.lora_mlp", "ftkernels.lowrank"):
         monkeypatch.setattr(import_module(name), "base_forward", counting)

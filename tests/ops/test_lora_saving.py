@@ -128,9 +128,9 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Output features of the base products, in order."""
     products: list[int] = []
 
-    def counting(plan: Any, x: Tensor) -> Tensor:
+    def counting(plan: Any, x: Tensor, *rest: Any) -> Tensor:
         products.append(plan.out_features)
-        return base_forward(plan, x)
+        return base_forward(plan, x, *rest)
 
     for module in ("ftkernels.lora_mlp", "ftkernels.lowrank"):
         monkeypatch.setattr(import_module(module), "base_forward", counting)

@@ -22,7 +22,7 @@ _REQUIRED = (
 
 #: Package, how to install it, and what it is for.
 _OPTIONAL = (
-    ("bitsandbytes", "ftcli[qlora]", "quantization.method: nf4"),
+    ("bitsandbytes", "ftcli[qlora]", "tests that hold NF4 against it; NF4 itself works without"),
     ("gguf", "ftcli[gguf]", "export to GGUF"),
     ("lm-eval", "ftcli[eval]", "public benchmarks"),
     ("wandb", "ftcli[wandb]", "logging.wandb"),

@@ -185,6 +185,9 @@ def _without_effect(context: Context) -> Findings:
             "eval.generate.temperature has no effect without do_sample",
             help="add `do_sample: true`, or remove it",
         )
+    if context.says("quantization.keep_dequantized") and recipe.quantization.method != "nf4":
+        path = "quantization.keep_dequantized"
+        yield context.warning("FT259", path, f"{path} has no effect without method: nf4")
     if context.says("quantization.double_quant") and recipe.quantization.method != "nf4":
         yield context.warning(
             "FT259", "quantization.double_quant", "quantization.double_quant has no effect without method: nf4"

@@ -29,6 +29,8 @@ ATTENTION_NEEDS: Mapping[str, Need] = MappingProxyType(
         "triton": Need((8, 0), 99 * 1024),
     }
 )
+#: fp8 products: Ada and Hopper have the instructions.
+FP8_NEED = Need((8, 9))
 #: ftcli's own Triton kernels: elementwise and row-wise ones, without tensor cores or large tiles.
 KERNEL_NEED = Need((7, 0), 48 * 1024)
 
@@ -49,7 +51,9 @@ def unmet(need: Need, device: DeviceFacts) -> str | None:
 
 
 def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
-    """FT501 dtype, FT502 attention backend, FT503 kernels, FT504 memory in use by others, FT505 slow on a CPU."""
+    """FT501 dtype, FT502 attention backend, FT503 kernels, FT504 memory in use by others, FT505 slow on a CPU,
+    FT508 fp8.
+    """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
         capability = _version(device.capability or (0, 0))
         yield context.error(
@@ -73,9 +77,28 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
                 "FT503", "model.kernels", f"model.kernels triton: {reason}", help="use model.kernels: auto or reference"
             )
     yield from _occupied(context, device)
+    if context.recipe.quantization.method == "fp8":
+        yield from _fp8(context, device, plan)
     if device.kind == "cpu" and plan.compute == "bfloat16":
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
+        )
+
+
+def _fp8(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
+    """On a CPU, and in float32, the quantised numbers are multiplied as the numbers they stand for: right and slow."""
+    path, reason = "quantization.method", unmet(FP8_NEED, device)
+    if device.kind == "cuda" and reason is not None:
+        yield context.error(
+            "FT508", path, f"quantization.method fp8: {reason}", help="use quantization.method: nf4, or none"
+        )
+    elif reason is not None or plan.compute != "bfloat16":
+        where = "on a CPU" if reason is not None else f"with model.dtype {plan.compute}"
+        yield context.warning(
+            "FT508",
+            path,
+            f"fp8 products run on a GPU and in bfloat16; {where} the same numbers are multiplied in {plan.compute}",
+            help="use it here to try a recipe out; quantization.method: none is faster",
         )
 
 

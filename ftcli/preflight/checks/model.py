@@ -161,7 +161,7 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
         yield context.error(
             "FT271",
             path,
-            f"lora.modules_to_save: {name} is stored in {context.recipe.quantization.method}, and cannot be trained whole",
+            f"lora.modules_to_save: {name} is stored in {context.recipe.quantization.method}, which cannot be trained",
             help=f"name it in lora.target_modules, or keep to {', '.join(_TABLES)}, norm",
         )
 

@@ -13,7 +13,7 @@ Installed = Callable[[str], bool]
 _ATTENTION = ("auto", "eager", "sdpa")
 _KERNELS = ("auto", "triton", "reference", "off")
 _EXPORTS = ("adapter", "safetensors")
-_QUANTIZATION = ("none", "nf4")
+_QUANTIZATION = ("none", "nf4", "fp8")
 #: Recipe key, package it needs, and the extra that installs it.
 _TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
 

@@ -28,7 +28,14 @@ from ftcli.model import streamed
 from ftcli.model.adapted import projection_of, why_not_fused
 from ftcli.model.load import load_model
 from ftcli.model.patch import patch
-from ftcli.model.quantized import NF4Linear, QuantizedLinear, check_weights, quantize_linears
+from ftcli.model.quantized import (
+    DequantizedLinear,
+    NF4Linear,
+    QuantizedLinear,
+    check_weights,
+    quantize_linears,
+    quantized_layers,
+)
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.precision import DtypePlan
 
@@ -38,12 +45,14 @@ TINY = asset("models", "tiny-gemma2")
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")
 
 
-def load(source: str | Path = "bundled:tiny-gemma2", settings: QuantizationConfig = NF4, **change: Any) -> Any:
+def load(
+    source: str | Path = "bundled:tiny-gemma2", settings: QuantizationConfig = NF4, kept: int = 0, **change: Any
+) -> Any:
     """The model as a run loads it."""
     model = ModelConfig(name_or_path=str(source), tokenizer="bytes", **change)
     facts = read_facts(model, offline=True, origins=Origins(Section(None, {})))
     device = torch.device("cpu")
-    return load_model(model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings)
+    return load_model(model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings, kept_layers=kept)
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +293,27 @@ def test_random_weights_have_the_models_spread(reference: Any) -> None:
     assert not model.model.norm.weight.any()  # Gemma's norms multiply by 1 + weight
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(dict(model.named_buffers())["model.rotary_emb.inv_freq"], reference.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_kept_layers_hold_the_same_numbers_in_full(init: Any) -> None:
+    packed, kept = load(init=init), load(init=init, kept=2)
+    for name, module in packed.named_modules():
+        if isinstance(module, NF4Linear):
+            other = kept.get_submodule(name)
+            assert type(other) is (DequantizedLinear if int(name.split(".")[2]) < 2 else NF4Linear)
+            if isinstance(other, DequantizedLinear):
+                assert torch.equal(other.weight, module.frozen_weight().dequantize(torch.float32))
+                assert why_not_fused(other) is None
+    ids = torch.randint(0, 256, (1, 9))
+    assert torch.equal(kept(ids).logits, packed(ids).logits)
+    check_weights(kept)
+    applied = patch(kept, "reference")
+    assert all(entry.on for entry in applied.table)
+    assert torch.allclose(kept(ids).logits, packed(ids).logits, rtol=1e-4, atol=1e-4)
+    table = quantized_layers(kept)
+    assert [entry["dequantized"] for entry in table].count(True) == 2 * 7
+    assert {entry["method"] for entry in table} == {"nf4"}
 
 
 # bitsandbytes' files

@@ -35,7 +35,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
-        "quantization.method=fp8",
         "quantization.method=bitnet",
         "launch.num_processes=2",
         "launch.engine=ddp",
@@ -108,6 +107,17 @@ def test_grpo_checkpoints_whole_layers_or_none(policy: str, context: Callable[..
 )
 def test_what_is_carried_out_is_accepted(setting: str, context: Callable[..., Any]) -> None:
     assert list(support.check(context("", setting))) == []
+
+
+def test_grpo_takes_no_quantised_base(context: Callable[..., Any]) -> None:
+    (finding,) = support.check(context(GRPO, "quantization.method=nf4", "lora.r=8", command="grpo"))
+    assert finding.code == "FT250"
+    assert finding.help == "use none"
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
+def test_nf4_with_adapters_is_carried_out(command: str, context: Callable[..., Any]) -> None:
+    assert list(support.check(context("lora: {r: 8}\n", "quantization.method=nf4", command=command))) == []
 
 
 def test_packed_weights_need_adapters(context: Callable[..., Any]) -> None:

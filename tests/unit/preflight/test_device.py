@@ -171,10 +171,15 @@ def machine_codes(context: Context, device: Any) -> list[tuple[str, str]]:
         ("model.attention=eager", "t4", []),
         ("model.kernels=triton", "cpu", [("FT503", "error")]),
         ("model.kernels=triton", "t4", []),
+        ("quantization.method=fp8", "a100-80gb", [("FT508", "error")]),
+        ("quantization.method=fp8", "l4", []),
+        ("quantization.method=fp8", "h200", []),
+        ("quantization.method=fp8", "cpu", [("FT508", "warning")]),
+        ("model.dtype=float32,quantization.method=fp8", "h200", [("FT508", "warning")]),
     ],
 )
 def test_machine_rules(setting: str, device: str, expected: Any, context: Callable[..., Any]) -> None:
-    assert machine_codes(context("", setting), named_device(device)) == expected
+    assert machine_codes(context("", *setting.split(",")), named_device(device)) == expected
 
 
 def test_shared_memory_is_compared() -> None:

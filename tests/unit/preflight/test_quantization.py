@@ -9,6 +9,8 @@ import pytest
 import torch
 from ftkernels.nf4 import quantize_nf4
 
+from ftcli.preflight.checks import crossfield
+from ftcli.preflight.checks.base import Context
 from ftcli.preflight.device import named_device
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.families import Linear
@@ -67,3 +69,42 @@ def test_one_product_is_dequantised_at_a_time(estimate: Callable[..., Any]) -> N
 def test_export_counts_the_full_precision_base(estimate: Callable[..., Any]) -> None:
     packed, facts = estimate("quantization.method=nf4", work="export")
     assert packed.parts["weights"] == 2 * facts.shape.parameters
+
+
+def test_kept_layers_cost_what_bfloat16_costs(estimate: Callable[..., Any]) -> None:
+    kept, facts = estimate("quantization.method=nf4", "quantization.keep_dequantized=true")
+    plain, _ = estimate()
+    assert kept.kept_layers == facts.shape.num_layers
+    assert kept.parts["weights"] == plain.parts["weights"]
+    assert "dequantized weights" not in kept.parts
+    assert kept.total_bytes == plain.total_bytes
+
+
+def test_auto_keeps_as_many_layers_as_there_is_ample_room_for(load: Callable[..., Any]) -> None:
+    found = {}
+    for gpu in ("rtx4090", "a100-40gb", "h200"):
+        loaded = load(
+            f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}",
+            "quantization.method=nf4",
+            "quantization.keep_dequantized=auto",
+            "train.gradient_checkpointing=true",
+            "train.per_device_train_batch_size=4",
+        )
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        device = named_device(gpu)
+        kept = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, device), device, work="train")
+        assert kept is not None
+        assert device.memory_bytes is not None
+        found[gpu] = kept.kept_layers
+        assert kept.total_bytes <= 0.8 * device.memory_bytes
+        if 0 < kept.kept_layers < 32:
+            layer = 2 * facts.shape.linear_parameters // 32
+            assert kept.total_bytes + layer > 0.8 * device.memory_bytes
+    assert 0 < found["rtx4090"] < 32
+    assert found["a100-40gb"] == found["h200"] == 32
+
+
+def test_kept_layers_need_nf4(load: Callable[..., Any]) -> None:
+    loaded = load(LORA, "quantization.keep_dequantized=true")
+    context = Context(loaded.recipe, loaded.origins, "check")
+    assert [f.code for f in crossfield.check(context) if "keep_dequantized" in f.message] == ["FT259"]

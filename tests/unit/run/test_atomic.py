@@ -42,6 +42,15 @@ def test_failed_writes_are_typed(tmp_path: Path, number: int, code: str) -> None
     assert str(tmp_path / "file") in caught.value.findings[0].message
 
 
+def test_a_systems_error_in_a_librarys_words_is_read_from_them(tmp_path: Path) -> None:
+    """safetensors removes what it could not finish: the disk is not full any more when somebody looks."""
+    error = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(FtcliError) as caught, atomic.writing_into(tmp_path, tmp_path / "adapter"):
+        raise error
+    assert caught.value.findings[0].code == "FT724"
+    assert caught.value.__cause__ is error
+
+
 def test_json_with_nan_is_refused_and_finite_makes_it_null(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         atomic.write_json(tmp_path / "x.json", {"loss": float("nan")})

@@ -60,6 +60,32 @@ def test_a_full_disk_while_saving_is_ft724_and_keeps_the_previous(checkpoints: C
     assert names(checkpoints.root) == ["step-00000001"]
 
 
+def test_every_file_is_flushed_before_the_rename_that_makes_it_count(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut cannot be tried here; the order in which things are handed to the disk can."""
+    flushed: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_fsync(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> Path:
+        flushed.append(f"rename to {Path(target).name}")
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    save(checkpoints, 5)
+    there = flushed.index("rename to step-00000005")
+    staged = f".tmp-step-00000005.{os.getpid()}"
+    for name in ("state.bin", "model.safetensors", "optimizer", staged):
+        assert name in flushed[:there], name
+    assert any("complete.json" in name for name in flushed[:there])
+    assert "checkpoints" in flushed[there:], "the folder's entry"
+
+
 @pytest.mark.parametrize("library", ["torch", "safetensors"])
 def test_a_refused_write_that_a_library_reports_in_its_own_way_is_ft724(checkpoints: Checkpoints, library: str) -> None:
     """A limit on the size of files, in a process of its own, is a full disk that needs no disk."""

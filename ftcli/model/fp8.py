@@ -1,0 +1,85 @@
+"""Linear layers whose frozen weight is kept and multiplied in e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weight
+from torch import Tensor, nn
+
+from ftcli.model.quantized import QuantizedLinear, unreadable
+
+_STATE = ("data", "scale", "transposed", "transposed_scale")
+
+
+class Fp8Linear(QuantizedLinear):
+    """A frozen linear layer in e4m3: the parts of an ``ftkernels.fp8.Fp8Weight``, as buffers.
+
+    Products in forward and in the gradient of the input are fp8 products on a GPU that has them (capability 8.9), and
+    the same numbers multiplied in the compute dtype elsewhere.
+    """
+
+    method = "fp8"
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, name: str) -> None:
+        super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
+        self.hold(weight)
+
+    def hold(self, weight: Fp8Weight) -> None:
+        """Takes ``weight``'s tensors for its state."""
+        for name in _STATE:
+            self.register_buffer(name, getattr(weight, name))
+
+    def frozen_weight(self) -> Fp8Weight:
+        """As the base class says; nothing is copied."""
+        parts = [self._buffers.get(name) for name in _STATE]
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
+            missing = [name for name, part in zip(_STATE, parts, strict=True) if part is None]
+            raise self.state_lost(f"{', '.join(missing)} gone")
+        try:
+            weight = Fp8Weight(*present)
+        except ValueError as error:
+            raise self.state_lost(str(error)) from error
+        if weight.shape != (self.out_features, self.in_features):
+            raise self.state_lost(f"its values have shape {tuple(weight.shape)}")
+        return weight
+
+    def check_state(self) -> None:
+        """As the base class says: scales are powers of two, and both copies stand for one matrix."""
+        weight = self.frozen_weight()
+        for scale in (weight.scale, weight.transposed_scale):
+            mantissa, _ = torch.frexp(scale)
+            if not bool((mantissa == 0.5).all()):
+                raise self.state_lost("its scales are no powers of two, so their memory was never written")
+        # The second copy rounds what lies below its smallest step, 2^-9 of the scale.
+        back = Fp8Rows(weight.transposed, weight.transposed_scale).dequantize(torch.bfloat16).t()
+        off = (weight.dequantize(torch.bfloat16) - back).abs_().float()
+        if not bool((off <= weight.transposed_scale * 2.0**-9).all()):
+            raise self.state_lost("its two copies of the weight differ")
+
+
+def fp8_linear(linear: nn.Linear, name: str) -> Fp8Linear:
+    """``linear``'s weight in e4m3, on the device where it is; its bias is shared.
+
+    Raises:
+        FtcliError: FT323 when the weight holds NaN or infinity.
+    """
+    try:
+        weight = quantize_weight(linear.weight)
+    except ValueError as error:
+        raise unreadable(f"{name} {tuple(linear.weight.shape)}: {error}") from error
+    return Fp8Linear(weight, linear.bias, name)
+
+
+def join_fp8_layers(layers: Sequence[Fp8Linear]) -> None:
+    """Lays the weights of layers that read the same input one behind the other: each group is one product then."""
+    for layer, weight in zip(layers, join_fp8([layer.frozen_weight() for layer in layers]), strict=True):
+        layer.hold(weight)
+
+
+def part_fp8_layers(layers: Sequence[Fp8Linear]) -> None:
+    """Gives each layer memory of its own again, as before :func:`join_fp8_layers`, to the bit."""
+    for layer in layers:
+        layer.hold(part_fp8(layer.frozen_weight()))
