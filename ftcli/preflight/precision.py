@@ -17,7 +17,9 @@ class DtypePlan:
 
     ``parameter`` is the base model's, ``adapter`` that of LoRA's matrices (None: full fine-tuning), ``compute`` that
     of the matrix products. ``autocast`` says whether products are cast to ``compute``. ``reason`` is one clause for
-    people: why this compute dtype.
+    people: why this compute dtype. ``reduction`` is that of sums over rows: norms, softmax, the loss. ``gradient`` and
+    ``optimizer`` are those of what is trained. ``loss_scaling``: the loss is multiplied before backward, so that
+    gradients stay above what float16 rounds to zero, and divided out before the step.
     """
 
     parameter: str
@@ -25,6 +27,10 @@ class DtypePlan:
     compute: str
     autocast: bool
     reason: str
+    reduction: str = "float32"
+    gradient: str = "float32"
+    optimizer: str = "float32"
+    loss_scaling: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -42,13 +48,14 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
 
     LoRA keeps the frozen base in the compute dtype and its adapters in float32; full fine-tuning keeps all parameters
     in float32, since an update is often smaller than half a bfloat16 step. Either computes under autocast unless the
-    compute dtype is float32. What the device lacks is not corrected here: ``checks.machine`` reports it.
+    compute dtype is float32. float16 ends at 6e-8 where bfloat16 reaches 1e-38, so its losses are scaled. What the
+    device lacks is not corrected here: ``checks.machine`` reports it.
     """
     compute, reason = _compute(recipe.model.dtype, device)
-    autocast = compute != "float32"
+    autocast, scaled = compute != "float32", compute == "float16"
     if recipe.lora is not None:
-        return DtypePlan(compute, "float32", compute, autocast, reason)
-    return DtypePlan("float32", None, compute, autocast, reason)
+        return DtypePlan(compute, "float32", compute, autocast, reason, loss_scaling=scaled)
+    return DtypePlan("float32", None, compute, autocast, reason, loss_scaling=scaled)
 
 
 def _compute(asked: str, device: DeviceFacts) -> tuple[str, str]:

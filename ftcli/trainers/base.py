@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.progress import LogWindow, RandomStates, WindowState
+from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class RunTrainerMixin:
         self._batch = -1
         self._resume_from: Path | None = None
         self._random_states: RandomStates | None = None
+        self._skipped = SkippedSteps()
         self._at_step_begin: tuple[Tensor | None, Tensor] | None = None
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
 
@@ -117,8 +119,10 @@ class RunTrainerMixin:
         return self._rows[self._batch] if 0 <= self._batch < len(self._rows) else ()
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        scaled = unscale(self)  # type: ignore[arg-type]
         norm: Tensor = super()._clip_grad_norm(model)  # type: ignore[misc]
-        self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
+        if not scaled:  # an overflow under a scale is no fault: the step is skipped and the scale lowered
+            self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
         return norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -151,6 +155,9 @@ class RunTrainerMixin:
     def end_step(self) -> None:
         """After the optimizer has stepped, before anything is logged, evaluated or saved."""
         self.phase = "step"
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        if accelerator.scaler is not None:
+            self._skipped.note(skipped=accelerator.optimizer_step_was_skipped, step=self.state.global_step)
         self._at_step_begin = None
         self._random_states = RandomStates.now()
 

@@ -19,6 +19,7 @@ from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.watch import ROWS_KEY
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def build_sft_trainer(
         processing_class=tokenizer,
     )
     trainer.plan = plan
+    if plan.loss_scaling:
+        use_loss_scaling(trainer, device)
     trainer.epochs = epochs
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
     trainer.bind(hooks, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])

@@ -61,8 +61,8 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             "FT501",
             "model.dtype",
             f"{device.name} has no bfloat16: it needs compute capability 8.0, this GPU has {capability}",
-            help="use model.dtype: float32 (or auto, which takes it here): twice the memory; or a GPU from "
-            "Ampere on (a10, l4, a100, ...)",
+            help="use model.dtype: float16 (the loss is then scaled) or float32 (twice the memory; auto takes it "
+            "here); or a GPU from Ampere on (a10, l4, a100, ...)",
         )
     attention = context.recipe.model.attention
     if attention in ATTENTION_NEEDS:

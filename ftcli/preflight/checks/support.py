@@ -37,13 +37,14 @@ def _values(context: Context) -> Findings:
         ("quantization.method", recipe.quantization.method, _QUANTIZATION),
         ("launch.num_processes", recipe.launch.num_processes, (1,)),
         ("launch.engine", recipe.launch.engine, ("single",)),
-        ("model.dtype", recipe.model.dtype, ("auto", "bfloat16", "float32")),
         ("model.attention", recipe.model.attention, _ATTENTION),
         ("model.kernels", recipe.model.kernels, _KERNELS),
     )
     for path, value, carried_out in refused:
         if value not in carried_out:
             yield _not_yet(context, path, value, carried_out)
+    if context.work == "grpo" and recipe.model.dtype == "float16":
+        yield _not_yet(context, "model.dtype", "float16", ("auto", "bfloat16", "float32"))
     if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
         yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
     if context.work == "grpo" and recipe.quantization.method in _QUANTIZATION[1:]:

@@ -39,7 +39,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "launch.num_processes=2",
         "launch.engine=ddp",
         "launch.engine=fsdp",
-        "model.dtype=float16",
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",
         "model.attention=triton",
