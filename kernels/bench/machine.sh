@@ -27,6 +27,11 @@ done
 step qwen3-8b-none qwen3-8b $(policy false)
 # shellcheck disable=SC2046
 step mistral-7b-none llama3.1-8b $(policy false) --set model.name_or_path=mistralai/Mistral-7B-v0.3
+for recipe in llama3.1-8b gemma2-9b; do
+  # shellcheck disable=SC2046
+  step "$recipe-fp8" $recipe $(policy false) --set quantization.method=fp8 --profile
+done
+"$python" kernels/bench/fp8.py > "$out/fp8.txt" 2>&1
 "$python" kernels/bench/matmul.py > "$out/matmul.txt" 2>&1
 "$python" kernels/bench/attention.py --cases gemma2 llama > "$out/attention.txt" 2>&1
 "$python" kernels/bench/ops.py --compile > "$out/ops.txt" 2>&1
