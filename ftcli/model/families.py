@@ -14,12 +14,13 @@ from ftkernels.norm_parts import NormForm
 class FamilyKernels:
     """How a family's decoder layer is built.
 
-    ``norm`` is the RMSNorm's form. ``block`` is ``pre`` (two norms, each before its half) or ``sandwich`` (four: one
-    before and one after each half). ``head_norm``: queries and keys are normalised by head before the rotation.
+    ``norm`` is the RMSNorm's form. ``block`` is ``pre`` (two norms, each before its half), ``sandwich`` (four: one
+    before and one after each half), or ``parts``: the layer stays, its two norms and its attention run on the kernels.
+    ``head_norm``: queries and keys are normalised by head before the rotation.
     """
 
     norm: NormForm
-    block: Literal["pre", "sandwich"] = "pre"
+    block: Literal["pre", "sandwich", "parts"] = "pre"
     head_norm: bool = False
 
 
@@ -32,6 +33,8 @@ FAMILIES: Mapping[str, FamilyKernels] = MappingProxyType(
         "gemma": FamilyKernels("gemma"),
         "gemma2": FamilyKernels("gemma", "sandwich"),
         "gemma3_text": FamilyKernels("gemma", "sandwich", head_norm=True),
+        # One weight and one adapter for q, k and v, and one for gate and up: not the fused functions' shapes.
+        "phi3": FamilyKernels("llama", "parts"),
     }
 )
 

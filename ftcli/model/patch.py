@@ -39,6 +39,7 @@ _PROJECTIONS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
+_NORMS = ("input_layernorm", "post_attention_layernorm")
 _JOINED = (_PROJECTIONS[:3], _PROJECTIONS[4:6])
 
 
@@ -117,6 +118,9 @@ def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> N
     backbone = getattr(base, base.base_model_prefix)
     for index, layer in enumerate(backbone.layers):
         name = f"layers.{index}"
+        if family.block == "parts":
+            _patch_parts(layer, name, family, backend, done)
+            continue
         reason = _why_not(layer, family)
         if reason is not None:
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
@@ -129,6 +133,16 @@ def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> N
         _swap(backbone, "norm", backbone.norm, FusedNorm(backbone.norm, family.norm, backend), done)
         done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
         _use_attention(base, done)
+
+
+def _patch_parts(layer: Any, name: str, family: FamilyKernels, backend: BackendName, done: Patch) -> None:
+    """Norms alone; attention comes with the model's setting."""
+    for norm in _NORMS:
+        original = layer.get_submodule(norm)
+        _swap(layer, norm, original, FusedNorm(original, family.norm, backend), done)
+        done.table.append(LayerKernel(f"{name}.{norm}", "RMSNorm", on=True, reason=f"{family.norm} form"))
+    reason = "q, k, v and gate, up are single layers with one adapter each"
+    done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=reason))
 
 
 def _why_not(layer: nn.Module, family: FamilyKernels) -> str | None:

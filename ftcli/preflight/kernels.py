@@ -61,6 +61,8 @@ def _why_transformers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) ->
         return f"{device.name} is no CUDA GPU"
     if recipe.lora is None:
         return "the kernels keep base weights frozen, and full fine-tuning trains them"
+    if facts.model_type == "phi3":
+        return "q, k, v and gate, up are single layers with one adapter each; norms and attention are on the kernels"
     return f"model_type {facts.model_type} is not in the family table, or the command does not train"
 
 

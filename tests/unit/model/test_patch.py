@@ -39,11 +39,12 @@ CONFIGS: dict[str, Any] = {
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16}),
     "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 5}),
 }
+PARTS: dict[str, Any] = {"phi3": (transformers.Phi3Config, {"sliding_window": 5})}
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 
 def adapted(name: str, **lora: Any) -> peft.PeftModel:
-    kind, extra = CONFIGS[name]
+    kind, extra = (CONFIGS | PARTS)[name]
     config = kind(**SIZES, **extra)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -93,6 +94,27 @@ def test_loss_gradients_names_generation_and_undo(name: str) -> None:
 
     applied.undo()
     assert not any(isinstance(module, FusedDecoderLayer) for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, logits)
+
+
+def test_phi3_keeps_its_layers_and_takes_norms_and_attention() -> None:
+    """Its q, k, v and gate, up are single layers: the table says so, and `triton`, which allows no rest, refuses."""
+    model, ids = adapted("phi3"), batch()["input_ids"]
+    loss, gradients = run(model)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    applied = patch(model, "reference")
+    on = [entry.layer for entry in applied.table if entry.on]
+    assert on == [f"layers.{i}.{n}" for i in (0, 1) for n in ("input_layernorm", "post_attention_layernorm")] + ["norm"]
+    assert [entry.reason for entry in applied.off] == [
+        "q, k, v and gate, up are single layers with one adapter each"
+    ] * 2
+    patched_loss, patched = run(model)
+    assert patched_loss == pytest.approx(loss, rel=1e-5)
+    for key, wanted in gradients.items():
+        assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    applied.undo()
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, logits)
 
