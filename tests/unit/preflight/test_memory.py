@@ -152,7 +152,9 @@ def test_each_policy_keeps_less_on_the_device_than_the_one_before(case: Callable
         assert [each.estimate().pinned_host_bytes > 0 for each in made] == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("kernels", "tensors"), [("auto", 4), ("off", 1)], ids=["halves and attention", "whole layers"])
+@pytest.mark.parametrize(
+    ("kernels", "tensors"), [("auto", 4), ("off", 1)], ids=["halves and attention", "whole layers"]
+)
 def test_offload_pins_a_power_of_two_for_each_tensor(kernels: str, tensors: int, case: Callable[..., Case]) -> None:
     at = ("data.max_seq_len=4096", "train.per_device_train_batch_size=2", f"model.kernels={kernels}")
     made = case("google/gemma-2-9b", LORA, *at, "train.gradient_checkpointing=offload")
