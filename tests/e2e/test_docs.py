@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DO
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "count", "left"), PAGES)
 def test_a_page_runs(page: str, count: int, left: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
