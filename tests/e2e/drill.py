@@ -311,6 +311,8 @@ class Server:
         self.socket = str(folder / "socket")
         self._folder = folder
         self._started: list[Drill] = []
+        #: Runs that were never disturbed, by what their recipes say; several tests compare with the same one.
+        self.references: dict[str, Path] = {}
         self.environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -41,6 +41,16 @@ class Drills:
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
         return str(path)
 
+    def whole(self, command: str = "train", **change: Any) -> Path:
+        """The directory of a run of this recipe that nothing has disturbed; it is made once for all tests."""
+        key = json.dumps([command, change], sort_keys=True)
+        if key not in self.server.references:
+            folder = Path(self.server.socket).parent / f"whole-{len(self.server.references)}"
+            folder.mkdir()
+            Drills(folder, self.server).run(Drills(folder, self.server).recipe("whole", **change), command=command)
+            self.server.references[key] = folder / "whole"
+        return self.server.references[key]
+
     def start(self, recipe: str, *words: str, prepared: tuple[Preparation, ...] = (), command: str = "train") -> Drill:
         """Starts training."""
         return self.server.start(command, recipe, "--offline", *words, cwd=self.folder, preparations=prepared)
@@ -82,26 +92,26 @@ class Drills:
         assert "Traceback" not in drill.said
         return drill.said
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str | Path) -> dict[str, Any]:
         """A run's status.json."""
         found: dict[str, Any] = json.loads((self.folder / name / "status.json").read_text())
         return found
 
-    def metrics(self, name: str) -> list[dict[str, Any]]:
+    def metrics(self, name: str | Path) -> list[dict[str, Any]]:
         """A run's metrics without what the clock decides."""
         lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
         return [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
 
-    def checkpoints(self, name: str) -> list[str]:
+    def checkpoints(self, name: str | Path) -> list[str]:
         """Names in a run's checkpoints/."""
         return sorted(entry.name for entry in (self.folder / name / "checkpoints").iterdir())
 
-    def require_same_run(self, name: str, other: str) -> None:
+    def require_same_run(self, name: str, other: Path) -> None:
         """Result, metrics and the last checkpoint are equal to the last bit."""
         assert self.metrics(name) == self.metrics(other)
         for result in ("adapter", "model"):
-            if (self.folder / other / result).is_dir():
-                require_same_weights(self.folder / name / result, self.folder / other / result)
+            if (other / result).is_dir():
+                require_same_weights(self.folder / name / result, other / result)
         last = self.checkpoints(other)[-1]
         require_same_checkpoint(*(self.folder / run / "checkpoints" / last for run in (name, other)))
 

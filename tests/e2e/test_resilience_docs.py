@@ -97,8 +97,8 @@ def signal_training(running: Loop, run: Path, number: int, after: int) -> int:
 def test_the_loop_starts_again_after_each_preemption_and_ends_with_the_run(
     drills: Drills, shell: dict[str, str]
 ) -> None:
-    change = {"train": {"max_steps": 40}, "data": {"eval": []}, "checkpoint": {"every_steps": 39}}
-    drills.run(drills.recipe("whole", **change))
+    change = {"train": {"max_steps": 24}, "data": {"eval": []}, "checkpoint": {"every_steps": 23}}
+    whole = drills.whole(**change)
     with loop(drills.recipe("r", **change), shell, drills.folder) as running:
         step = 0
         for _ in range(2):
@@ -106,7 +106,7 @@ def test_the_loop_starts_again_after_each_preemption_and_ends_with_the_run(
         status, said = running.wait()
     assert status == 0, said
     assert said.count("error[FT701]: stopped by SIGTERM") == 2
-    drills.require_same_run("r", "whole")
+    drills.require_same_run("r", whole)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, 137), (signal.SIGINT, 130)])

@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ftcli.assets import asset
-from tests.e2e.conftest import User
 from tests.e2e.resilience import SAVE, STEP, Drills, read_only, require_same_weights, small_disk
 
 EVERY_STEP: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep_last": 9}}
 
 
 def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(drills: Drills) -> None:
-    drills.run(drills.recipe("whole", **EVERY_STEP))
+    whole = drills.whole(**EVERY_STEP)
     disk = drills.folder / "disk"
     disk.mkdir()
     recipe = drills.recipe("r", run={"output_dir": str(disk / "r")}, **EVERY_STEP)
@@ -47,7 +46,7 @@ def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(dri
         shutil.copytree(disk / "r", drills.folder / "r")
     finally:
         mounted.__exit__(None, None, None)
-    drills.require_same_run("r", "whole")
+    drills.require_same_run("r", whole)
 
 
 @pytest.mark.parametrize(("limit", "what"), [(200_000, "safetensors"), (400_000, "torch")])
@@ -81,7 +80,7 @@ def test_a_read_only_output_directory_is_found_before_anything_is_loaded(drills:
 
 
 def test_a_folder_that_becomes_read_only_stops_the_run_and_it_goes_on_later(drills: Drills) -> None:
-    drills.run(drills.recipe("whole", **EVERY_STEP))
+    whole = drills.whole(**EVERY_STEP)
     recipe = drills.recipe("r", **EVERY_STEP)
     drill = drills.paused(recipe, STEP, 3)
     try:
@@ -98,7 +97,7 @@ def test_a_folder_that_becomes_read_only_stops_the_run_and_it_goes_on_later(dril
     assert "Traceback" not in drill.said
     assert drills.checkpoints("r") == ["step-00000001", "step-00000002"]
     drills.run(recipe)
-    drills.require_same_run("r", "whole")
+    drills.require_same_run("r", whole)
 
 
 def test_a_vanished_directory_is_noticed_at_the_next_line_and_not_half_made_again(drills: Drills) -> None:
@@ -113,7 +112,7 @@ def test_a_vanished_directory_is_noticed_at_the_next_line_and_not_half_made_agai
 
 
 def test_a_result_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(drills: Drills) -> None:
-    drills.run(drills.recipe("whole"))
+    whole = drills.whole()
     recipe = drills.recipe("r")
     broken = ("fail", "transformers:PreTrainedTokenizerBase.save_pretrained", "no words left")
     drill = drills.start(recipe, prepared=(broken,))
@@ -123,16 +122,16 @@ def test_a_result_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(dr
     assert not (drills.folder / "r/adapter").exists()
     said = drills.run(recipe)
     assert "train 1/6" not in said
-    require_same_weights(drills.folder / "r/adapter", drills.folder / "whole/adapter")
-    assert drills.metrics("r") == drills.metrics("whole")
-    assert drills.status("r")["trained"]["summary"] == drills.status("whole")["trained"]["summary"]
+    require_same_weights(drills.folder / "r/adapter", whole / "adapter")
+    assert drills.metrics("r") == drills.metrics(whole)
+    assert drills.status("r")["trained"]["summary"] == drills.status(whole)["trained"]["summary"]
 
 
 @pytest.mark.parametrize("how", ["cut short", "another bit"])
 def test_a_damaged_checkpoint_is_passed_over_by_name(drills: Drills, how: str) -> None:
     """The damaged file has megabytes: only reading all of it shows the changed bit."""
     change = {"lora": None, "train": {"max_steps": 4, "optim": "sgd"}, **EVERY_STEP}
-    drills.run(drills.recipe("whole", **change))
+    whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
     drills.stopped(recipe, STEP, 3, signal.SIGTERM, 75)
     weights = drills.folder / "r/checkpoints/step-00000003/model.safetensors"
@@ -150,7 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(drills: Drills, how: str) -
     assert "warning[FT726]" in said
     assert f"{weights.parent} is damaged and is passed over: model.safetensors" in said
     assert f"resuming from {weights.parent.with_name('step-00000002')}" in said
-    drills.require_same_run("r", "whole")
+    drills.require_same_run("r", whole)
 
 
 def test_without_a_usable_checkpoint_the_run_says_that_it_starts_again(drills: Drills) -> None:
@@ -164,17 +163,14 @@ def test_without_a_usable_checkpoint_the_run_says_that_it_starts_again(drills: D
 
 
 @pytest.mark.parametrize("where", ["head", "middle"])
-def test_a_damaged_base_model_is_told_and_is_no_bug(user: User, where: str) -> None:
-    model = user.folder / "model"
+def test_a_damaged_base_model_is_told_and_is_no_bug(drills: Drills, where: str) -> None:
+    model = drills.folder / "model"
     shutil.copytree(asset("models", "tiny-gemma2"), model)
     weights = model / "model.safetensors"
     os.truncate(weights, 100 if where == "head" else weights.stat().st_size // 2)
-    status, document = user.run("train", user.recipe(model={"name_or_path": str(model)}))
-    assert status == 3
-    finding = document["findings"][-1]
-    assert finding["code"] == "FT323"
-    assert "damaged" in finding["message"]
-    assert finding["help"]
+    said = drills.run(drills.recipe("r", model={"name_or_path": str(model)}), status=3)
+    assert f"error[FT323]: a weight file of {model} is damaged" in said
+    assert "help: download or copy it again" in said
 
 
 def test_a_nan_names_the_rows_of_its_batch_and_checkpoints_stay_finite(drills: Drills) -> None:
@@ -221,7 +217,7 @@ def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(dri
         "data": {"eval": []},
         "logging": {"every_steps": 3},
     }
-    drills.run(drills.recipe("whole", **change))
+    whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
     said = drills.run(recipe, status=5, prepared=(("starve", STEP, 5, 6 << 20),))
     message = said.split("error[FT703]: ")[1]
@@ -235,8 +231,8 @@ def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(dri
     assert drills.checkpoints("r") == ["step-00000002"]
     assert drills.status("r")["exit_code"] == 5
     drills.run(recipe)
-    require_same_weights(drills.folder / "r/adapter", drills.folder / "whole/adapter")
-    assert drills.metrics("r") == drills.metrics("whole")
+    require_same_weights(drills.folder / "r/adapter", whole / "adapter")
+    assert drills.metrics("r") == drills.metrics(whole)
 
 
 def test_after_out_of_memory_the_smaller_batch_goes_on_from_the_saved_step(drills: Drills) -> None:
@@ -283,18 +279,18 @@ def test_leftovers_of_a_kill_are_cleared(drills: Drills) -> None:
 def test_killed_at_random_moments_a_run_that_saves_in_every_step_is_the_same_run(drills: Drills) -> None:
     change: dict[str, Any] = {
         "lora": {"dropout": 0.1},
-        "train": {"max_steps": 12},
+        "train": {"max_steps": 9},
         "checkpoint": {"every_steps": 1, "keep_last": 1},
         "logging": {"every_steps": 3},
     }
-    drills.run(drills.recipe("whole", **change))
+    whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
     chance = random.Random(11)
-    for kill in range(4):
+    for kill in range(3):
         drill = drills.start(recipe)
         drill.until(drills.folder / f"r/checkpoints/step-{2 * kill + 1:08d}")
         time.sleep(chance.uniform(0, 0.1))
         drill.signal(signal.SIGKILL)
         assert drill.wait() == -signal.SIGKILL, "it was too quick for this drill"
     drills.run(recipe)
-    drills.require_same_run("r", "whole")
+    drills.require_same_run("r", whole)

@@ -37,7 +37,7 @@ FULL: dict[str, Any] = {**ODD, "lora": None, "train": {**ODD["train"], "optim": 
 def test_half_and_half_is_the_whole(
     drills: Drills, change: dict[str, Any], prepared: tuple[Any, ...], batch: int
 ) -> None:
-    drills.run(drills.recipe("whole", **change), prepared=prepared)
+    whole = drills.whole(**change)
     recipe = drills.recipe("halves", **change)
     drill = drills.paused(recipe, STEP, batch, also=prepared)
     drill.signal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_half_and_half_is_the_whole(
     assert state["logged_step"] == 3, "the drill is to stop between two lines"
     assert state["evaluation_due"], "the drill is to stop where an evaluation is due"
     assert "resuming from" in drills.run(recipe, prepared=prepared)
-    drills.require_same_run("halves", "whole")
+    drills.require_same_run("halves", whole)
     steps = [(line["step"], "loss" in line) for line in drills.metrics("halves")]
     assert steps == [(1, True), (2, False), (3, True), (4, False), (6, True), (6, False), (8, True), (8, False)]
 
@@ -70,7 +70,7 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drill
         "checkpoint": {"every_steps": 5, "keep_last": 3},
         "logging": {"every_steps": 4},
     }
-    drills.run(drills.recipe("whole", **change), command="grpo")
+    whole = drills.whole("grpo", **change)
     recipe = drills.recipe("halves", **change)
     drill = drills.paused(recipe, "ftcli.trainers.grpo:GrpoTrainer.compute_loss", 6, command="grpo")
     drill.signal(signal.SIGTERM)
@@ -79,19 +79,19 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drill
     assert drills.checkpoints("halves") == ["step-00000003"]
     assert (drills.folder / "halves/checkpoints/step-00000003/completions.pt").exists()
     drills.run(recipe, command="grpo")
-    assert "reward" in drills.metrics("whole")[-1]
-    drills.require_same_run("halves", "whole")
+    assert "reward" in drills.metrics(whole)[-1]
+    drills.require_same_run("halves", whole)
 
 
 def test_stopped_in_every_step_it_is_still_the_same_run(drills: Drills) -> None:
     change = {"lora": {"dropout": 0.2}, "train": {"max_steps": 5}, "logging": {"every_steps": 4}}
     change["checkpoint"] = {"every_steps": 4}
-    drills.run(drills.recipe("whole", **change))
+    whole = drills.whole(**change)
     recipe = drills.recipe("pieces", **change)
     for _ in range(3):
         drills.stopped(recipe, STEP, 1, signal.SIGTERM, 75)
     drills.run(recipe)
-    drills.require_same_run("pieces", "whole")
+    drills.require_same_run("pieces", whole)
 
 
 @pytest.fixture
