@@ -361,3 +361,56 @@ def test_dropout_on_fp8_weights(device: str) -> None:
     (dz,) = torch.autograd.grad(y.sum(), z)
     (wanted,) = torch.autograd.grad(lora_linear(z, Projection(w), backend="triton").sum(), z)
     assert 0.4 < float((dz == wanted).float().mean()) < 0.6
+
+
+def test_whatever_is_saved_gives_the_same_bits(device: str) -> None:
+    """Norm, rows and products are formed again in backward; the quantised rows are those of the forward."""
+    weights = _weights(device, [(96, 64), (96, 64), (64, 96)], 2)
+    linear = _weights(device, [(48, 64)], 1)
+    dtype = BF16 if device == "cuda" else F32
+
+    def mlp(save: Any) -> list[Tensor]:
+        def call(z: Tensor, p: list[Projection], norm: Norm, backend: Any) -> list[Tensor]:
+            y = lora_mlp(z, *p, norm=norm, residual="add", save=save, backend=backend)
+            assert isinstance(y, Tensor)
+            return [y]
+
+        return _run(call, device, weights, dtype, "triton")
+
+    def one(save: Any) -> list[Tensor]:
+        return _run(
+            lambda z, p, norm, backend: [lora_linear(z, p[0], norm=norm, save=save, backend=backend)],
+            device,
+            linear,
+            dtype,
+            "triton",
+        )
+
+    for found, wanted in (
+        (mlp("gate_up_once"), mlp("gate_up")),
+        (mlp("input"), mlp("gate_up")),
+        (one("input"), one("products")),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("adapter", [F32, BF16], ids=str)
+@pytest.mark.parametrize("stream", [F32, BF16, torch.float16], ids=str)
+def test_every_dtype_of_stream_and_adapters(
+    device: str, stream: torch.dtype, adapter: torch.dtype, autocast: bool
+) -> None:
+    """Products in autocast's dtype or the stream's; each gradient in the dtype of what it belongs to."""
+    weights = _weights(device, [(96, 64), (96, 64), (64, 96)], 2)
+    made = [_projection(device, w, 4, seed) for seed, w in enumerate(weights)]
+    leaves = [t.detach().to(adapter).requires_grad_() for p in made for t in (p.a, p.b) if t is not None]
+    pairs = zip(leaves[::2], leaves[1::2], strict=True)
+    projections = [Projection(w, None, a, b, 2.0) for w, (a, b) in zip(weights, pairs, strict=True)]
+    z = _random(device, 2, 6, 64).to(stream).requires_grad_()
+    with torch.autocast(torch.device(device).type, dtype=BF16, enabled=autocast):
+        y = lora_mlp(z, *projections, norm=_norm(device, 64))
+    assert isinstance(y, Tensor)
+    assert y.dtype == (BF16 if autocast else stream)
+    grads = torch.autograd.grad(y.float().square().sum(), [z, *leaves])
+    assert [g.dtype for g in grads] == [stream, *[adapter] * 6]
+    assert all(bool(torch.isfinite(g).all()) and bool(g.any()) for g in grads)
