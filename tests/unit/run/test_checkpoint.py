@@ -68,7 +68,7 @@ def test_every_file_is_flushed_before_the_rename_that_makes_it_count(
     fsync, rename = os.fsync, Path.rename
 
     def record_fsync(descriptor: int) -> None:
-        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
         fsync(descriptor)
 
     def record_rename(source: Path, target: Path) -> Path:
@@ -219,7 +219,7 @@ def test_thirty_kills_during_saving_leave_the_last_complete_one_usable(checkpoin
     """Each counts only if it met a save half done; then the newest usable one loads and is what was promised."""
     chance = random.Random(20)
     step, interrupted = 1, 0
-    save(checkpoints, step)
+    save(checkpoints, step, size=600_000)
     for attempt in range(400):
         if interrupted == 30:
             break
