@@ -105,7 +105,7 @@ class GrpoConfig(Section):
 class CheckpointConfig(Section):
     """When state is saved for resuming."""
 
-    every_steps: Count | None = Field(default=None, description="Steps between checkpoints; absent: only on signals.")
+    every_steps: Count | None = Field(default=500, description="Steps between checkpoints; null: only on signals.")
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
     on_sigterm: bool = Field(default=True, description="On SIGTERM finish the step, save and exit 75.")
 

@@ -39,7 +39,9 @@ def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) 
     trained = trained_parameters(recipe, shape)
     weights = 4 * trained.elements
     # Without periodic checkpoints one is written when the run is interrupted.
-    count = recipe.checkpoint.keep_last + 1 if recipe.checkpoint.every_steps is not None else 1
+    every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
+    periodic = every is not None and (steps is None or every <= steps)
+    count = recipe.checkpoint.keep_last + 1 if periodic else 1
     state = optimizer_state_bytes(recipe.train.optim, trained)
     return DiskEstimate(weights + state + _SMALL_FILES, count, weights + _SMALL_FILES, free_bytes)
 

@@ -206,7 +206,7 @@ def _never_reached(context: Context) -> Findings:
         ("eval.every_steps", recipe.eval.every_steps),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
     ):
-        if every is not None and every > steps:
+        if every is not None and every > steps and context.says(path):
             yield context.warning(
                 "FT259", path, f"{path} {every} is never reached: train.max_steps is {steps}", help="use less"
             )

@@ -370,8 +370,10 @@ def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) 
     assert disk.checkpoints == 4
     assert disk.checkpoint_bytes - 12 * trained == disk.result_bytes - 4 * trained
     assert disk.total_bytes == 4 * disk.checkpoint_bytes + disk.result_bytes
-    on_signal = case("google/gemma-2-2b", LORA)
-    assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
+    assert estimate_disk(case("google/gemma-2-2b", LORA).recipe, made.facts.shape, free_bytes=None).checkpoints == 3
+    for setting in ("checkpoint.every_steps=null", "train.max_steps=20"):  # none, or none before the end
+        on_signal = case("google/gemma-2-2b", LORA, setting)
+        assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
 
 
 @pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])
