@@ -212,6 +212,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         seeds={"seed": recipe.run.seed},
         dtype_plan=asdict(report.plan),
         kernels=[],
+        parts=[asdict(row) for row in report.kernel_table],
         data=data,
         resume_step=opened.resume_step,
         previous=context.previous,

@@ -9,12 +9,13 @@ attention from 8.0 on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ftcli.config import Recipe
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.policies import Execution
+from ftcli.preflight.policies import FUSED_FAMILIES, Execution
 from ftcli.preflight.precision import DtypePlan
 
 #: Largest padded LoRA rank whose products ride in the elementwise kernels.
@@ -42,7 +43,11 @@ def kernel_rows(
 ) -> tuple[KernelRow, ...]:
     """One row for each part of a training step, in the order of the model."""
     if execution.kernels == "transformers":
-        return (KernelRow("layers", "transformers", _why_transformers(recipe, facts, device)),)
+        layers = KernelRow("layers", "transformers", _why_transformers(recipe, facts, device))
+        if _takes_parts(recipe, facts, device):
+            return (layers, *_attention(recipe, facts, plan, device))
+        own: Runs = "eager" if execution.attention == "eager" else "sdpa"
+        return (layers, KernelRow("attention", own, "transformers' own"))
     elementwise: Runs = "torch" if execution.kernels == "reference" else "triton"
     why = "model.kernels: reference" if elementwise == "torch" else f"{device.name} runs Triton kernels"
     return (
@@ -54,6 +59,11 @@ def kernel_rows(
     )
 
 
+def _takes_parts(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) -> bool:
+    """Whether norms and attention are on the kernels in layers that are not: ``ftcli.model.families``, ``parts``."""
+    return facts.model_type == "phi3" and device.kind == "cuda" and recipe.model.kernels != "off"
+
+
 def _why_transformers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) -> str:
     if recipe.model.kernels == "off":
         return "model.kernels: off"
@@ -61,9 +71,11 @@ def _why_transformers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts) ->
         return f"{device.name} is no CUDA GPU"
     if recipe.lora is None:
         return "the kernels keep base weights frozen, and full fine-tuning trains them"
-    if facts.model_type == "phi3":
+    if _takes_parts(recipe, facts, device):
         return "q, k, v and gate, up are single layers with one adapter each; norms and attention are on the kernels"
-    return f"model_type {facts.model_type} is not in the family table, or the command does not train"
+    if facts.model_type in FUSED_FAMILIES:
+        return "GRPO generates and trains on transformers' own layers"
+    return f"model_type {facts.model_type} is not in the family table"
 
 
 def _frozen(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[KernelRow]:
@@ -108,30 +120,32 @@ def _attention(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Devic
     """One row, or one for layers with and one for layers without a window that is in force."""
     window = facts.sliding_window
     in_force = window is not None and window < recipe.data.max_seq_len
-    capped = bool(facts.attn_logit_softcapping)
+    row = partial(_attention_row, facts, plan, device)
+    packed = "documents are packed" if recipe.data.packing else None
     if not in_force:
-        return [_attention_row("attention", facts, plan, device, capped=capped, windowed=False)]
-    rows = [_attention_row(f"attention, window {window}", facts, plan, device, capped=capped, windowed=True)]
-    if facts.model_type != "mistral":
-        rows.append(_attention_row("attention, global", facts, plan, device, capped=capped, windowed=False))
+        return [row("attention", packed)]
+    rows = [row(f"attention, window {window}", "a sliding window is in force")]
+    if facts.model_type not in ("mistral", "phi3"):  # there the window is every layer's
+        rows.append(row("attention, global", packed))
     return rows
 
 
-def _attention_row(
-    part: str, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, capped: bool, windowed: bool
-) -> KernelRow:
+def _attention_row(facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, part: str, masked: str | None) -> KernelRow:
+    """``masked``: why the call is not plainly causal, or None."""
     refusal = _no_attention_kernel(facts, device)
-    if capped:
+    if facts.attn_logit_softcapping:
         if refusal is None:
             return KernelRow(part, "triton", "scores are capped, which SDPA cannot do")
         return KernelRow(part, "eager", f"scores are capped, which SDPA cannot do, and {refusal}")
-    if windowed:
+    if masked is not None:
         if refusal is None:
-            return KernelRow(part, "triton", "dense backends cannot skip what is outside the window")
+            return KernelRow(part, "triton", f"{masked}, and dense backends cannot skip what is not seen")
         return KernelRow(part, "sdpa", f"with a dense mask: {refusal}")
     if plan.compute not in ("bfloat16", "float16"):
         return KernelRow(part, "sdpa", f"{plan.compute} has no fused backend")
-    capability = device.capability or (0, 0)
+    capability = device.capability
+    if capability is None:
+        return KernelRow(part, "sdpa", f"{device.name} is no CUDA GPU")
     if capability >= (9, 0):
         return KernelRow(part, "cudnn", "dense causal attention on capability 9.0 or more")
     if capability >= (8, 0):

@@ -45,7 +45,7 @@ def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Dev
     policy = fused_policy(
         capped_without_kernel=capped and not by_kernel,
         reference=kernels == "reference",
-        attention_by_kernel=by_kernel and (capped or windowed),
+        attention_by_kernel=by_kernel and (capped or windowed or recipe.data.packing),
     )
     if capped:
         return Execution("triton" if by_kernel else "eager", kernels, policy)

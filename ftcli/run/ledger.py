@@ -1,49 +1,13 @@
-"""tokens.json and eval.json: what was read of the data, and how the model did.
-
-Both are written by other parts and read by the report; their layout is defined here, once.
-"""
+"""eval.json: how the model did. Written by other parts and read by the report; its layout is defined here, once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftcli.run.atomic import finite, storage_errors, write_json
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetTokens:
-    """What became of one data set's rows and tokens.
-
-    ``rows`` were read; ``rows_kept`` are trained on, ``rows_dropped`` and ``rows_truncated`` were too long.
-    ``tokens`` were rendered; ``tokens_kept`` go into the model, ``tokens_cut`` were cut off or dropped with their
-    rows, ``tokens_masked`` are of ``tokens_kept`` and bear no loss.
-    """
-
-    name: str
-    split: str
-    rows: int
-    rows_kept: int
-    rows_dropped: int
-    rows_truncated: int
-    tokens: int
-    tokens_kept: int
-    tokens_cut: int
-    tokens_masked: int
-    longest: int
-
-
-def write_tokens(path: Path, datasets: Sequence[DatasetTokens]) -> None:
-    """Write tokens.json: ``{"datasets": [...]}``.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
-    with storage_errors(path):
-        write_json(path, {"datasets": [asdict(dataset) for dataset in datasets]})
 
 
 @dataclass(frozen=True, slots=True)

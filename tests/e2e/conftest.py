@@ -74,6 +74,15 @@ class User:
         text = (self.folder / name / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
+    def cut_off(self, name: str) -> Path:
+        """Takes a finished run back to when the machine goes away after its last checkpoint: no result, no end."""
+        run = self.folder / name
+        for file in ("adapter_model.safetensors", "adapter_config.json"):
+            (run / "adapter" / file).unlink()
+        status = json.loads((run / "status.json").read_text())
+        (run / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+        return run
+
     def losses(self, name: str) -> list[float]:
         """The training losses of a run, by step."""
         return [line["loss"] for line in self.metrics(name) if "loss" in line]

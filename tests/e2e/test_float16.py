@@ -38,13 +38,8 @@ def test_a_run_resumes_with_its_loss_scale(user: User) -> None:
     whole = user.losses("whole")
     assert len(whole) == 4
 
-    # As if the machine had gone away after the checkpoint of step 2.
-    run = user.folder / "part"
-    shutil.copytree(user.folder / "whole", run)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (run / "adapter" / name).unlink()
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+    shutil.copytree(user.folder / "whole", user.folder / "part")
+    run = user.cut_off("part")
     assert (run / "checkpoints" / "step-00000002" / "scaler.pt").is_file()
     user.done("train", recipe(user, "part", 4))
     assert user.losses("part") == whole

@@ -60,11 +60,7 @@ def test_a_qlora_run_saves_resumes_evaluates_and_is_exported(user: User) -> None
     # The same bits from a run that was cut off after its first checkpoint.
     recipe = user.recipe("part", **NF4)
     user.done("train", recipe)
-    part = user.folder / "part"
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (part / "adapter" / name).unlink()
-    status = json.loads((part / "status.json").read_text())
-    (part / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+    part = user.cut_off("part")
     user.done("train", recipe)
     assert user.losses("part") == user.losses("whole")
     resumed = weights(part)

@@ -31,6 +31,10 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest["seeds"] == {"seed": 3}
     assert manifest["dtype_plan"]["compute"] == "float32"
+    assert {part["part"]: part["runs"] for part in manifest["parts"]} == {
+        "layers": "transformers",
+        "attention": "eager",
+    }
     assert manifest["activations"] == {"gradient_checkpointing": False, "pinned_host_bytes": 0}
     assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
 
@@ -89,12 +93,7 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(user: User) -> None:
     user.done("train", user.recipe("whole", **change))
     recipe = user.recipe("part", **change)
     user.done("train", recipe)
-    # As if the machine had gone away after the checkpoint of step 3: the result and the end of the status are missing.
-    run = user.folder / "part"
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (run / "adapter" / name).unlink()
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+    run = user.cut_off("part")
     assert (run / "checkpoints" / "step-00000003").is_dir()
     user.done("train", recipe)
     assert user.losses("part") == user.losses("whole")

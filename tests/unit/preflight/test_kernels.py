@@ -107,6 +107,24 @@ def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str,
     assert word in rows["layers"].reason
 
 
+@pytest.mark.parametrize("gpu", ["t4", "a100-80gb", "h100"])
+def test_packed_documents_go_where_masked_calls_go(load: Any, gpu: str) -> None:
+    device = named_device(gpu)
+    machine = Machine(torch.device("cuda"), device.capability, device.shared_memory_bytes or 0)
+    row = rows_for(load(LLAMA % ("bfloat16", 16), "data.packing=true"), device)["attention"]
+    chosen = choose_attention(machine, AttentionCall(torch.bfloat16, 128, mask="intervals"))
+    assert row.runs == chosen.backend
+    if gpu == "h100":
+        assert row.runs == "triton"
+        assert "packed" in row.reason
+
+
+def test_layers_of_transformers_have_attention_named_too(load: Any) -> None:
+    rows = rows_for(load(GEMMA % ("float32", 16)), named_device("cpu"))
+    assert rows["attention"].runs == "eager"
+    assert rows_for(load(LLAMA % ("float32", 16)), named_device("cpu"))["attention"].runs == "sdpa"
+
+
 def test_reference_means_plain_torch(load: Any) -> None:
     rows = rows_for(load(LLAMA % ("float32", 16), "model.kernels=reference"), named_device("cpu"))
     assert rows["LoRA products"].runs == "torch"

@@ -22,14 +22,12 @@ from ftcli.run.inputs import (
     weights_fingerprint,
 )
 from ftcli.run.ledger import (
-    DatasetTokens,
     Evaluation,
     Sample,
     Scores,
     TaskScore,
     read_json_object,
     write_evaluation,
-    write_tokens,
 )
 from ftcli.run.manifest import build_manifest, git_state, read_manifest, write_manifest
 
@@ -163,10 +161,7 @@ def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:
     assert "inputs" not in build(tmp_path, previous=first)
 
 
-def test_ledgers_are_written_as_plain_json(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens.json", [DatasetTokens("a.jsonl", "train", 10, 9, 1, 0, 100, 90, 10, 40, 12)])
-    tokens = json.loads((tmp_path / "tokens.json").read_text())
-    assert tokens["datasets"][0]["tokens_masked"] == 40
+def test_an_evaluation_is_written_as_plain_json(tmp_path: Path) -> None:
     scores = Scores(loss=float("nan"), tasks=(TaskScore("exact_match", 0.5, 4),))
     write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(Sample("p", "r", None, "a"),)))
     raw = json.loads((tmp_path / "eval.json").read_text())

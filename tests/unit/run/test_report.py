@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from ftcli.config import Recipe
+from ftcli.run.atomic import write_json
 from ftcli.run.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.html import Html, escape, join, tag
-from ftcli.run.ledger import DatasetTokens, Evaluation, Sample, Scores, TaskScore, write_evaluation, write_tokens
+from ftcli.run.ledger import Evaluation, Sample, Scores, TaskScore, write_evaluation
 from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import render_report, write_report
@@ -78,7 +79,9 @@ def run(tmp_path: Path) -> RunDirectory:
                 loss = float("nan") if step == 3 else 2.0 / step
                 metrics.write(step, {"loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 900.0})
             metrics.write(4, {"eval_loss": 0.75})
-        write_tokens(directory.tokens_path, [DatasetTokens(HOSTILE, "train", 9, 8, 1, 0, 100, 90, 10, 40, 12)])
+        counts = {"rows": 9, "rows_kept": 8, "rows_dropped": 1, "rows_truncated": 0, "tokens": 100, "longest": 12}
+        tokens = {"tokens_kept": 90, "tokens_cut": 10, "tokens_masked": 40}
+        write_json(directory.tokens_path, {"datasets": [{"name": HOSTILE, "split": "train", **counts, **tokens}]})
         scores = [Scores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))]
         samples = (Sample(HOSTILE, "right", HOSTILE, "right", HOSTILE), Sample("p", None, "", None))
         write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
