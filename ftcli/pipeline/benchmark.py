@@ -133,6 +133,7 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
         "peak_memory_bytes": peak_memory_bytes(),
         "matmul_tflops": rate / 1e12,
         "profile": profiler.table() if profiler is not None else None,
+        "gpu_time": profiler.busy() if profiler is not None else None,
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
         "predicted_peak_bytes": report.memory.total_bytes if report.memory is not None else None,

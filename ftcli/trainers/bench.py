@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -108,9 +108,30 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             micros = event.self_device_time_total if event.device_type.name == "CUDA" else 0.0
             if not torch.cuda.is_available():
                 micros = event.self_cpu_time_total
-            if micros:
+            if micros and not event.is_user_annotation:  # a range around kernels that are listed themselves
                 found.append({"name": event.key, "calls": event.count, "ms": micros / 1000.0})
         return sorted(found, key=lambda row: -float(row["ms"]))[:rows]
+
+    def busy(self) -> dict[str, float] | None:
+        """``span_ms`` from the step's first kernel to the end of its last, and ``busy_ms`` of it in which any ran; None
+        without a GPU."""
+        events = [
+            (event.time_range.start, event.time_range.end)
+            for event in self._profile.events() or ()  # type: ignore[no-untyped-call]
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
+        ]
+        if not events:
+            return None
+        return {"span_ms": (max(end for _, end in events) - min(events)[0]) / 1e3, "busy_ms": covered(events) / 1e3}
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals, which may overlap: kernels on several streams do."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[Tokens]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures this machine for docs/performance.md: training steps of the shipped recipes, the operations, attention, and
-# the matmul rate at first and under load. About six minutes on one H200.
+# the matmul rate at first and under load.
 #
 #   kernels/bench/machine.sh results/
 set -uo pipefail

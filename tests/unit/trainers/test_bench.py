@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ftcli.pipeline.benchmark import _share
-from ftcli.trainers.bench import measure_fp8_rate, measure_matmul_rate
+from ftcli.trainers.bench import covered, measure_fp8_rate, measure_matmul_rate
 
 
 def test_the_bound_counts_fp8_products_at_their_own_rate() -> None:
@@ -22,3 +22,12 @@ def test_the_bound_counts_fp8_products_at_their_own_rate() -> None:
 def test_rates_are_measured_where_there_is_no_gpu_too() -> None:
     assert measure_matmul_rate(torch.device("cpu"), torch.float32, repeats=1) > 1e6
     assert measure_fp8_rate(torch.device("cpu"), repeats=1) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [([], 0.0), ([(0, 2), (5, 6)], 3.0), ([(0, 4), (1, 2), (3, 7)], 7.0), ([(5, 6), (0, 1), (0, 1)], 2.0)],
+    ids=["none", "apart", "overlapping", "unsorted and twice"],
+)
+def test_time_in_which_any_kernel_runs(intervals: list[tuple[float, float]], length: float) -> None:
+    assert covered(intervals) == length
