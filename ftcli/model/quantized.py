@@ -241,19 +241,6 @@ def is_quantizable(name: str, module: nn.Module) -> bool:
     return type(module) is nn.Linear and name.rpartition(".")[2] != "lm_head"
 
 
-def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
-    """Puts a quantised layer in the place of each linear layer but the head, one by one; returns how many.
-
-    Each full-precision weight is freed before the next layer is looked at.
-    """
-    names = [name for name, module in model.named_modules() if is_quantizable(name, module)]
-    for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        model.set_submodule(name, quantize_linear(linear, settings, name))
-    return len(names)
-
-
 def quantized_layers(model: nn.Module) -> list[dict[str, Any]]:
     """For manifest.json: name, method, logical shape and stored bytes of every quantised layer, and whether its numbers
     are held dequantised.

@@ -164,7 +164,7 @@ def write_json(path: Path, value: Any) -> None:
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
     """``value`` as JSON in UTF-8, with a newline at the end.
 
-    Half of a surrogate pair, which data can hold and UTF-8 cannot, becomes ``\\udXXX``: JSON's own escape for it.
+    Half of a surrogate pair, which data can hold and UTF-8 cannot, becomes ``\\udc80``, say: JSON's own escape for it.
 
     Raises:
         ValueError: ``value`` holds NaN or infinity.

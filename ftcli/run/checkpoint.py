@@ -152,10 +152,6 @@ class Checkpoints:
             warnings.append(_passed_over(path, reason))
         return Scan(tuple(usable), tuple(damaged), tuple(warnings))
 
-    def list_complete(self) -> tuple[Path, ...]:
-        """The usable checkpoints by rising step."""
-        return self.scan().usable
-
     def newest(self) -> Path | None:
         """The usable checkpoint of the highest step, or None."""
         for step in sorted(self._steps(), reverse=True):

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
-from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.run.checkpoint import Checkpoints
 
@@ -89,20 +84,6 @@ class RunDirectory:
     def log_path(self) -> Path:
         """Plain text of what the run printed."""
         return self.path / "run.log"
-
-    def read_recipe(self) -> Recipe:
-        """The run's recipe.
-
-        Raises:
-            FtcliError: FT722 when this is no run directory, FT727 when its recipe cannot be read.
-        """
-        try:
-            raw: Any = yaml.safe_load(self.recipe_path.read_text(encoding="utf-8"))
-            return Recipe.model_validate(raw)
-        except FileNotFoundError as error:
-            raise no_run(self.path, "it has no recipe.yaml") from error
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
-            raise unreadable(self.recipe_path, error) from error
 
 
 def no_run(path: Path, reason: str) -> FtcliError:

@@ -1,17 +1,9 @@
-"""Device functions that several kernels use: tanh, the gated units' activations and their derivatives."""
+"""Device functions of the gated units: activations and their derivatives."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def tanh(x):
-    """tanh from exp(-2|x|), which is in (0, 1]: exp(2x) would overflow and inf / inf is NaN (vLLM 56578)."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
 
 
 @triton.jit

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, quantize_linears
+from ftcli.model.quantized import QuantizedLinear
 from tests.e2e.conftest import User
+from tests.quantised import quantize_linears
 
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}, "checkpoint": {"every_steps": 3}}
 

@@ -21,11 +21,12 @@ from ftcli.errors import FtcliError
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.load import load_model
 from ftcli.model.patch import patch
-from ftcli.model.quantized import QuantizedLinear, check_weights, quantize_linears
+from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.model.selfcheck import FP8_TOLERANCE, self_check
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.precision import DtypePlan
 from ftcli.preflight.quantization import dequantized_bytes, weight_bytes
+from tests.quantised import quantize_linears
 
 FP8 = QuantizationConfig(method="fp8")
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")

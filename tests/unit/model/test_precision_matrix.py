@@ -18,7 +18,8 @@ from torch import Tensor
 from ftcli.config import QuantizationConfig
 from ftcli.model.backbone import base_of, compute_context, forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.quantized import QuantizedLinear, quantize_linears
+from ftcli.model.quantized import QuantizedLinear
+from tests.quantised import quantize_linears
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -33,11 +33,11 @@ from ftcli.model.quantized import (
     NF4Linear,
     QuantizedLinear,
     check_weights,
-    quantize_linears,
     quantized_layers,
 )
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.precision import DtypePlan
+from tests.quantised import quantize_linears
 
 NF4 = QuantizationConfig(method="nf4")
 SINGLE = QuantizationConfig(method="nf4", double_quant=False)

@@ -38,7 +38,7 @@ def test_a_checkpoint_appears_only_when_its_block_ends(checkpoints: Checkpoints)
     with checkpoints.staging(7) as folder:
         (folder / "weights").write_text("half")
         assert checkpoints.newest() is None
-        assert checkpoints.list_complete() == ()
+        assert checkpoints.scan().usable == ()
     assert checkpoints.newest() == checkpoints.path(7)
     assert checkpoints.path(7).name == "step-00000007"
     assert step_of(checkpoints.path(7)) == 7
@@ -165,7 +165,7 @@ def test_rotation_keeps_the_newest(checkpoints: Checkpoints) -> None:
     for step in (1, 2, 3, 10):
         save(checkpoints, step)
     checkpoints.rotate(2)
-    assert [step_of(p) for p in checkpoints.list_complete()] == [3, 10]
+    assert [step_of(p) for p in checkpoints.scan().usable] == [3, 10]
     assert names(checkpoints.root) == ["step-00000003", "step-00000010"]
 
 
