@@ -75,7 +75,8 @@ def _falling(u, cap):
     that, the other form, (e - 1) / (e + 1), is inf / inf (vLLM 56578). The error of cap - 2 cap r is some units in the
     last place of cap, for small u too; the cross-entropy adds such values and needs no relative accuracy of each.
     """
-    return 1.0 / (1.0 + tl.exp(tl.minimum(u * (2.0 / cap), 80.0)))
+    x = u * (2.0 / cap)
+    return 1.0 / (1.0 + tl.exp(tl.where(x > 80.0, 80.0, x)))  # no tl.minimum: on a GPU it would make 80 of NaN
 
 
 @triton.jit

@@ -62,11 +62,13 @@ def lora_linear(
         (..., O) in the products' dtype, promoted with the residual's.
 
     Raises:
-        ValueError: shapes that do not fit, or a trainable or packed base weight.
+        ValueError: shapes that do not fit, a trainable or packed base weight, or an unknown save mode.
     """
     check_projection(projection, z.shape[-1], "projection")
     if residual is not None and residual.shape != (*z.shape[:-1], projection.out_features):
         raise ValueError(f"residual {tuple(residual.shape)} does not fit z {tuple(z.shape)}")
+    if save not in ("products", "input"):
+        raise ValueError(f"unknown save mode {save!r}")
     plan = make_plan(z, [projection], norm, backend)
     weight = None if norm is None else norm.weight
     early = Early() if save == "input" else None

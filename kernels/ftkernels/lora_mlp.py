@@ -299,7 +299,7 @@ class _Down(torch.autograd.Function):
             y = base_forward(outer, h)
             with side.work():
                 b = pack_b(outer, h.device)
-            side.join()
+            side.join(b)
             y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused)
         ctx.outer, ctx.residual_dtype = outer, None if residual is None else residual.dtype
         # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
@@ -321,5 +321,5 @@ class _Down(torch.autograd.Function):
                 with side.work():
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
                     b_grads(outer, low, ctx.ha, grads, [wants_b])
-            side.join()
+            side.join(dha, grads[1])
         return None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1]

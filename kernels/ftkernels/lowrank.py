@@ -219,11 +219,11 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
         p = projections[0]
         return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
     joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
-    if joint is not None and all(p.bias is None for p in projections):
-        return torch.mm(x, joint.t())
     if joint is not None and all(p.bias is not None for p in projections):
         bias = torch.cat([p.bias for p in projections if p.bias is not None]).to(plan.dtype)
         return torch.addmm(bias, x, joint.t())
+    if joint is not None:
+        return _add_biases(plan, torch.mm(x, joint.t()))
     y = x.new_empty((x.shape[0], plan.out_features))
     for p, columns in zip(projections, plan.columns(), strict=True):
         if isinstance(p.weight, MultiplyingWeight):
@@ -269,7 +269,7 @@ def products(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[Tensor
     with side.work():
         packed = pack(plan, x.device)
         xa = project(plan, packed, x)
-    side.join()
+    side.join(packed.a, packed.b, xa)
     return y, packed, xa
 
 
@@ -325,7 +325,7 @@ def group_backward(
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass
-    side.join()
+    side.join(*adapters)
     return GroupGrads(dx, d_norm_weight, adapters)
 
 

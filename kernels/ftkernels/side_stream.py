@@ -4,9 +4,9 @@ A large GEMM leaves multiprocessors idle in its last wave, and memory bandwidth 
 have work for both. Nothing is reordered inside a stream and nothing is accumulated across streams, so the bits are
 those of one stream.
 
-Memory: tensors made on the side come from that stream's own pool. A block freed there is used again only by later work
-on the side, and all such work first waits for the main stream as it was when the fork was made, so after every use the
-main stream had been given. Tensors of the main stream must outlive ``join``.
+Memory: tensors made on the side come from that stream's own pool. Those that the main stream reads are named at the
+join, so that neither another tensor nor the driver (with expandable segments) gets their memory before it has. Tensors
+of the main stream must outlive ``join``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 @cache
@@ -31,7 +32,7 @@ class Side:
     y = torch.mm(x, w)          # large; goes first, so that the small ones fill what it leaves
     with side.work():
         xa = torch.mm(x, a)     # starts when the fork's past is done, whatever the first product does
-    side.join()                 # from here on the main stream may use xa
+    side.join(xa)               # from here on the main stream may use xa
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +52,10 @@ class Side:
         with torch.cuda.stream(self._side):
             yield
 
-    def join(self) -> None:
-        """The main stream waits for the side."""
+    def join(self, *made: Tensor | None) -> None:
+        """The main stream waits for the side, and will read what was ``made`` there: the allocator is told so."""
         if self._main is not None:
             self._main.wait_stream(self._side)
+            for tensor in made:
+                if tensor is not None:
+                    tensor.record_stream(self._main)

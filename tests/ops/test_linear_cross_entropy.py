@@ -326,3 +326,18 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
     arguments.update(change)
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 60.0])
+def test_nan_stays_nan(device: str, softcap: float) -> None:
+    """Under a cap too: a clamp that drops NaN would make a plausible loss of a broken model."""
+    hidden, head = torch.randn(4, 16, device=device), torch.randn(40, 16, device=device)
+    hidden[1, 3] = float("nan")
+    labels = torch.arange(4, device=device)
+    leaf = hidden.requires_grad_()
+    losses = linear_cross_entropy(leaf, head, labels, softcap=softcap, reduction="none", backend="triton")
+    assert losses.isnan().tolist() == [False, True, False, False]
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    assert gradient[1].isnan().all()
+    assert gradient[[0, 2, 3]].isfinite().all()

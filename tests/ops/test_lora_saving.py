@@ -185,6 +185,11 @@ def test_an_early_saved_input_changed_in_place_is_noticed(device: str, layers: A
 
 
 def test_an_unknown_save_mode_is_refused(device: str, layers: Any) -> None:
+    one = [layers.make(HIDDEN, HIDDEN, 4)]
+    with pytest.raises(ValueError, match="save mode 'inputs'"):
+        layers.function(lora_linear, one, save="inputs", backend="triton")(
+            torch.randn(1, 3, HIDDEN, device=device), *layers.flat(*one)
+        )
     used = _mlp(layers)
     with pytest.raises(ValueError, match="save mode 'nothing'"):
         layers.function(lora_mlp, used, save="nothing", backend="triton")(
