@@ -12,8 +12,8 @@ set -u
 stopping=no
 child=
 # To ftcli alone: a terminal sends Ctrl-C to it as well, and a second signal would stop it at once.
-trap 'stopping=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
-trap 'stopping=yes' INT
+trap 'stopping=75; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
+trap 'stopping=130' INT
 
 train() {
     ftcli train "$@" --resume auto &
@@ -21,7 +21,7 @@ train() {
     wait "$child"
     status=$?
     # A trapped signal ends `wait`, not ftcli.
-    while [ "$stopping" = yes ] && kill -0 "$child" 2>/dev/null; do
+    while [ "$stopping" != no ] && kill -0 "$child" 2>/dev/null; do
         wait "$child"
         status=$?
     done
@@ -29,8 +29,11 @@ train() {
 }
 
 until train "$@"; do
-    if [ "$status" -ne 75 ] || [ "$stopping" = yes ]; then
+    if [ "$status" -ne 75 ] || [ "$stopping" != no ]; then
         exit "$status"
     fi
-    sleep "${PAUSE:-10}"
+    sleep "${PAUSE:-10}" &
+    wait $!
+    # A signal in the pause: nothing runs that it could stop, and nothing may start.
+    [ "$stopping" = no ] || exit "$stopping"
 done

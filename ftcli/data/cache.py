@@ -29,7 +29,9 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Identity of one file of a source, or of a Hub data set (``bytes`` 0, the commit in place of the hash)."""
+    """Identity of one file of a source. Of a Hub data set: the commit in place of the hash, ``bytes`` 1 where it was
+    read from this machine's copy.
+    """
 
     name: str
     bytes: int
@@ -43,7 +45,8 @@ def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[Content
     """
     if is_hub(source):
         commit = hub_commit(source, offline=offline)
-        return None if commit is None else [Content(source.path, 0, commit)]
+        # What was read of this machine's copy is never taken for what the Hub has.
+        return None if commit is None else [Content(source.path, int(offline), commit)]
     found = []
     for file in files_of(source):
         with file.path.open("rb") as stream:

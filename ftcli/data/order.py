@@ -19,6 +19,7 @@ class Mixture:
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
+    weighted: bool = False
 
     @property
     def repeats(self) -> tuple[float, ...]:
@@ -32,7 +33,7 @@ def mixture(sizes: Sequence[int], weights: Sequence[float] | None) -> Mixture:
         return Mixture(tuple(sizes), tuple(sizes))
     total = max(size / weight for size, weight in zip(sizes, weights, strict=True))
     counts = (max(size, round(total * weight)) for size, weight in zip(sizes, weights, strict=True))
-    return Mixture(tuple(sizes), tuple(counts))
+    return Mixture(tuple(sizes), tuple(counts), weighted=True)
 
 
 def rows_of(mix: Mixture, generator: torch.Generator) -> list[int]:
@@ -84,7 +85,7 @@ class Epochs:
     def order(self, epoch: int) -> list[int]:
         """The sequences of an epoch, by their number."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        if sum(self.mix.sizes) == len(self) or len(self.mix.sizes) == 1:
+        if not self.mix.weighted:
             return [int(i) for i in torch.randperm(len(self), generator=generator)]
         return rows_of(self.mix, generator)
 

@@ -186,7 +186,7 @@ class _Job:
             return None
         if self._identity is None:
             self._identity = tokenizer_identity(self._tokenizer)
-        template = Renderer(self._tokenizer, self._data.chat_template).source
+        template = Renderer(self._tokenizer, self._data.chat_template).identity
         return key_of(source, contents, self._data, template, self._identity, self._stops)
 
     def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> dict[str, Any]:

@@ -5,8 +5,10 @@ One rendering serves training, evaluation, GRPO and export: :class:`Renderer`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,16 @@ class Renderer:
         template = self._template or self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
+    @property
+    def identity(self) -> str | None:
+        """All that what a template renders depends on: its text, every one of a tokenizer that has several, and today's
+        date where it asks for that."""
+        template = self._template or self._tokenizer.chat_template
+        if template is None:
+            return None
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        return f"{text}\n{datetime.now().astimezone().date().isoformat()}" if "strftime_now" in text else text
+
     def text(
         self, messages: Sequence[Message], row: Row, *, generation_prompt: bool = False, tools: Tools | None = None
     ) -> str:
@@ -74,7 +86,7 @@ class Renderer:
             )
         try:
             text = self._apply(messages, generation_prompt, tools)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # templates add, slice and compare what rows hold
             raise self._refusal(messages, row, error) from error
         omitted = _omitted(messages, tools, text)
         if omitted is not None:
@@ -142,17 +154,20 @@ class Renderer:
             )
         )
 
-    def _refusal(self, messages: Sequence[Message], row: Row, error: TemplateError) -> FtcliError:
+    def _refusal(self, messages: Sequence[Message], row: Row, error: Exception) -> FtcliError:
         for role in dict.fromkeys(str(message["role"]) for message in messages):
             if not self._knows(role):
                 return data_error(
                     "FT425", f"the chat template has no role {role!r}: {error}", row.origin, _role_help(role)
                 )
+        own = isinstance(error, TemplateError)
         return data_error(
             "FT422",
             f"the chat template refuses this conversation: {error}",
             row.origin,
-            help="user and assistant must alternate, starting with the user",
+            help="user and assistant must alternate, starting with the user"
+            if own
+            else "the template expects something else than the row holds, such as arguments of a call as text",
         )
 
     def _knows(self, role: str) -> bool:
@@ -169,7 +184,7 @@ class Renderer:
     def _renders(self, chat: list[Message]) -> bool:
         try:
             return _PROBE in self._apply(chat, False, None)
-        except TemplateError:
+        except (TemplateError, TypeError, ValueError):
             return False
 
 

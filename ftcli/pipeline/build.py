@@ -21,6 +21,7 @@ from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, s
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
+from ftcli.run.inputs import Inputs, weights_fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -240,4 +241,17 @@ def check_packing(built: Built, report: PreflightReport, epochs: Epochs, texts: 
         report.plan,
         built.device,
         pad_token_id=int(texts.tokenizer.pad_token_id),
+    )
+
+
+def inputs_of(
+    recipe: Recipe, report: PreflightReport, texts: Texts, built: Built, tokens_sha256: str | None = None
+) -> Inputs:
+    """What a run that continues has to be given again."""
+    local = report.facts.source in ("bundled model", "local folder") and recipe.model.init == "pretrained"
+    return Inputs(
+        chat_template=Renderer(texts.tokenizer, recipe.data.chat_template).source,
+        tokens_sha256=tokens_sha256,
+        weights=weights_fingerprint(report.facts.folder) if local else (),
+        commit=getattr(built.model.config, "_commit_hash", None),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.results import scores
+from ftcli.pipeline.results import judges_of, scores
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
@@ -19,7 +19,6 @@ from ftcli.run.report import write_report
 if TYPE_CHECKING:
     from ftcli.data.tokens import Tokens
     from ftcli.evaluate.suite import Evaluator
-    from ftcli.evaluate.tasks import Judge
     from ftcli.pipeline.build import Built, KernelReport
 
 
@@ -36,7 +35,7 @@ def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[st
     from ftcli.evaluate.suite import Evaluator
     from ftcli.pipeline import build
 
-    functions = _functions(recipe)
+    functions = judges_of(recipe)
     texts = build.texts_of(recipe, report, session)
     sequences = build.tokenized(recipe, session, texts, "eval").sequences
     device = build.device_of(report)
@@ -64,13 +63,6 @@ def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[st
         result["run"] = _measure(evaluator, tuned.model)
     _write(directory, result)
     return {**result, "run_directory": str(directory.path)}
-
-
-def _functions(recipe: Recipe) -> dict[str, Judge]:
-    """The user's judges, loaded before anything that takes long."""
-    from ftcli.trainers.rewards.user import load_function
-
-    return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}
 
 
 def on_kernels(

@@ -12,8 +12,8 @@ from ftcli.data.load import read_rows
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, checked_run
-from ftcli.pipeline.results import complete_result
+from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
+from ftcli.pipeline.results import complete_result, judges_of
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 
@@ -48,13 +48,17 @@ def _grpo(
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started = time.perf_counter()
+    functions = judges_of(recipe)
     with context.phase("preparing data"):
         texts = build.texts_of(recipe, report, session)
         prompts = _prompts(recipe)
         session.reporter.info(f"data.train: {len(prompts)} prompts, {grpo.num_generations} completions each")
     with context.phase("loading the model"):
         built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
-        evaluator = Evaluator(recipe, texts.tokenizer, texts.stops, [], report.plan, built.device, session.reporter)
+        evaluator = Evaluator(
+            recipe, texts.tokenizer, texts.stops, [], report.plan, built.device, session.reporter, functions
+        )
+    keep_inputs(context, build.inputs_of(recipe, report, texts, built))
     before = _scores(context, evaluator, built.model, "before") if context.opened.resume_step == 0 else {}
     renderer = Renderer(texts.tokenizer, recipe.data.chat_template)
     summary = fit(

@@ -13,6 +13,7 @@ from ftcli.run.ledger import Evaluation, Sample, Scores, TaskScore, write_evalua
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.evaluate.tasks import Judge
 
 #: Held-out rows that are shown in the report.
 SAMPLES = 4
@@ -63,3 +64,10 @@ def sample_rows(evaluator: Evaluator, model: Any) -> list[Sample]:
 def write_train_evaluation(directory: RunDirectory, loss: Mapping[str, Any], samples: Sequence[Sample]) -> None:
     """eval.json after training: the trained model only; `ftcli eval` adds the base model and the tasks."""
     write_evaluation(directory.eval_path, Evaluation(run=scores(loss, {}), samples=tuple(samples)))
+
+
+def judges_of(recipe: Recipe) -> dict[str, Judge]:
+    """The user's judges, loaded before anything that takes long."""
+    from ftcli.trainers.rewards.user import load_function
+
+    return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}

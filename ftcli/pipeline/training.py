@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
-from ftcli.data.template import Renderer
 from ftcli.pipeline.accounting import write_tokens
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
-from ftcli.run.inputs import Inputs, weights_fingerprint
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
@@ -66,7 +64,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
             quantization=build.quantization_table(built),
         )
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
-    keep_inputs(context, _inputs(recipe, report, texts, train_data, built))
+    keep_inputs(context, build.inputs_of(recipe, report, texts, built, train_data.sequences.digest()))
     summary = fit(
         recipe,
         context,
@@ -92,19 +90,6 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         samples = sample_rows(evaluator, built.model) if recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
     return {**summary, "eval": final, "seconds": time.perf_counter() - started}
-
-
-def _inputs(
-    recipe: Recipe, report: PreflightReport, texts: build.Texts, train_data: Prepared, built: build.Built
-) -> Inputs:
-    """What a run that continues has to be given again."""
-    local = report.facts.source in ("bundled model", "local folder") and recipe.model.init == "pretrained"
-    return Inputs(
-        chat_template=Renderer(texts.tokenizer, recipe.data.chat_template).source,
-        tokens_sha256=train_data.sequences.digest(),
-        weights=weights_fingerprint(report.facts.folder) if local else (),
-        commit=getattr(built.model.config, "_commit_hash", None),
-    )
 
 
 def _pinned(report: PreflightReport) -> dict[str, int | None]:

@@ -105,6 +105,9 @@ def understand(row: Row, layout: Layout) -> Example:
         return Example(row, text=_text(fields["text"], "text"))
     if layout == "prompt_completion" and not isinstance(fields["prompt"], list):
         return _plain_pair(row)
+    media = next((key for key in _LOST if key in fields and fields[key] and key != "function_call"), None)
+    if media is not None:
+        raise Misfit(f"the row has {media!r}, which is not carried out: only text is trained")
     messages, first = _conversation(fields, layout)
     tools = _tools(fields.get("tools"))
     return Example(row, messages=messages, tools=tools, completion_from=first)
@@ -181,6 +184,7 @@ def _sharegpt(fields: dict[str, Any]) -> list[Message]:
         if role is None:
             known = ", ".join(_SHAREGPT_ROLES)
             raise Misfit(f"message {number} has the unknown role {turn['from']!r}; known are {known}")
+        _refuse_lost(turn, number)
         text = turn.get("value")
         if not isinstance(text, str):
             raise Misfit(f"message {number} has no text in 'value'")
@@ -216,11 +220,7 @@ def _list(value: Any) -> list[Any]:
 def _message(item: Any, number: int) -> Message:
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise Misfit(f"message {number} has no 'role'")
-    lost = next((key for key in _LOST if item.get(key)), None)
-    if lost is not None:
-        raise Misfit(f"message {number} has {lost!r}, which is not carried out: text and `tool_calls` are")
-    if item.get("weight", 1) not in (None, 1) or item.get("train") is False:
-        raise Misfit(f"message {number} is not to be trained: choosing single turns is not carried out")
+    _refuse_lost(item, number)
     message = {key: item[key] for key in _SHOWN if item.get(key) is not None}
     if item.get("tool_calls"):
         calls = item["tool_calls"]
@@ -229,6 +229,14 @@ def _message(item: Any, number: int) -> Message:
         message["tool_calls"] = [_call(call, number) for call in calls]
     message["content"] = _content(item.get("content"), number, optional="tool_calls" in message)
     return message
+
+
+def _refuse_lost(turn: dict[str, Any], number: int) -> None:
+    lost = next((key for key in _LOST if turn.get(key)), None)
+    if lost is not None:
+        raise Misfit(f"message {number} has {lost!r}, which is not carried out: text and `tool_calls` are")
+    if turn.get("weight", 1) not in (None, 1) or turn.get("train") is False:
+        raise Misfit(f"message {number} is not to be trained: choosing single turns is not carried out")
 
 
 def _content(content: Any, number: int, *, optional: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ftcli.config import DatasetConfig
@@ -52,9 +53,22 @@ def _cached(source: DatasetConfig) -> str:
     from huggingface_hub import snapshot_download
 
     # Given its name, `datasets` would ask the network for half a minute even when told to use local files only.
-    return str(
-        snapshot_download(repository(source), repo_type="dataset", revision=source.revision, local_files_only=True)
-    )
+    folder = snapshot_download(repository(source), repo_type="dataset", revision=source.revision, local_files_only=True)
+    _require_whole(Path(folder))
+    return str(folder)
+
+
+def _require_whole(folder: Path) -> None:
+    """Raises OSError when a file of several (`-00001-of-00003`) is missing: a download that was broken off."""
+    parts: dict[tuple[str, int], int] = {}
+    for path in folder.rglob("*-of-*"):
+        found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})(.*)", path.relative_to(folder).as_posix())
+        if found is not None:
+            key = (found[1] + found[3], int(found[2]))
+            parts[key] = parts.get(key, 0) + 1
+    for (name, wanted), present in parts.items():
+        if present < wanted:
+            raise OSError(f"{present} of the {wanted} files of {name} are here: its download was broken off")
 
 
 def _reachable(source: DatasetConfig) -> bool:
@@ -76,9 +90,10 @@ def _reachable(source: DatasetConfig) -> bool:
 
 def _errors() -> tuple[type[Exception], ...]:
     """What `datasets` and the Hub's client raise; the client's HTTP library differs between its versions."""
+    from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
+    return (OSError, ValueError, RuntimeError, DatasetsError, *HfHubHTTPError.__bases__)
 
 
 def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) -> FtcliError:
@@ -108,8 +123,6 @@ def hub_commit(source: DatasetConfig, *, offline: bool) -> str | None:
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     if offline:
-        from pathlib import Path
-
         refs = Path(HF_HUB_CACHE) / f"datasets--{repository(source).replace('/', '--')}" / "refs" / revision
         return refs.read_text(encoding="utf-8").strip() if refs.is_file() else None
     try:

@@ -131,6 +131,9 @@ def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
 
 def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    held = state.get("_split")
+    if source.split is not None and held is not None and source.split != held:
+        raise _ambiguous(source, [str(held)], source.split)
     names = [entry["filename"] for entry in state.get("_data_files", ())]
     return [DataFile(f"{source.path.rstrip('/')}/{name}", folder / name, ".arrow", False) for name in names]
 
@@ -146,14 +149,15 @@ def _of_split(source: DatasetConfig, folder: Path, files: Sequence[DataFile]) ->
     """Files of the wanted split: test rows must never slip into training because they lie in the same folder."""
     splits = {file.name: _split_of(file.path.relative_to(folder)) for file in files}
     present = sorted({split for split in splits.values() if split is not None})
+    unnamed = [name for name, split in splits.items() if split is None]
     if source.split is None:
-        if len(present) > 1:
-            raise _ambiguous(source, present, None)
+        if len(present) > 1 or (unnamed and present not in ([], ["train"])):
+            raise _ambiguous(source, [*present, *unnamed], None)
         return list(files)
     wanted = _SPLIT_WORDS.get(source.split, source.split)
     chosen = [file for file in files if splits[file.name] == wanted]
-    if not chosen:
-        raise _ambiguous(source, present, source.split)
+    if not chosen or unnamed:  # of a file that names no split nobody knows whether it belongs to this one
+        raise _ambiguous(source, [*present, *unnamed], source.split)
     return chosen
 
 

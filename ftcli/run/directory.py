@@ -224,6 +224,7 @@ def _checkpoint_at(named: Path) -> Path:
         source = RunDirectory(named).checkpoints.newest_sound().newest
         if source is None:
             raise _unusable(named, "this run has no complete checkpoint")
+        return source  # read and compared whole by now
     if not named.is_dir() or source is None:
         raise _unusable(named, "there is no such folder")
     if step_of(source) is None:

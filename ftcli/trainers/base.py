@@ -175,7 +175,7 @@ class RunTrainerMixin:
         self.window.stop()
         self.phase = "evaluation"
         model = self.model
-        training = model.training
+        training, states = model.training, RandomStates.now()
         model.eval()
         try:
             with self.hooks.interruptible("evaluating"):
@@ -185,6 +185,7 @@ class RunTrainerMixin:
             return {}
         finally:
             model.train(training)
+            states.restore()  # completions may be sampled, and no weight may depend on when they were
         self.phase = "step"
         self.evaluation_due = False
         state = self.state

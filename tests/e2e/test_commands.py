@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ftcli.assets import asset
 from ftcli.config import DatasetConfig
 from ftcli.data.load import read_rows
 from tests.e2e.conftest import User
@@ -206,3 +210,47 @@ def test_bench_measures_evaluation(user: User) -> None:
     assert result["tokens_per_second"] == pytest.approx(2 * 32 / result["step_ms"] * 1000)
     assert 0 < result["share_of_bound"] < 1
     assert result["self_check"]["passed"]
+
+
+def small_grpo(user: User, name: str = "r", **change: Any) -> str:
+    return user.recipe(
+        name,
+        data={"train": prompts(user.folder), "eval": ["bundled:smoke-grpo-eval"]},
+        train={"max_steps": 2, "per_device_train_batch_size": 4},
+        checkpoint={"every_steps": 1},
+        grpo={
+            "num_generations": 4,
+            "max_prompt_length": 48,
+            "max_completion_length": 4,
+            "rewards": [{"use": "regex", "pattern": "1"}],
+        },
+        **change,
+    )
+
+
+def test_grpo_scores_tasks_by_a_users_function(user: User) -> None:
+    (user.folder / "judge.py").write_text(
+        "def longer(completions, prompts, **kw):\n    return [1.0] * len(completions)\n"
+    )
+    task = {"name": "mine", "file": f"{user.folder}/judge.py:longer", "data": prompts(user.folder)}
+    result = user.done("grpo", small_grpo(user, eval={"tasks": [task]}))
+    assert (result["before"]["mine"], result["after"]["mine"]) == (1.0, 1.0)
+
+
+def test_grpo_refuses_a_task_without_rows(user: User) -> None:
+    recipe = small_grpo(user, eval={"tasks": [{"use": "exact_match"}]})
+    status, document = user.run("grpo", recipe, "--set", "data.eval=[]")
+    assert (status, document["findings"][-1]["code"]) == (2, "FT255")
+
+
+def test_grpo_is_held_to_the_weights_it_began_with(user: User) -> None:
+    model = user.folder / "model"
+    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    recipe = small_grpo(user, model={"name_or_path": str(model)})
+    user.done("grpo", recipe)
+    user.cut_off("r")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    status, document = user.run("grpo", recipe)
+    assert (status, document["findings"][-1]["code"]) == (2, "FT735")

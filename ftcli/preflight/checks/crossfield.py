@@ -10,6 +10,8 @@ from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 
+#: Commands that score `eval.tasks`, and `check`.
+_TASKED = ("eval", "grpo", "check")
 #: Which `data.loss_on` values have a meaning for rows of each layout.
 LOSS_ON = {
     "messages": ("auto", "assistant", "completion", "all"),
@@ -68,7 +70,7 @@ def loss_on_mismatch(context: Context, layout: str) -> Finding:
 
 def _lengths(context: Context) -> Findings:
     recipe = context.recipe
-    if context.command in ("eval", "check") and recipe.eval.tasks:
+    if context.command in _TASKED and recipe.eval.tasks:
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
         if new >= longest:
             yield context.error(
@@ -113,7 +115,7 @@ def _tasks(context: Context) -> Findings:
                 help="add `name:`",
             )
         names.add(name)
-        if not task.data and not recipe.data.eval and context.command in ("eval", "check"):
+        if not task.data and not recipe.data.eval and context.command in _TASKED:
             yield context.error(
                 "FT255",
                 path,
@@ -143,7 +145,7 @@ def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
     if task.use is not None:
         message = f"the task {task.label!r} has two judges: `use: {task.use}` and `file`"
         yield context.error("FT767", path, message, help="remove one of them, or make two tasks")
-    if context.command in ("eval", "check"):
+    if context.command in _TASKED:
         yield from function_findings(context, f"{path}.file", task.file)
 
 

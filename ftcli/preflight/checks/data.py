@@ -109,7 +109,8 @@ def _source_findings(
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
         sample = Sample(path, source, rows)
-        bare = context.work == "grpo" and context.recipe.data.format == "auto" and _is_bare(rows[0])
+        asks = context.work == "grpo" or path.startswith("eval.tasks.")  # prompts; the answer is the model's
+        bare = asks and context.recipe.data.format == "auto" and _is_bare(rows[0])
         layout = None if bare else layout_of(rows[0], context.recipe.data.format)
         broken += [finding for row in rows if (finding := _misfit(row, layout)) is not None]
         yield from _meaning(context, facts, sample, layout)
@@ -134,6 +135,10 @@ def _misfit(row: Row, layout: Layout | None) -> Finding | None:
     return None
 
 
+def _no_loss(loss_on: str, layout: Layout, is_chat: bool) -> bool:
+    return loss_on not in LOSS_ON[layout] or (loss_on == "assistant" and not is_chat)
+
+
 def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: Layout | None) -> Findings:
     """What the rows are used for, against what they hold. ``layout`` None: GRPO's bare prompts."""
     origin, first = sample.rows[0].origin, sample.rows[0].fields
@@ -143,7 +148,7 @@ def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: Layout
         if layout == "text":
             yield Finding("FT413", "plain text has no prompt to answer", origin, "use prompt and answer")
         yield from _answers(context, sample)
-    elif layout is not None and (loss_on not in LOSS_ON[layout] or (loss_on == "assistant" and not is_chat)):
+    elif layout is not None and not sample.path.startswith("eval.tasks.") and _no_loss(loss_on, layout, is_chat):
         message = f"loss_on: {loss_on} has no meaning for these rows of format {layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
