@@ -4,7 +4,8 @@ The model is made without memory; each weight is drawn or read by itself on the 
 where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantised
 model and one layer's matrix; packed files are gathered in host memory first. Weights come from safetensors in full
 precision, or in the layout in which bitsandbytes saves NF4 (``weight``, ``weight.absmax``, ``weight.quant_map``,
-``weight.nested_absmax``, ``weight.nested_quant_map``, ``weight.quant_state.bitsandbytes__nf4``), which needs neither bitsandbytes nor a GPU.
+``weight.nested_absmax``, ``weight.nested_quant_map``, ``weight.quant_state.bitsandbytes__nf4``), which
+needs neither bitsandbytes nor a GPU.
 """
 
 from __future__ import annotations
