@@ -111,7 +111,7 @@ def test_values_are_within_a_sixteenth(device: str) -> None:
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("shape", [(7, 96), (33, 4096)], ids=str)
 def test_the_norm_quantises_what_it_stores(device: str, form: Any, shape: tuple[int, int]) -> None:
-    """To the bit what a pass of its own makes of it; and the norm is what it is without."""
+    """To the bit what a pass of its own makes of it; and the norm is what it is without, up to the order of its sum."""
     dtype = BF16 if device == "cuda" else F32  # the interpreter rounds to bfloat16 after the kernel
     x, weight = _random(device, *shape).to(dtype), _random(device, shape[1]).to(dtype)
     x[2] = 0
@@ -119,8 +119,13 @@ def test_the_norm_quantises_what_it_stores(device: str, form: Any, shape: tuple[
     q = torch.empty(shape, dtype=e4m3_store(), device=device)
     scale = torch.empty(shape[0], device=device)
     y, _, rstd = norm_forward(x, weight, 1e-5, form, quantized=(q, scale))
-    assert torch.equal(y, plain)
-    assert torch.equal(rstd, plain_rstd)
+    if device == "cuda":  # the two forms are compiled apart, and need not add up a row in the same order
+        torch.testing.assert_close(rstd, plain_rstd, rtol=1e-6, atol=0.0)
+        assert float((y != plain).float().mean()) < 1e-3
+        torch.testing.assert_close(y, plain, rtol=2**-7, atol=0.0)
+    else:
+        assert torch.equal(y, plain)
+        assert torch.equal(rstd, plain_rstd)
     wanted = quantize_rows_torch(y)
     assert _same(q.to(E4M3), wanted[0])
     assert torch.equal(scale, wanted[1])

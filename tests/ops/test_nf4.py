@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ftkernels import Norm, Projection, lora_linear, lora_mlp, lora_qkv
+from ftkernels.ahead import write_matrix
 from ftkernels.nf4 import (
     NESTED_BLOCK_SIZE,
     NF4_TABLE,
@@ -66,13 +67,24 @@ def test_the_kernel_gives_the_reference_bits(device: str, shape: tuple[int, int]
         assert torch.equal(weight.dequantize(dtype), wanted)
 
 
+@pytest.mark.parametrize("shape", [(67, 131), (66, 132)], ids=["odd", "whole words"])
 @pytest.mark.parametrize("block_size", [32, 128, 4096])
-def test_the_kernel_takes_every_block_size(device: str, block_size: int) -> None:
-    weight = quantize_nf4(_weight((67, 131), device), block_size=block_size)
-    wanted, got = (torch.empty((67, 131), device=device) for _ in range(2))
+def test_the_kernel_takes_every_block_size(device: str, block_size: int, shape: tuple[int, int]) -> None:
+    weight = quantize_nf4(_weight(shape, device), block_size=block_size)
+    wanted, got = (torch.empty(shape, device=device) for _ in range(2))
     nf4_into_reference(weight, wanted)
     nf4_into_triton(weight, got)
     assert torch.equal(got, wanted)
+
+
+def test_the_kernel_takes_memory_that_is_not_aligned_to_words(device: str) -> None:
+    """A slice of a file's storage may begin at any byte."""
+    weight = quantize_nf4(_weight((64, 128), device))
+    shifted = torch.cat([weight.data.new_zeros(1), weight.data])[1:]
+    assert shifted.data_ptr() % 4
+    got = torch.empty((64, 128), device=device)
+    nf4_into_triton(dataclasses.replace(weight, data=shifted), got)
+    assert torch.equal(got, weight.dequantize(F32))
 
 
 def test_the_offset_comes_after_the_nested_scale() -> None:
@@ -154,10 +166,13 @@ def test_layout_and_values_are_those_of_bitsandbytes(
 
 def test_a_group_is_dequantised_into_one_buffer(device: str) -> None:
     weights = [quantize_nf4(_weight((rows, 96), device)) for rows in (64, 32, 33)]
-    joint = joint_matrix(weights, BF16, torch.device(device))
+    with (
+        joint_matrix(weights, BF16, torch.device(device)) as joint,
+        joint_matrix(weights, BF16, torch.device(device)) as again,
+    ):
+        pass
     assert joint is not None
     assert torch.equal(joint, torch.cat([w.dequantize(BF16) for w in weights]))
-    again = joint_matrix(weights, BF16, torch.device(device))
     assert again is not None
     assert again.untyped_storage().data_ptr() != joint.untyped_storage().data_ptr()  # nothing is shared between calls
 
@@ -197,8 +212,7 @@ def test_operations_on_nf4_equal_those_on_the_dequantised_weight(device: str, la
     dtype = BF16 if autocast else F32
     dense = {"down": packed["down"].dequantize(dtype)}
     for group in (("q", "k", "v"), ("gate", "up")):
-        joint = joint_matrix([packed[name] for name in group], dtype, torch.device(device))
-        assert joint is not None
+        joint = write_matrix([packed[name] for name in group], dtype, torch.device(device))
         dense |= dict(zip(group, joint.split([shapes[name][0] for name in group]), strict=True))
 
     def run(quantised: bool) -> list[torch.Tensor]:
