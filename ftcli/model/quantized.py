@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from ftkernels.ahead import Ahead
 from ftkernels.lora_linear import lora_linear
 from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
 from ftkernels.projection import FrozenWeight, Projection
@@ -143,8 +142,7 @@ class QuantizedLinear(nn.Linear, ABC):
 class NF4Linear(QuantizedLinear):
     """A frozen linear layer in NF4: the parts of an ``ftkernels.nf4.NF4Weight``, as buffers.
 
-    Off the kernels a pass dequantises the weight, multiplies and lets it go; backward does the same again. ``ahead``
-    is shared by the layers of a model (:func:`write_ahead`).
+    Off the kernels a pass dequantises the weight, multiplies and lets it go; backward does the same again.
     """
 
     method = "nf4"
@@ -160,7 +158,6 @@ class NF4Linear(QuantizedLinear):
         self.register_buffer("nested_absmax", None if nested is None else nested.absmax)
         self.register_buffer("nested_table", None if nested is None else nested.table)
         self.register_buffer("nested_offset", None if nested is None else nested.offset)
-        self.ahead: Ahead | None = None
 
     @property
     def double_quant(self) -> bool:
@@ -181,15 +178,9 @@ class NF4Linear(QuantizedLinear):
         try:
             nested = NestedScales(rest[0], rest[1], rest[2], self.nested_block_size) if rest else None
             shape = torch.Size((self.out_features, self.in_features))
-            return NF4Weight(packed, absmax, table, shape, self.block_size, nested, self.ahead)
+            return NF4Weight(packed, absmax, table, shape, self.block_size, nested)
         except ValueError as error:
             raise self.state_lost(str(error)) from error
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As the base class says; what was written ahead is let go, and with it the memory that the state leaves."""
-        if self.ahead is not None:
-            self.ahead.forget()
-        return super()._apply(fn, recurse)
 
     def check_state(self) -> None:
         """As the base class says: the table must be NF4's and every scale finite."""
@@ -213,17 +204,6 @@ class DequantizedLinear(nn.Linear):
         self.layer_name = layer.layer_name
         self.weight = nn.Parameter(layer.frozen_weight().dequantize(dtype), requires_grad=False)
         self.register_parameter("bias", layer.bias)
-
-
-def write_ahead(model: nn.Module) -> None:
-    """Lets the NF4 layers of each GPU write the matrix of the next product while one runs; the numbers stay the same.
-
-    A model that is moved afterwards goes on without, until this is called again.
-    """
-    shared: dict[torch.device, Ahead] = {}
-    for module in model.modules():
-        if isinstance(module, NF4Linear) and module.weight.device.type == "cuda":
-            module.ahead = shared.setdefault(module.weight.device, Ahead(module.weight.device))
 
 
 def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:

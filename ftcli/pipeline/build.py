@@ -19,7 +19,6 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenTable
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
-from ftcli.model.quantized import write_ahead
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint
@@ -173,7 +172,6 @@ def build_base(
         kept_layers=_kept_layers(recipe, report),
     )
     align_special_tokens(model, texts.tokenizer, texts.stops)
-    write_ahead(model)
     return Built(model, device)
 
 

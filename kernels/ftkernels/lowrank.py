@@ -215,12 +215,15 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     if plan.fp8 is not None:
         y = plan.fp8.product(x) if rows is None else plan.fp8.product_of_rows(rows, plan.dtype)
         return _add_biases(plan, y)
-    with joint_matrix([p.weight for p in projections], plan.dtype, x.device) as joint:
-        if joint is not None:
-            return _joint_product(plan, x, joint)
     if len(projections) == 1 and not isinstance(projections[0].weight, MultiplyingWeight):
         p = projections[0]
         return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
+    joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
+    if joint is not None and all(p.bias is not None for p in projections):
+        bias = torch.cat([p.bias for p in projections if p.bias is not None]).to(plan.dtype)
+        return torch.addmm(bias, x, joint.t())
+    if joint is not None:
+        return _add_biases(plan, torch.mm(x, joint.t()))
     y = x.new_empty((x.shape[0], plan.out_features))
     for p, columns in zip(projections, plan.columns(), strict=True):
         if isinstance(p.weight, MultiplyingWeight):
@@ -228,14 +231,6 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
         else:
             torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
     return _add_biases(plan, y)
-
-
-def _joint_product(plan: Plan, x: Tensor, joint: Tensor) -> Tensor:
-    """``x @ joint.T`` with the biases, (M, sum O)."""
-    biases = [p.bias for p in plan.projections if p.bias is not None]
-    if len(biases) == len(plan.projections):
-        return torch.addmm(torch.cat(biases).to(plan.dtype), x, joint.t())
-    return _add_biases(plan, torch.mm(x, joint.t()))
 
 
 def _add_biases(plan: Plan, y: Tensor) -> Tensor:
@@ -252,9 +247,9 @@ def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     if plan.fp8 is not None:
         product = plan.fp8.product_back(dy)
         return product if dx is None else product.add_(dx)
-    with joint_matrix([p.weight for p in projections], plan.dtype, dy.device, back=True) as joint:
-        if joint is not None:
-            return torch.mm(dy, joint) if dx is None else add_mm_(dx, dy, joint)
+    joint = joint_matrix([p.weight for p in projections], plan.dtype, dy.device)
+    if joint is not None:
+        return torch.mm(dy, joint) if dx is None else add_mm_(dx, dy, joint)
     for p, columns in zip(projections, plan.columns(), strict=True):
         part = dy[:, columns]
         if isinstance(p.weight, MultiplyingWeight):

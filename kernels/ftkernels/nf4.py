@@ -11,17 +11,16 @@ With double quantisation absmax is itself 8-bit indices, in blocks of ``nested.b
     absmax_b = nested.table[index_b] * nested.absmax[b // nested.block_size] + nested.offset
 
 each operation rounded to float32, the offset added last. Nothing here is cached, and there are no buffers that two
-calls share: a weight is written into memory that its caller owns. ``ftkernels.ahead`` may do so before it is asked for.
+calls share: a weight is written into memory that its caller owns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ftkernels.ahead import Ahead
 from ftkernels.device import choose_backend
 from ftkernels.nf4_kernels import dequantize_triton
 
@@ -68,8 +67,7 @@ class NestedScales:
 class NF4Weight:
     """A frozen matrix in NF4; see the module docstring for ``data`` and ``absmax``.
 
-    shape: (O, I). table: (16,) float32. absmax: float32, or uint8 together with ``nested``. ahead: writes matrices for
-    the products of the model that the weight belongs to; None: each is written when it is asked for.
+    shape: (O, I). table: (16,) float32. absmax: float32, or uint8 together with ``nested``.
 
     Raises:
         ValueError: when made of parts that do not fit together, saying which.
@@ -81,7 +79,6 @@ class NF4Weight:
     shape: torch.Size
     block_size: int = BLOCK_SIZE
     nested: NestedScales | None = None
-    ahead: Ahead | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.shape) != 2 or min(self.shape) < 1:
@@ -105,11 +102,6 @@ class NF4Weight:
         devices = {part.device for part in parts}
         if len(devices) > 1 or "meta" in {device.type for device in devices}:
             raise ValueError(f"the parts of an NF4 weight lie on {', '.join(sorted(map(str, devices)))}")
-
-    @property
-    def stored(self) -> Tensor:
-        """``data``: what tells this weight from others."""
-        return self.data
 
     @property
     def device(self) -> torch.device:

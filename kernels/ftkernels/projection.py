@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftkernels.ahead import Ahead, write_matrix
 from ftkernels.gemm import compute_dtype
 from ftkernels.norm_parts import NormForm
 from ftkernels.rms_norm import rms_norm_reference
@@ -31,16 +29,7 @@ class FrozenWeight(Protocol):
 
 @runtime_checkable
 class FillingWeight(FrozenWeight, Protocol):
-    """A quantised weight that writes itself into memory given to it, so that a group can share one buffer.
-
-    ``stored`` tells it from other weights; ``ahead`` may have its matrix written already.
-    """
-
-    @property
-    def stored(self) -> Tensor: ...
-
-    @property
-    def ahead(self) -> Ahead | None: ...
+    """A quantised weight that writes itself into memory given to it, so that a group can share one buffer."""
 
     def dequantize_into(self, out: Tensor) -> None:
         """The (O, I) matrix into ``out``, contiguous, in ``out``'s dtype."""
@@ -166,26 +155,18 @@ def joined(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype) -> Tens
     return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
-@contextmanager
-def joint_matrix(
-    weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype, device: torch.device, *, back: bool = False
-) -> Iterator[Tensor | None]:
+def joint_matrix(weights: Sequence[Tensor | FrozenWeight], dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """The weights as one (sum O, I) matrix where that costs no copy: a view of neighbours (``joined``), or quantised
     weights written one behind the other into a new buffer. Else None.
-
-    The product (``back``: for the gradient of the input) is to be given to the device inside the context: when that
-    ends without an error, the matrix of the next product is begun.
     """
     filling = [weight for weight in weights if isinstance(weight, FillingWeight)]
     if len(filling) < len(weights):
-        yield joined(weights, dtype)
-        return
-    ahead = filling[0].ahead
-    if ahead is None or ahead.device != device:
-        yield write_matrix(filling, dtype, device)
-        return
-    yield ahead.matrix(filling, dtype, back=back)
-    ahead.start()
+        return joined(weights, dtype)
+    rows = [int(weight.shape[0]) for weight in filling]
+    joint = torch.empty((sum(rows), int(filling[0].shape[1])), dtype=dtype, device=device)
+    for weight, part in zip(filling, joint.split(rows), strict=True):
+        weight.dequantize_into(part)
+    return joint
 
 
 def join_weights(parameters: Sequence[Tensor]) -> Tensor:

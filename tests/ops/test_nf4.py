@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from ftkernels import Norm, Projection, lora_linear, lora_mlp, lora_qkv
-from ftkernels.ahead import write_matrix
 from ftkernels.nf4 import (
     NESTED_BLOCK_SIZE,
     NF4_TABLE,
@@ -166,13 +165,10 @@ def test_layout_and_values_are_those_of_bitsandbytes(
 
 def test_a_group_is_dequantised_into_one_buffer(device: str) -> None:
     weights = [quantize_nf4(_weight((rows, 96), device)) for rows in (64, 32, 33)]
-    with (
-        joint_matrix(weights, BF16, torch.device(device)) as joint,
-        joint_matrix(weights, BF16, torch.device(device)) as again,
-    ):
-        pass
+    joint = joint_matrix(weights, BF16, torch.device(device))
     assert joint is not None
     assert torch.equal(joint, torch.cat([w.dequantize(BF16) for w in weights]))
+    again = joint_matrix(weights, BF16, torch.device(device))
     assert again is not None
     assert again.untyped_storage().data_ptr() != joint.untyped_storage().data_ptr()  # nothing is shared between calls
 
@@ -212,7 +208,8 @@ def test_operations_on_nf4_equal_those_on_the_dequantised_weight(device: str, la
     dtype = BF16 if autocast else F32
     dense = {"down": packed["down"].dequantize(dtype)}
     for group in (("q", "k", "v"), ("gate", "up")):
-        joint = write_matrix([packed[name] for name in group], dtype, torch.device(device))
+        joint = joint_matrix([packed[name] for name in group], dtype, torch.device(device))
+        assert joint is not None
         dense |= dict(zip(group, joint.split([shapes[name][0] for name in group]), strict=True))
 
     def run(quantised: bool) -> list[torch.Tensor]:
