@@ -44,7 +44,7 @@ from ftkernels.norm_parts import (
     norm_forward,
     norm_forward_torch,
 )
-from ftkernels.projection import MultiplyingWeight, Norm, Projection, dense, joint_matrix
+from ftkernels.projection import Norm, Projection, dense, joint_matrix, multiplies
 from ftkernels.side_stream import Side
 
 # Kernels keep a (rows, K) and a (columns, K) tile beside the data; above this rank a GEMM of its own is the better way.
@@ -215,7 +215,7 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     if plan.fp8 is not None:
         y = plan.fp8.product(x) if rows is None else plan.fp8.product_of_rows(rows, plan.dtype)
         return _add_biases(plan, y)
-    if len(projections) == 1 and not isinstance(projections[0].weight, MultiplyingWeight):
+    if len(projections) == 1 and not multiplies(projections[0].weight):
         p = projections[0]
         return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
     joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
@@ -226,7 +226,7 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
         return _add_biases(plan, torch.mm(x, joint.t()))
     y = x.new_empty((x.shape[0], plan.out_features))
     for p, columns in zip(projections, plan.columns(), strict=True):
-        if isinstance(p.weight, MultiplyingWeight):
+        if multiplies(p.weight):
             y[:, columns] = p.weight.product(x)
         else:
             torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
@@ -252,7 +252,7 @@ def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
         return torch.mm(dy, joint) if dx is None else add_mm_(dx, dy, joint)
     for p, columns in zip(projections, plan.columns(), strict=True):
         part = dy[:, columns]
-        if isinstance(p.weight, MultiplyingWeight):
+        if multiplies(p.weight):
             product = p.weight.product_back(part)
             dx = product if dx is None else dx.add_(product)
         else:
