@@ -31,7 +31,18 @@ for recipe in llama3.1-8b gemma2-9b; do
   # shellcheck disable=SC2046
   step "$recipe-fp8" $recipe $(policy false) --set quantization.method=fp8 --profile
 done
+for recipe in llama3.1-8b gemma2-9b; do
+  # shellcheck disable=SC2046
+  step "$recipe-nf4" $recipe-qlora $(policy false) --profile
+done
+# shellcheck disable=SC2046
+step llama3.1-8b-nf4-lean llama3.1-8b-qlora $(policy offload) --batch 1 --seq 2048
+for recipe in llama3.1-8b gemma2-9b; do
+  # shellcheck disable=SC2046
+  step "$recipe-eval" $recipe $(policy false) --eval
+done
 "$python" kernels/bench/fp8.py > "$out/fp8.txt" 2>&1
+"$python" kernels/bench/nf4.py > "$out/nf4.txt" 2>&1
 "$python" kernels/bench/matmul.py > "$out/matmul.txt" 2>&1
 "$python" kernels/bench/attention.py --cases gemma2 llama > "$out/attention.txt" 2>&1
 "$python" kernels/bench/ops.py --compile > "$out/ops.txt" 2>&1
