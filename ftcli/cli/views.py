@@ -97,11 +97,24 @@ def _measures(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def bench_text(result: Result) -> str:
-    """The three numbers that count, then everything."""
+    """The numbers that count, then everything."""
     share = result.get("share_of_bound")
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
     head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step{bound}"
-    return f"{head}\n\n{result_text(result)}"
+    return "\n".join([head, *_peaks(result), "", result_text(result)])
+
+
+def _peaks(result: Result) -> list[str]:
+    """The peak beside its prediction, like for like: on a GPU what the allocator gave out, on a CPU the process."""
+    peak, whole = result.get("peak_memory_bytes"), result.get("predicted_peak_bytes")
+    if peak is None or whole is None:
+        return []
+    allocated = result.get("predicted_allocated_bytes")
+    if allocated is None:
+        return [f"{size(peak)} resident at the peak, {size(whole)} predicted"]
+    return [
+        f"{size(peak)} allocated at the peak, {size(allocated)} predicted; {size(whole)} with what CUDA takes itself"
+    ]
 
 
 def doctor_text(result: Result) -> str:

@@ -12,6 +12,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.flops import StepFlops, step_flops
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
 
@@ -24,7 +25,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
     operations counted by :mod:`ftcli.preflight.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
     """
-    recipe = _bench_recipe(loaded.recipe, options)
+    recipe = bench_recipe(loaded.recipe, options)
     report = preflight(replace(loaded, recipe=recipe), command="bench", device=None, offline=True)
     for finding in report.findings:
         session.reporter.finding(finding)
@@ -50,12 +51,15 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "layers": options.layers,
         "gradient_checkpointing": recipe.train.gradient_checkpointing,
         **measured,
+        **_predicted(recipe, report, options),
         **_share(operations, measured),
     }
 
 
-def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
-    """The recipe with random weights, the bytes tokenizer and as many steps as are timed."""
+def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
+    """The recipe with random weights, the bytes tokenizer and as many steps as are timed, and nothing but these: what
+    is not evaluated is not in the memory estimate either.
+    """
     model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
     data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len})
     train = recipe.train.model_copy(
@@ -67,6 +71,8 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
         }
     )
     logging = recipe.logging.model_copy(update={"every_steps": options.steps + 1, "tensorboard": False, "wandb": False})
+    if not options.evaluation:
+        data = data.model_copy(update={"eval": ()})
     return recipe.model_copy(
         update={
             "model": model,
@@ -74,7 +80,11 @@ def _bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "train": train,
             "logging": logging,
             "eval": recipe.eval.model_copy(
-                update={"every_steps": None, "per_device_eval_batch_size": train.per_device_train_batch_size}
+                update={
+                    "every_steps": None,
+                    "per_device_eval_batch_size": train.per_device_train_batch_size,
+                    "tasks": (),
+                }
             ),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
         }
@@ -136,7 +146,6 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
         "gpu_time": profiler.busy() if profiler is not None else None,
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
-        "predicted_peak_bytes": report.memory.total_bytes if report.memory is not None else None,
     }
 
 
@@ -185,6 +194,22 @@ def _measure_evaluation(
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
     }
+
+
+def _predicted(recipe: Recipe, report: PreflightReport, options: BenchOptions) -> dict[str, int | None]:
+    """The estimate of what is timed; of fewer layers than the model has there is none.
+
+    ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
+    ``predicted_peak_bytes`` has what CUDA takes itself besides. On a CPU the peak is the whole process', as is the
+    latter.
+    """
+    memory = report.memory
+    if options.evaluation:
+        memory = estimate_memory(recipe, report.facts, report.plan, report.device, work="eval")
+    if memory is None or options.layers is not None:
+        return {"predicted_peak_bytes": None, "predicted_allocated_bytes": None}
+    allocated = memory.allocated_bytes if report.device.kind == "cuda" else None
+    return {"predicted_peak_bytes": memory.total_bytes, "predicted_allocated_bytes": allocated}
 
 
 def _forward(flops: StepFlops, recipe: Recipe) -> float:

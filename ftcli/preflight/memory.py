@@ -6,6 +6,7 @@ The run passes through phases, and each phase holds some of the parts at once; t
 forward         everything persistent, all kept activations, and one chunk of logits in the loss
 backward        everything persistent, all kept activations, and what one layer's backward allocates (with
                 gradient_checkpointing: what of one layer's activations is computed again)
+end of backward everything persistent and what the first layer's backward allocates, or that of the embeddings
 optimizer step  everything persistent and the optimizer's temporaries; activations are gone
 evaluation      weights, adapters and optimizer state; one layer at a time, no gradients; the key-value cache where
                 answers are generated
@@ -13,13 +14,16 @@ generation      GRPO: the same with the cache of a whole generation batch
 export          weights and adapters
 ==============  ======================================================================================================
 
+Gradients are there from the end of a backward pass to the optimizer's step: in the phases before only where
+micro-batches are accumulated. Under autocast each trained matrix is cast once in a forward pass, and the copies live
+until its context ends; what backward needs of them it keeps, or, where layers run again, makes anew for one layer.
+
 Activations come from :mod:`ftcli.preflight.activations`; what ``gradient_checkpointing: offload`` puts into pinned host
 memory is counted beside them. The loss works on chunks of rows whose logits stay under 512 MiB, all in one buffer
 (``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
 
-Held against one H200 (torch 2.11, transformers 5.17, 2026-11-21; tests/gpu/test_memory_estimate.py: four models at real
-widths and fewer layers, LoRA and full, with and without kernels, every kind of checkpointing): the estimate of the
-largest phase, runtime aside, was 0.99 to 1.03 of what was allocated with layers on the kernels, 0.98 to 1.15 without.
+``kernels/bench/memory.py`` holds it against a GPU, whole models and every shipped recipe: docs/performance.md has what
+came of it. tests/gpu/test_memory_estimate.py does the same phase by phase with fewer layers.
 """
 
 from __future__ import annotations
@@ -39,17 +43,16 @@ from ftcli.preflight.fused_activations import packed_rank
 from ftcli.preflight.policies import Execution, Work, execution_of
 from ftcli.preflight.precision import DtypePlan
 from ftcli.preflight.quantization import dequantized_bytes, layers_with_room, weight_bytes
+from ftcli.preflight.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
 
-#: CUDA context, cuBLAS workspaces and loaded kernels; on a CPU the interpreter with torch and transformers.
-_RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 1100 * 2**20}
+#: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
+_RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 1100 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
-# As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
-_LOSS_WORKSPACE_BYTES = 2**29
-_LOSS_TORCH_COPIES = 4
-_LOSS_ROW_MULTIPLE = 256
+#: Rows of the vocabulary whose gradient of the head is formed at a time, as in ftkernels.linear_cross_entropy.
 _VOCAB_SLAB = 16384
-_TRL_TILE_BYTES = 2048 * 4096 * 4
+#: Parts that are there in some phases only, though they outlive what allocates them.
+_PASSING = ("gradients", "autocast copies")
 #: Bytes of optimizer state for one trained parameter.
 _OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
 
@@ -82,10 +85,16 @@ class MemoryEstimate:
         """Bytes that the run needs at its peak."""
         return self.phase_bytes(self.peak)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The same without what CUDA takes itself: what torch's allocator counts at its peak."""
+        return self.total_bytes - self.parts["runtime"]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; all sizes in bytes."""
         return {
             "total_bytes": self.total_bytes,
+            "allocated_bytes": self.allocated_bytes,
             "peak": self.peak,
             "parts": dict(self.parts),
             "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
@@ -141,27 +150,30 @@ def estimate_memory(
     arithmetic = _Arithmetic(recipe, facts, shape, plan, device, execution, kept)
     parts = {"weights": arithmetic.weights(work), **arithmetic.persistent(work)}
     held = tuple(parts)
+    at_rest = tuple(name for name in held if name not in _PASSING)
     phases: dict[str, tuple[str, ...]] = {}
     if work in ("train", "grpo"):
-        rows = recipe.train.per_device_train_batch_size
-        parts |= arithmetic.training(work, rows)
+        parts |= arithmetic.training(work, recipe.train.per_device_train_batch_size)
         dense = arithmetic.dequantized()
         parts |= dense
-        phases["forward"] = (*held, "activations", "loss workspace")
-        phases["backward"] = (*held, "activations", "backward workspace", *dense)
-        phases["optimizer step"] = (*held, "optimizer workspace")
-    at_rest = tuple(name for name in held if name not in ("gradients", "autocast copies"))
+        earlier = ("gradients",) if recipe.train.gradient_accumulation_steps > 1 else ()
+        copies = ("autocast copies",) if "autocast copies" in parts else ()
+        cast = ("copies run again",) if "copies run again" in parts else copies
+        phases["forward"] = (*at_rest, *earlier, *copies, "activations", "loss workspace")
+        head = ("head gradient",) if "head gradient" in parts else ()
+        phases["backward"] = (*at_rest, *earlier, *cast, *head, "activations", "backward workspace", *dense)
+        phases["end of backward"] = (*at_rest, "gradients", "last workspace", *dense)
+        phases["optimizer step"] = (*at_rest, "gradients", "optimizer workspace")
     if work == "grpo":
-        parts["generation"] = arithmetic.generation(
-            recipe.train.per_device_train_batch_size * recipe.train.gradient_accumulation_steps,
-            arithmetic.seq_len(work),
-        )
-        phases["generation"] = (*at_rest, "generation")
+        parts["generation"] = arithmetic.generation_batch()
+        phases["generation"] = (*at_rest, *copies, "generation")
     if work == "export":
         phases["export"] = at_rest
     elif work == "eval" or recipe.data.eval or recipe.eval.tasks:
         parts["evaluation"] = arithmetic.evaluation()
-        phases["evaluation"] = (*at_rest, "evaluation")
+        # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
+        cast = ("autocast copies",) if "autocast copies" in parts and execution.kernels == "transformers" else ()
+        phases["evaluation"] = (*at_rest, *cast, "evaluation")
     shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
     parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
     phases = {phase: (*names, "runtime") for phase, names in phases.items()}
@@ -253,16 +265,19 @@ class _Arithmetic:
         if self.kept_layers == self.shape.num_layers:
             return {}
         fused = self.execution.kernels != "transformers"
-        dense = dequantized_bytes(self.recipe.quantization, self.shape, self.plan.compute_bytes, on_kernels=fused)
+        dense = dequantized_bytes(self.recipe.quantization, self.shape, self.plan, self.device, on_kernels=fused)
         return {"dequantized weights": dense} if dense else {}
 
     def persistent(self, work: Work) -> dict[str, int]:
-        """What lives through a whole step beside the base weights."""
+        """What outlives a pass over one micro-batch, beside the base weights."""
         lora = self.recipe.lora
         trained = trained_parameters(self.recipe, self.shape)
         parts: dict[str, int] = {}
         if lora is not None:
             parts["adapters"] = 4 * trained.elements
+        workspaces = cublas_bytes(self.device, self.execution, backward=work in ("train", "grpo"))
+        if workspaces and work != "export":
+            parts["cuBLAS workspaces"] = workspaces
         if work in ("eval", "export"):
             return parts
         if self.plan.autocast:
@@ -291,42 +306,48 @@ class _Arithmetic:
         # Supervised training pads on the right under causal attention and needs no mask; TRL's GRPO hands one over.
         masked = work == "grpo" and rows > 1
         setting = self.setting(seq_len, padded=masked)
-        backward = tokens * self.policy.held(self.shape, setting, self.checkpointing).workspace
+        layer = self.policy.held(self.shape, setting, self.checkpointing)
+        backward = int(tokens * layer.workspace)
         kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
-        return {
-            "activations": int(kept) + self.hidden_states(tokens) + self.masks(rows if masked else 1, seq_len),
-            "loss workspace": self.grpo_loss(tokens) if work == "grpo" else self.loss(tokens, training=True),
-            "backward workspace": int(backward),
+        element = self.plan.compute_bytes
+        parts = {
+            "activations": int(kept) + self.hidden_states(tokens) + self.masks(rows, seq_len, seq_len, padded=masked),
+            "loss workspace": grpo_loss_bytes(tokens, self.shape.hidden_size, element)
+            if work == "grpo"
+            else self.loss(tokens, training=True),
+            "backward workspace": backward,
+            "last workspace": max(backward + int(tokens * layer.kept), self.embedding_gradient()),
             "optimizer workspace": 4 * trained.elements if foreach else 0,
         }
+        if self._head_is_trained() and work == "train":
+            parts["head gradient"] = 4 * self.shape.hidden_size * self.shape.vocab_size
+        runs_again = self.checkpointing is not False and self.execution.kernels == "transformers"
+        if self.plan.autocast and runs_again:
+            cast = trained.elements if self.recipe.lora is not None else self.shape.linear_parameters
+            parts["copies run again"] = element * cast // self.shape.num_layers
+        return parts
+
+    def embedding_gradient(self) -> int:
+        """The last gradient of a backward pass, dense, beside those that are finished; a tied head's waits for it."""
+        lora = self.recipe.lora
+        if lora is not None and "embed_tokens" not in lora.modules_to_save:
+            return 0
+        waiting = self.shape.tied and self.recipe.train.gradient_accumulation_steps > 1
+        return 4 * self.shape.hidden_size * self.shape.vocab_size * (2 if waiting else 1)
 
     def hidden_states(self, tokens: int) -> int:
         """The backbone's output, and its gradient that the loss computes in the forward pass."""
         return 2 * tokens * self.shape.hidden_size * self.plan.parameter_bytes
 
-    def masks(self, rows: int, seq_len: int) -> int:
-        """Attention masks, made once and shared by all layers; one more where some layers are windowed.
-
-        Our kernels read intervals instead, a few numbers a token.
-        """
-        if self.execution.attention == "triton":
-            return 0
-        kinds = 2 if self.facts.sliding_window else 1
-        eager = self.execution.attention == "eager" and self.execution.kernels == "transformers"
-        return rows * seq_len * seq_len * kinds * (self.plan.parameter_bytes if eager else 1)
+    def masks(self, rows: int, queries: int, keys: int, *, padded: bool) -> int:
+        element = self.plan.parameter_bytes
+        return mask_bytes(self.execution, rows, queries, keys, self.facts.sliding_window, element, padded=padded)
 
     def loss(self, tokens: int, *, training: bool) -> int:
         vocabulary, element = self.shape.vocab_size, self.plan.compute_bytes
-        on_gpu = self.device.kind == "cuda"
-        most = _LOSS_WORKSPACE_BYTES // (vocabulary * element * (1 if on_gpu else _LOSS_TORCH_COPIES))
-        most = max(most // _LOSS_ROW_MULTIPLE * _LOSS_ROW_MULTIPLE, _LOSS_ROW_MULTIPLE)
-        chunks = -(-tokens // most)
-        rows = min(tokens, -(-tokens // chunks))
-        needed = rows * vocabulary * element
-        if not on_gpu:
-            needed += min(tokens, most) * vocabulary * _LOSS_TORCH_COPIES * 4
+        needed = loss_bytes(tokens, vocabulary, element, on_gpu=self.device.kind == "cuda")
         if self.plan.parameter_bytes != element:
             needed += vocabulary * self.shape.hidden_size * element  # the head, cast
         if training and self._head_is_trained():
@@ -337,27 +358,36 @@ class _Arithmetic:
         lora = self.recipe.lora
         return lora is None or "lm_head" in lora.modules_to_save
 
-    def grpo_loss(self, tokens: int) -> int:
-        """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
-        return _TRL_TILE_BYTES + tokens * self.shape.hidden_size * (2 * self.plan.compute_bytes + 4)
-
     def evaluation(self) -> int:
         """The larger of a forward pass with loss and of generating, for one evaluation batch."""
         recipe = self.recipe
         rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len
         tokens = rows * seq_len
         setting = self.setting(seq_len, padded=False)
-        hidden = 3 * tokens * self.shape.hidden_size * self.plan.parameter_bytes + self.masks(1, seq_len)
+        hidden = 3 * tokens * self.shape.hidden_size * self.plan.parameter_bytes
+        hidden += self.masks(rows, seq_len, seq_len, padded=False)
         layer = int(tokens * self.policy.forward_peak(self.shape, setting)) + sum(self.dequantized().values())
         scoring = hidden + max(layer, self.loss(tokens, training=False))
-        return max(scoring, self.generation(rows, seq_len)) if recipe.eval.tasks else scoring
+        return max(scoring, self.generation(rows, seq_len, seq_len)) if recipe.eval.tasks else scoring
 
-    def generation(self, rows: int, seq_len: int) -> int:
-        """Key-value cache of ``rows`` sequences of ``seq_len`` tokens, and a forward pass over all of them."""
-        cache = 2 * rows * seq_len * self.shape.num_layers * self.shape.kv_width * self.plan.parameter_bytes
+    def generation_batch(self) -> int:
+        """GRPO's: completions of an optimizer step's prompts, all at once."""
+        train, grpo = self.recipe.train, self.recipe.grpo
+        assert grpo is not None
+        rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+        return self.generation(rows, grpo.max_prompt_length, grpo.max_prompt_length + grpo.max_completion_length)
+
+    def generation(self, rows: int, prompt: int, seq_len: int) -> int:
+        """Key-value cache of ``rows`` sequences, and a forward pass: over the prompts, or over one token of each when
+        the cache has grown to ``seq_len``. Where rows are padded each layer repeats keys and values for all heads.
+        """
+        shape, element = self.shape, self.plan.parameter_bytes
+        token = 2 * rows * shape.kv_width * element  # of one layer's cache
         # Through transformers' own layers, for the cache, with the attention of the others.
         policy = plain_policy("eager" if self.execution.attention == "eager" else "sdpa")
-        setting = self.setting(seq_len, padded=rows > 1)
-        prefill = rows * seq_len * policy.forward_peak(self.shape, setting) + self.masks(rows, seq_len)
-        logits = rows * self.shape.vocab_size * (4 + self.plan.compute_bytes)
-        return cache + int(prefill) + logits + sum(self.dequantized().values())
+        prefill = rows * prompt * policy.forward_peak(shape, self.setting(prompt, padded=rows > 1))
+        prefill += shape.num_layers * token * prompt + self.masks(rows, prompt, prompt, padded=rows > 1)
+        repeated = token * seq_len * shape.num_heads // shape.num_kv_heads
+        decoding = shape.num_layers * token * seq_len + max(repeated, token * seq_len // 2)
+        logits = rows * shape.vocab_size * (4 + self.plan.compute_bytes)
+        return max(int(prefill), decoding) + logits + sum(self.dequantized().values())

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftcli.config import QuantizationConfig
+from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.families import Linear, ModelShape
+from ftcli.preflight.precision import DtypePlan
 
 _BLOCK = 64
 _NESTED_BLOCK = 256
@@ -72,15 +74,16 @@ def fp8_bytes(linear: Linear) -> int:
 
 
 def dequantized_bytes(
-    quantization: QuantizationConfig, shape: ModelShape, compute_bytes: int, *, on_kernels: bool
+    quantization: QuantizationConfig, shape: ModelShape, plan: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
     """Bytes of the largest matrix that a pass dequantises at a time; 0 without such weights.
 
-    fp8 weights are multiplied as they are in bfloat16 on a GPU, so only in float32 are they dequantised.
+    fp8 weights are multiplied as they are in bfloat16 on a GPU that has such products, and dequantised everywhere else.
     """
-    if quantization.method != "nf4" and not (quantization.method == "fp8" and compute_bytes > 2):
+    as_stored = quantization.method == "fp8" and plan.compute == "bfloat16" and device.has_float8
+    if quantization.method not in ("nf4", "fp8") or as_stored:
         return 0
-    return compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
+    return plan.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
 
 
 def _products(linears: Sequence[Linear], on_kernels: bool) -> list[list[Linear]]:

@@ -46,3 +46,5 @@ done
 "$python" kernels/bench/matmul.py > "$out/matmul.txt" 2>&1
 "$python" kernels/bench/attention.py --cases gemma2 llama > "$out/attention.txt" 2>&1
 "$python" kernels/bench/ops.py --compile > "$out/ops.txt" 2>&1
+"$python" kernels/bench/memory.py --json "$out/memory.json" --table "$out/memory.md" --seconds 150 \
+  > "$out/memory.txt" 2> "$out/memory.log" || echo "memory: exit $?"

@@ -74,7 +74,7 @@ def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, 
         f"version: 1\nmodel: {{name_or_path: {case.model}, kernels: {case.kernels}}}\n"
         + ("lora: {r: 16}\n" if case.lora else "")
         + f"data: {{train: [a.jsonl], eval: [b.jsonl], max_seq_len: {case.seq_len}}}\n"
-        + f"train: {{per_device_train_batch_size: {case.rows}, "
+        + f"train: {{per_device_train_batch_size: {case.rows}, gradient_accumulation_steps: 2, "
         + f"gradient_checkpointing: {str(case.checkpointing).lower()}}}\n"
         + f"eval: {{per_device_eval_batch_size: {case.rows}}}\n",
         encoding="utf-8",

@@ -152,6 +152,19 @@ def test_bench_begins_with_the_numbers_that_count() -> None:
     assert "bound" not in bench_text({"tokens_per_second": 1.0, "step_ms": 1.0, "share_of_bound": None}).split("\n")[0]
 
 
+def test_the_peak_stands_beside_the_prediction_of_the_same_thing() -> None:
+    result = {
+        "tokens_per_second": 1.0,
+        "step_ms": 1.0,
+        "peak_memory_bytes": 3 * 2**30,
+        "predicted_peak_bytes": 5 * 2**30,
+    }
+    assert bench_text(result).split("\n")[1] == "3.00 GiB resident at the peak, 5.00 GiB predicted"
+    on_gpu = bench_text({**result, "predicted_allocated_bytes": 4 * 2**30}).split("\n")[1]
+    assert on_gpu.startswith("3.00 GiB allocated at the peak, 4.00 GiB predicted; 5.00 GiB with")
+    assert "predicted" not in bench_text({**result, "predicted_peak_bytes": None})
+
+
 def test_check_says_what_was_not_checked() -> None:
     text = check_text(
         {

@@ -163,6 +163,90 @@ def test_offload_pins_a_power_of_two_for_each_tensor(kernels: str, tensors: int,
     assert made.estimate(work="eval").pinned_host_bytes == 0
 
 
+def test_gradients_are_there_before_the_end_of_backward_only_under_accumulation(case: Callable[..., Case]) -> None:
+    once = case("meta-llama/Llama-3.1-8B", LORA + ROWS).estimate()
+    again = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_accumulation_steps=2").estimate()
+    for phase in ("forward", "backward"):
+        assert again.phase_bytes(phase) - once.phase_bytes(phase) == once.parts["gradients"]
+    for phase in ("end of backward", "optimizer step"):
+        assert "gradients" in once.phases[phase]
+        assert again.phase_bytes(phase) == once.phase_bytes(phase)
+
+
+def test_cast_copies_are_gone_when_the_optimizer_steps(case: Callable[..., Case]) -> None:
+    kept = case("google/gemma-2-2b", ROWS).estimate()
+    assert "autocast copies" in kept.phases["forward"]
+    assert "autocast copies" in kept.phases["backward"]
+    assert "autocast copies" not in kept.phases["optimizer step"]
+    again = case("google/gemma-2-2b", ROWS, "train.gradient_checkpointing=true").estimate()
+    assert "autocast copies" in again.phases["forward"]  # autocast's own cache holds them until its context ends
+    assert "autocast copies" not in again.phases["backward"]
+    assert again.parts["copies run again"] == again.parts["autocast copies"] // 26
+
+
+def test_full_fine_tuning_ends_its_backward_with_the_embeddings(case: Callable[..., Case]) -> None:
+    table = 4 * 256000 * 2304
+    made = "train.gradient_checkpointing=true", "train.per_device_train_batch_size=1", "data.max_seq_len=64"
+    once = case("google/gemma-2-2b", ROWS, *made).estimate()
+    assert once.parts["last workspace"] == once.parts["head gradient"] == table
+    tied = case("google/gemma-2-2b", ROWS, *made, "train.gradient_accumulation_steps=2").estimate()
+    assert tied.parts["last workspace"] == 2 * table
+    lora = case("google/gemma-2-2b", LORA + ROWS, *made).estimate()
+    assert "head gradient" not in lora.parts
+    assert lora.parts["last workspace"] < table / 100
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "work", "workspaces", "mib"),
+    [
+        ("h200", "auto", "train", 4, 32),
+        ("h200", "off", "train", 2, 32),
+        ("h200", "auto", "eval", 2, 32),
+        ("h200", "auto", "grpo", 2, 32),
+        ("a100-80gb", "auto", "train", 4, 8.125),
+        ("b200", "auto", "train", 4, 8.125),
+        ("cpu", "auto", "train", 0, 0),
+        ("h200", "auto", "export", 0, 0),
+    ],
+)
+def test_cublas_has_a_workspace_for_each_thread_and_stream(
+    device: str, kernels: str, work: Any, workspaces: int, mib: float, case: Callable[..., Case]
+) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + GRPO, f"model.kernels={kernels}").estimate(device, work)
+    assert made.parts.get("cuBLAS workspaces", 0) == workspaces * mib * 2**20
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_causal_rows_without_padding_need_no_mask_whatever_their_length(
+    kernels: str, case: Callable[..., Case]
+) -> None:
+    sizes = [
+        case("meta-llama/Llama-3.1-8B", LORA, f"data.max_seq_len={n}", f"model.kernels={kernels}").estimate()
+        for n in (16384, 32768)
+    ]
+    assert sizes[1].parts["activations"] == 2 * sizes[0].parts["activations"]
+
+
+def test_a_window_in_force_needs_a_mask_where_no_kernel_runs(case: Callable[..., Case]) -> None:
+    def more(length: int, kernels: str) -> int:
+        at = (f"data.max_seq_len={length}", f"model.kernels={kernels}", "train.gradient_checkpointing=true")
+        with_window, without = (
+            case(name, LORA, *at).estimate().parts["activations"]
+            for name in ("mistralai/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.3")
+        )
+        return with_window - without
+
+    assert more(8192, "off") == 8192**2
+    assert more(4096, "off") == 0
+    assert more(8192, "auto") == 0
+
+
+def test_the_allocators_peak_is_the_total_without_what_cuda_takes_itself(case: Callable[..., Case]) -> None:
+    estimate = case("google/gemma-2-2b", LORA + ROWS).estimate()
+    assert estimate.allocated_bytes == estimate.total_bytes - estimate.parts["runtime"]
+    assert estimate.as_dict()["allocated_bytes"] == estimate.allocated_bytes
+
+
 def test_logits_never_take_more_than_a_chunk(case: Callable[..., Case]) -> None:
     long = case("google/gemma-2-9b", LORA, "data.max_seq_len=8192", "train.per_device_train_batch_size=8").estimate()
     all_logits = 8192 * 8 * 256000 * 2
@@ -190,6 +274,18 @@ def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) 
     assert estimate.parts["generation"] > cache
     halved = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "train.gradient_accumulation_steps=2")
     assert halved.estimate(work="grpo").parts["generation"] < estimate.parts["generation"]
+
+
+def test_generation_reads_the_prompts_at_once_and_completions_token_by_token(case: Callable[..., Case]) -> None:
+    def needed(prompt: int, completion: int) -> int:
+        lengths = f"grpo.max_prompt_length={prompt}", f"grpo.max_completion_length={completion}"
+        return case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *lengths).estimate(work="grpo").parts["generation"]
+
+    cache = 2 * 32 * 32 * 1024 * 2  # of one token of every row
+    repeated = 2 * 32 * 4096 * 2  # one layer's keys and values, for all its heads
+    assert needed(256, 1024) - needed(256, 512) == 512 * (cache + repeated)
+    assert needed(512, 768) == needed(256, 1024)
+    assert needed(1024, 1) > needed(256, 769) + 2**30  # a long prompt is read in one pass
 
 
 def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Callable[..., Case]) -> None:

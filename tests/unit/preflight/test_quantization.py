@@ -66,6 +66,22 @@ def test_one_product_is_dequantised_at_a_time(estimate: Callable[..., Any]) -> N
     assert "dequantized weights" not in estimate()[0].parts
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device", "dense"),
+    [("bfloat16", "h200", 0), ("float16", "h200", 2), ("float32", "h200", 4), ("bfloat16", "a100-80gb", 2)],
+)
+def test_fp8_is_dequantised_where_no_fp8_product_runs(
+    dtype: str, device: str, dense: int, load: Callable[..., Any]
+) -> None:
+    text = f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}"
+    loaded = load(text, "quantization.method=fp8", f"model.dtype={dtype}")
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    gpu = named_device(device)
+    found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work="train")
+    assert found is not None
+    assert found.parts.get("dequantized weights", 0) == dense * 2 * 14336 * 4096
+
+
 def test_export_counts_the_full_precision_base(estimate: Callable[..., Any]) -> None:
     packed, facts = estimate("quantization.method=nf4", work="export")
     assert packed.parts["weights"] == 2 * facts.shape.parameters

@@ -1,0 +1,60 @@
+"""Memory that belongs to no layer: the loss, masks, and what cuBLAS keeps. Pure arithmetic, all answers in bytes."""
+
+from __future__ import annotations
+
+from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.policies import Execution
+
+# As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
+_LOSS_WORKSPACE_BYTES = 2**29
+_LOSS_TORCH_COPIES = 4
+_LOSS_ROW_MULTIPLE = 256
+#: Rows and columns of the one tile of logits in TRL's fused head.
+_TRL_TILE = (4096, 2048)
+#: What torch gives cuBLAS for each handle and stream, out of its own allocator; Hopper has the larger one.
+_CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 1024 * 8
+
+
+def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -> int:
+    """cuBLAS' workspaces: each thread that multiplies has a handle, and each handle one for each of its streams.
+
+    Backward runs in a thread of its own; our layers multiply in two streams.
+    """
+    if device.kind != "cuda":
+        return 0
+    each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
+    return each * (2 if backward else 1) * (2 if execution.kernels == "fused" else 1)
+
+
+def loss_bytes(tokens: int, vocabulary: int, element: int, *, on_gpu: bool) -> int:
+    """Logits of ``ftkernels.linear_cross_entropy``, ``element`` bytes each: chunk after chunk in one buffer, and on a
+    CPU float32 copies of it.
+    """
+    most = _LOSS_WORKSPACE_BYTES // (vocabulary * element * (1 if on_gpu else _LOSS_TORCH_COPIES))
+    most = max(most // _LOSS_ROW_MULTIPLE * _LOSS_ROW_MULTIPLE, _LOSS_ROW_MULTIPLE)
+    chunks = -(-tokens // most)
+    needed = min(tokens, -(-tokens // chunks)) * vocabulary * element
+    return needed if on_gpu else needed + min(tokens, most) * vocabulary * _LOSS_TORCH_COPIES * 4
+
+
+def grpo_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
+    """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
+    rows, columns = _TRL_TILE
+    return min(rows, tokens) * columns * 4 + tokens * hidden_size * (2 * element + 4)
+
+
+def mask_bytes(
+    execution: Execution, rows: int, queries: int, keys: int, window: int | None, element: int, *, padded: bool
+) -> int:
+    """Attention masks of ``rows`` rows, made once and shared by all layers, one more where some layers are windowed.
+
+    Causal attention over rows without padding needs none, whatever their length; our kernels read intervals instead.
+    transformers' eager form always has one, of numbers of ``element`` bytes, and so has ours without a kernel.
+    """
+    if execution.attention == "triton":
+        return 0
+    if execution.attention == "eager":
+        kinds, plain = 2 if window else 1, execution.kernels == "transformers"
+        return (rows if padded else 1) * queries * keys * kinds * (element if plain else 1)
+    windowed = window is not None and window < keys and execution.attention == "sdpa"
+    return rows * queries * keys * (1 + windowed) if padded else queries * keys * windowed

@@ -1,0 +1,66 @@
+"""What `ftcli bench` makes of a recipe, and which prediction stands beside what it measures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ftcli.config.load import LoadedRecipe, load_recipe
+from ftcli.pipeline.benchmark import _predicted, bench_recipe
+from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.device import named_device
+from ftcli.preflight.memory import estimate_memory
+from ftcli.preflight.report import PreflightReport, preflight
+
+TEXT = """
+version: 1
+model: {name_or_path: meta-llama/Llama-3.1-8B, init: random, tokenizer: bytes}
+lora: {r: 16}
+data: {train: ["bundled:sample-chat"], eval: ["bundled:sample-chat-eval"], max_seq_len: 1024}
+train: {gradient_accumulation_steps: 8, gradient_checkpointing: true}
+eval: {per_device_eval_batch_size: 64, every_steps: 5}
+"""
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedRecipe:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    return load_recipe(path)
+
+
+def report_of(loaded: LoadedRecipe, options: BenchOptions, device: str) -> PreflightReport:
+    recipe = bench_recipe(loaded.recipe, options)
+    roomy = replace(named_device(device), memory_bytes=None, free_bytes=None)
+    return preflight(replace(loaded, recipe=recipe), command="bench", device=roomy, offline=True)
+
+
+def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> None:
+    options = BenchOptions(batch=2)
+    memory = report_of(loaded, options, "h200").memory
+    assert memory is not None
+    assert "evaluation" not in memory.phases
+    assert "gradients" not in memory.phases["forward"]  # one micro-batch a step
+    found = _predicted(bench_recipe(loaded.recipe, options), report_of(loaded, options, "h200"), options)
+    assert found == {"predicted_peak_bytes": memory.total_bytes, "predicted_allocated_bytes": memory.allocated_bytes}
+
+
+def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe) -> None:
+    options = BenchOptions(batch=2, evaluation=True)
+    recipe, report = bench_recipe(loaded.recipe, options), report_of(loaded, options, "h200")
+    alone = estimate_memory(recipe, report.facts, report.plan, report.device, work="eval")
+    assert alone is not None
+    assert set(alone.phases) == {"evaluation"}
+    assert _predicted(recipe, report, options)["predicted_allocated_bytes"] == alone.allocated_bytes
+
+
+def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
+    options = BenchOptions(batch=1)
+    recipe = bench_recipe(loaded.recipe, options)
+    on_cpu = _predicted(recipe, report_of(loaded, options, "cpu"), options)
+    assert on_cpu["predicted_peak_bytes"] is not None
+    assert on_cpu["predicted_allocated_bytes"] is None  # the peak is the whole process' there
+    fewer = replace(options, layers=4)
+    assert set(_predicted(recipe, report_of(loaded, options, "h200"), fewer).values()) == {None}
