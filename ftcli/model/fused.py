@@ -200,7 +200,12 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return Norm(norm.weight, norm_eps(norm), self._family.norm)
 
     def _head_norm(self, heads: Tensor, norm: Any) -> Tensor:
-        return rms_norm(heads, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+        """(B, heads, S, D), by token in memory as the projection wrote it, and handed on like that: rows of it need no
+        copy, and attention, which writes as it is given queries, leaves what the output projection reads as it is.
+        """
+        by_token = heads.transpose(1, 2)
+        normed = rms_norm(by_token, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+        return normed.transpose(1, 2)
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         return rms_norm_add(x, residual, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)

@@ -8,6 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
+from ftkernels.rms_norm import rms_norm
+from ftkernels.rows import as_rows
 from torch import nn
 
 from ftcli.errors import FtcliError
@@ -96,6 +98,24 @@ def test_loss_gradients_names_generation_and_undo(name: str) -> None:
     assert not any(isinstance(module, FusedDecoderLayer) for module in model.modules())
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, logits)
+
+
+def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of place they cost a copy in each direction, and one of attention's output that is kept for backward."""
+    model = adapted("qwen3")
+    patch(model, "reference")
+    layer = next(module for module in model.modules() if isinstance(module, FusedDecoderLayer))
+    fused = torch.randn(2, 13, 8 * 16)  # q, k, v side by side, as one product writes them
+    heads = fused[..., : 4 * 16].unflatten(-1, (4, 16)).transpose(1, 2)
+
+    def like_the_kernel(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert as_rows(x).tensor.data_ptr() == fused.data_ptr()
+        return rms_norm(x, *args, **kwargs).contiguous()
+
+    monkeypatch.setattr("ftcli.model.fused.rms_norm", like_the_kernel)
+    found = layer._head_norm(heads, layer.self_attn.q_norm)
+    assert found.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(found, layer.self_attn.q_norm(heads))
 
 
 def test_phi3_keeps_its_layers_and_takes_norms_and_attention() -> None:
