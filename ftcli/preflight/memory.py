@@ -46,7 +46,7 @@ from ftcli.preflight.quantization import dequantized_bytes, layers_with_room, we
 from ftcli.preflight.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
-_RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 1100 * 2**20}
+_RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
 #: Rows of the vocabulary whose gradient of the head is formed at a time, as in ftkernels.linear_cross_entropy.

@@ -93,6 +93,7 @@ class Measurement:
                 worker.connection.send(None)
         for worker in self.crew:
             worker.process.join(10)
+            worker.process.terminate()
         return [self._row(case) for case in self.cases]
 
     def _elapsed(self) -> float:
@@ -103,7 +104,7 @@ class Measurement:
         ours, theirs = context.Pipe()
         log = self.folder / f"worker-{len(list(self.folder.iterdir()))}.log"
         log.touch()
-        process = context.Process(target=work, args=(theirs, log), daemon=True)
+        process = context.Process(target=work, args=(theirs, log))
         process.start()
         theirs.close()
         self.crew.append(Worker(process, ours, log))

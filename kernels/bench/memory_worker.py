@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import resource
+import string
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +33,8 @@ from ftcli.rows.row import Row
 
 #: More than this left allocated after a case would be counted in the next one's peak: the process ends instead.
 LEFT_BYTES = 8 * 2**20
-_ROWS = {"train": 8, "eval": 8}
+#: Batches of text for two steps of two micro-batches and for an evaluation; prompts for GRPO's.
+_BATCHES, _PROMPTS = {"train": 4, "eval": 1}, {"train": 8, "eval": 8}
 
 
 class Spans(SilentReporter):
@@ -109,8 +112,8 @@ def _run(case: Case, scratch: Path, session: Session) -> None:
         pipeline.bench(case.loaded(), session, case.options)
         return
     output = f"run.output_dir={scratch / 'run'}"
-    write = write_prompts if case.kind == "grpo" else write_texts
-    files = [f"data.{name}=[{write(case.loaded(), scratch / f'{name}.jsonl', rows)}]" for name, rows in _ROWS.items()]
+    write, counts = (write_prompts, _PROMPTS) if case.kind == "grpo" else (write_texts, _BATCHES)
+    files = [f"data.{name}=[{write(case.loaded(), scratch / f'{name}.jsonl', n)}]" for name, n in counts.items()]
     command = pipeline.grpo if case.kind == "grpo" else pipeline.train
     command(case.loaded(output, *files), session)
 
@@ -119,9 +122,14 @@ def write_texts(loaded: LoadedRecipe, path: Path, count: int) -> Path:
     """Plain text for ``count`` batches: rows as long as the recipe allows, but for their first and last token."""
     recipe = loaded.recipe
     rows = max(recipe.train.per_device_train_batch_size, recipe.eval.per_device_eval_batch_size)
-    line = json.dumps({"text": "a" * (recipe.data.max_seq_len - 2)})
-    path.write_text(f"{line}\n" * (rows * count), encoding="utf-8")
+    lines = [json.dumps({"text": letters(recipe.data.max_seq_len - 2, i)}) for i in range(rows * count)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def letters(count: int, seed: int) -> str:
+    """Random text: of one letter alone gradients would vanish, and the self-check would compare rounding errors."""
+    return "".join(random.Random(seed).choices(string.ascii_lowercase, k=count))
 
 
 def write_prompts(loaded: LoadedRecipe, path: Path, count: int) -> Path:
@@ -133,12 +141,12 @@ def write_prompts(loaded: LoadedRecipe, path: Path, count: int) -> Path:
     tokenizer = load_tokenizer(loaded.recipe.model, offline=True)
     renderer = Renderer(tokenizer, loaded.recipe.data.chat_template)
     for length in range(grpo.max_prompt_length, 0, -1):
-        fields = {"prompt": "a" * length, "answer": "7"}
+        fields = {"prompt": letters(length, 0), "answer": "7"}
         (prompt,) = prompts_of([Row(str(path), 1, fields)], loaded.recipe.data.format)
         text = renderer.prompt(prompt)
         if len(tokenizer(text, add_special_tokens=False)["input_ids"]) <= grpo.max_prompt_length:
-            shorter = {**fields, "prompt": "a" * (length - length // 4)}
-            lines = [json.dumps(shorter if i % 2 else fields) for i in range(count)]
+            sizes = [length - length // 4 if i % 2 else length for i in range(count)]
+            lines = [json.dumps({**fields, "prompt": letters(size, i)}) for i, size in enumerate(sizes)]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
             return path
     raise ValueError(f"the chat template alone takes more than {grpo.max_prompt_length} tokens")
