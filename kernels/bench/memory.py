@@ -37,11 +37,11 @@ from memory_cases import Case, grid_cases, recipe_cases
 from memory_schedule import GIB, Need, Row, markdown, next_to_start
 
 from ftcli.errors import FtcliError
-from ftcli.preflight.device import DeviceFacts, cpu_device, named_device
+from ftcli.preflight.device import DeviceFacts, named_device
 
 #: Seconds after ``--seconds`` in which what is running may end.
 GRACE = 60.0
-#: Share of a CPU's free memory that cases may be predicted to take.
+#: Share of a machine's memory that cases on its CPU may be predicted to take.
 CPU_SHARE = 0.8
 
 
@@ -131,6 +131,8 @@ class Measurement:
     def _predict(self, device: DeviceFacts) -> None:
         """Fills in what each case needs, once the device is known; a case that cannot be predicted is a row."""
         self.device = device
+        if device.kind == "cpu":
+            self.budget = Need(int(CPU_SHARE * (device.memory_bytes or self.budget.device_bytes)))
         for case in self.cases:
             try:
                 estimate = case.estimate(device)
@@ -286,8 +288,6 @@ def main() -> int:
         return 0
     budget = Need(int(options.gpu_gib * GIB), int(options.pinned_gib * GIB))
     idle = used_when_idle()
-    if not Path("/dev/nvidiactl").exists():  # the processes that could tell have not started
-        budget = Need(int(CPU_SHARE * (cpu_device().free_bytes or budget.device_bytes)))
     with tempfile.TemporaryDirectory(prefix="ftcli-memory-") as folder:
         measurement = Measurement(cases, options.workers, budget, options.seconds, Path(folder), idle)
         rows = measurement.run()

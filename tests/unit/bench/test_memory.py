@@ -123,3 +123,44 @@ def test_a_case_without_time_or_result_is_a_row_with_the_reason(memory: Any, cas
     measurement.context = 100
     row = measurement._row(case)
     assert (row.measured_bytes, row.measured_total_bytes) == (7, 109)
+
+
+class Ended:
+    """A process that is over."""
+
+    exitcode = 1
+
+    def join(self, seconds: float) -> None:
+        """It has ended."""
+
+
+class Closed:
+    """The other end is gone."""
+
+    def recv(self) -> None:
+        """Nothing comes any more."""
+        raise EOFError
+
+
+def test_a_process_that_dies_costs_its_case_alone(
+    memory: Any, cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cases.recipe_cases()[:2]
+    measurement = memory.Measurement([first, second], 1, memory.Need(130 * GIB), 100.0, tmp_path)
+    measurement.began = memory.time.monotonic()
+    measurement.pending = [first, second]
+    measurement._predict(named_device("h200"))
+    measurement.pending = [second]
+    log = tmp_path / "worker-0.log"
+    log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory\n\n", encoding="utf-8")
+    worker = memory.Worker(Ended(), Closed(), log, case=first, ready=True)
+    measurement.crew = [worker]
+    hired: list[str] = []
+    monkeypatch.setattr(memory.Measurement, "_hire", lambda self: hired.append("another"))
+    measurement._hear(worker)
+    row = measurement._row(first)
+    assert row.error == "torch.OutOfMemoryError: CUDA out of memory"
+    assert row.predicted_bytes > 0
+    assert measurement.crew == []
+    assert measurement.pending == [second]
+    assert hired == ["another"]
