@@ -100,7 +100,8 @@ def bench_text(result: Result) -> str:
     """The numbers that count, then everything."""
     share = result.get("share_of_bound")
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
-    head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step{bound}"
+    first = " in the first step, with all that is set up in it" if result.get("first_step_only") else " a step"
+    head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms{first}{bound}"
     return "\n".join([head, *_peaks(result), "", result_text(result)])
 
 

@@ -5,7 +5,8 @@
 ``selective``  all but gate and up of the gated MLP, two thirds of the bytes and a third of the arithmetic: they are
                formed again. Layers that are not on the kernels are checkpointed whole
 ``true``       a layer's input alone; the layer runs again
-``offload``    the input of each half of a layer, in pinned host memory; the halves run again up to what is kept
+``offload``    the input of each half of a layer, in pinned host memory; the halves run again up to what is kept.
+               Where the host has no room for that, the layer's input alone; the layer runs again
 =============  =======================================================================================================
 
 All give the same bits. ``true`` and ``false`` are transformers' own setting, applied by its trainer.
@@ -23,14 +24,21 @@ from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import base_of
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
+from ftcli.preflight.activations import Offloaded
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
 
-def use_checkpointing(model: PreTrainedModel | PeftModel, policy: Checkpointing) -> Offload | None:
+def use_checkpointing(
+    model: PreTrainedModel | PeftModel, policy: Checkpointing, *, offloaded: Offloaded = "halves"
+) -> Offload | None:
     """Sets ``selective`` or ``offload`` on every layer of ``model``, after it was put on the kernels.
+
+    Args:
+        offloaded: What ``offload`` sends to the host, as preflight chose it by the host's memory
+            (``MemoryEstimate.offloaded``). Layers that are not on the kernels know ``layers`` alone.
 
     Returns:
         The offload that the layers share, None under every other policy. ``true`` and ``false`` change nothing here.
@@ -46,7 +54,10 @@ def use_checkpointing(model: PreTrainedModel | PeftModel, policy: Checkpointing)
             else:
                 _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
         return None
-    offload = Offload(ahead=max((_kept(layer) for layer in layers), default=2) - 1)
+    for layer in layers:
+        if isinstance(layer, FusedDecoderLayer):
+            layer.offloaded = offloaded
+    offload = Offload(ahead=max([2, *map(_kept, layers)]) - 1)
     for layer in layers:
         if isinstance(layer, FusedDecoderLayer):
             layer.offload = offload
@@ -56,8 +67,8 @@ def use_checkpointing(model: PreTrainedModel | PeftModel, policy: Checkpointing)
 
 
 def _kept(layer: Any) -> int:
-    """Tensors that a layer sends away, but two at least: one is always fetched ahead."""
-    return layer.offloaded_tensors if isinstance(layer, FusedDecoderLayer) else 2
+    """Tensors that a layer sends away."""
+    return layer.offloaded_tensors if isinstance(layer, FusedDecoderLayer) else 1
 
 
 def _checkpoint_with(layer: Any, function: Any) -> None:

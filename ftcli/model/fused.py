@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ftkernels.norm_parts import NormForm
 
     from ftcli.model.offload import Offload
+    from ftcli.preflight.activations import Offloaded
 
 
 def norm_eps(norm: Any) -> float:
@@ -57,7 +58,7 @@ class FusedNorm(nn.Module):
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
-    ``selective`` and ``offload`` are set by :mod:`ftcli.model.checkpointing`.
+    ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             self._gradient_checkpointing_func = original._gradient_checkpointing_func
         self.selective = False
         self.offload: Offload | None = None
+        self.offloaded: Offloaded = "halves"
         self._family = family
         self._activation = activation
         self._backend = backend
@@ -104,6 +106,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         attend = partial(self._attention_half, mask=attention_mask, rotation=position_embeddings, kwargs=kwargs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
             return self._mlp_half(attend(hidden_states))
+        if self.offloaded == "layers":
+            return self.offload.checkpoint(lambda z: self._mlp_half(attend(z)), hidden_states)
         kwargs["kept"] = Kept(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
         with self.offload.saving(hidden_states):
@@ -111,9 +115,11 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
     @property
     def offloaded_tensors(self) -> int:
-        """Tensors that ``offload`` sends to the host for this layer: the inputs of both halves, attention's output
-        where our kernels made it, and the MLP's output where that is normalised.
+        """Tensors that ``offload`` sends to the host for this layer: its input; or by halves the inputs of both,
+        attention's output where our kernels made it, and the MLP's output where that is normalised.
         """
+        if self.offloaded == "layers":
+            return 1
         return 4 if self._family.block == "sandwich" else 3
 
     def _attention_half(
@@ -127,7 +133,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             out = lora_linear(attended, projection, backend=self._backend)
             return self._add_normed(out, residual, self.post_attention_layernorm)
         # Where the sum is kept as well, the half that is run again may stop before the output projection.
-        save: Literal["products", "input"] = "products" if self.offload is None else "input"
+        save: Literal["products", "input"] = "input" if self._halves else "products"
         return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
 
     def _mlp_half(self, hidden_states: Tensor) -> Tensor:
@@ -142,8 +148,14 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """What the MLP keeps. A checkpoint that is around the whole layer runs a sandwich's MLP again anyway, for the
         input of its closing norm; everywhere else it stops before the MLP.
         """
-        checkpointed = self.gradient_checkpointing and self._family.block != "sandwich"
-        return "input" if self.selective or self.offload is not None or checkpointed else "gate_up_once"
+        whole = self.gradient_checkpointing or (self.offload is not None and not self._halves)
+        stops = whole and self._family.block != "sandwich"
+        return "input" if self.selective or self._halves or stops else "gate_up_once"
+
+    @property
+    def _halves(self) -> bool:
+        """Whether each half is run again by itself, from an input on the host."""
+        return self.offload is not None and self.offloaded == "halves"
 
     def _attend(
         self,

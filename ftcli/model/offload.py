@@ -12,11 +12,10 @@ Copies change no bits. On a CPU, whose memory is the host's, nothing is moved: w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -24,44 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from ftcli.model.host_buffers import HostBuffers, matched
+
 T = TypeVar("T")
 
 #: Smaller tensors stay: they are no saving, and each copy has a cost of its own.
 SMALLEST_BYTES = 1 << 20
-
-
-class HostBuffers:
-    """Host memory in buffers that are allocated once and used again; each holds one tensor at a time.
-
-    Sizes are powers of two, which is what torch's allocator of pinned memory hands out anyway.
-    """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._free: list[Tensor] = []
-        self.allocated_bytes = 0
-
-    @property
-    def free(self) -> int:
-        """Buffers that hold nothing."""
-        return len(self._free)
-
-    def take(self, count: int) -> Tensor:
-        """A buffer (uint8) of at least ``count`` bytes: the smallest free one that fits, else a new one, in place of a
-        free one that is too small.
-        """
-        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= count]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
-        if self._free:
-            self.allocated_bytes -= self._free.pop().numel()
-        size = 1 << max(count - 1, 0).bit_length()
-        self.allocated_bytes += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """The buffer may be used again; copies out of it stand earlier in the stream than the next into it."""
-        self._free.append(buffer)
 
 
 @dataclass(slots=True)
@@ -69,20 +36,15 @@ class _Parcel:
     """One tensor away from the device. ``arriving``: its copy on the way back, with the event that ends it."""
 
     lane: _Lane
-    buffer: Tensor
+    pieces: tuple[Tensor, ...]
     shape: torch.Size
     dtype: torch.dtype
     before: weakref.ref[_Ticket] | None
     arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
-    @property
-    def host(self) -> Tensor:
-        """The tensor in host memory."""
-        return self.buffer[: prod(self.shape) * self.dtype.itemsize].view(self.dtype).view(self.shape)
-
 
 class _Ticket:
-    """What autograd holds instead of a tensor. When it goes, the parcel's buffer is free."""
+    """What autograd holds instead of a tensor. When it goes, the parcel's pieces are free."""
 
     __slots__ = ("__weakref__", "parcel")
 
@@ -106,9 +68,9 @@ class _Lane:
         compute = torch.cuda.current_stream(self._device)
         self._settle(compute)
         parcel = _Parcel(self, self.buffers.take(tensor.nbytes), tensor.shape, tensor.dtype, self._newest)
-        done = self._copy(parcel.host, tensor, compute)
+        done = self._copy([(piece, part) for part, piece in matched(tensor, parcel.pieces)], compute)
         ticket = _Ticket(parcel)
-        # Not before: the buffer must outlive the copy, and a later copy into it waits in the same stream.
+        # Not before: the pieces must outlive the copy, and a later copy into them waits in the same stream.
         weakref.finalize(ticket, self._release, parcel).atexit = False
         self._newest = weakref.ref(ticket)
         self._leaving = (self._newest, tensor, done)
@@ -142,15 +104,16 @@ class _Lane:
     def _start(self, parcel: _Parcel, compute: torch.cuda.Stream) -> None:
         if parcel.arriving is None:
             tensor = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
-            parcel.arriving = tensor, self._copy(tensor, parcel.host, compute)
+            parcel.arriving = tensor, self._copy(matched(tensor, parcel.pieces), compute)
 
-    def _copy(self, target: Tensor, source: Tensor, compute: torch.cuda.Stream) -> torch.cuda.Event:
-        """``target`` from ``source`` in the lane's stream, after all that the computing stream has been given so far:
-        what wrote the source, and what used the target's memory before.
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], compute: torch.cuda.Stream) -> torch.cuda.Event:
+        """Each pair's target from its source in the lane's stream, after all that the computing stream has been given
+        so far: what wrote the sources, and what used the targets' memory before.
         """
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
         done: torch.cuda.Event = self._stream.record_event()
         return done
 
@@ -166,7 +129,7 @@ class _Lane:
         if parcel.arriving is not None:  # fetched ahead and never asked for: a copy may still be writing to it
             torch.cuda.current_stream(lane._device).wait_event(parcel.arriving[1])
             parcel.arriving = None
-        lane.buffers.give_back(parcel.buffer)
+        lane.buffers.give_back(parcel.pieces)
 
 
 class Offload:
@@ -188,9 +151,9 @@ class Offload:
         return sum(lane.buffers.allocated_bytes for lane in self._lanes.values())
 
     @property
-    def free_buffers(self) -> int:
-        """Buffers that hold nothing at the moment."""
-        return sum(lane.buffers.free for lane in self._lanes.values())
+    def free_bytes(self) -> int:
+        """What of it holds nothing at the moment."""
+        return sum(lane.buffers.free_bytes for lane in self._lanes.values())
 
     def saving(self, like: Tensor) -> AbstractContextManager[Any]:
         """A context in which what is saved for backward goes to the host: tensors with as many rows as ``like``

@@ -19,7 +19,7 @@ from ftcli.reporting import Session
 
 def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
-    true shape.
+    true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
 
     Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
@@ -96,7 +96,14 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
 
     from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
-    from ftcli.trainers.bench import StepProfiler, StepTimer, measure_matmul_rate, spread, synthetic_tokens
+    from ftcli.trainers.bench import (
+        StepProfiler,
+        StepTimer,
+        device_memory,
+        measure_matmul_rate,
+        spread,
+        synthetic_tokens,
+    )
     from ftcli.trainers.callbacks import peak_memory_bytes
     from ftcli.trainers.sft import build_sft_trainer
 
@@ -121,6 +128,7 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
             TrainerHooks(None, 1, None),
             device=device,
             scratch_dir=scratch,
+            offloaded=build.offloaded_of(report),
         )
         timer = StepTimer(device)
         trainer.add_callback(timer)
@@ -133,19 +141,24 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
             trainer.train()
     times = timer.times(options.steps + 1)
     fastest, slowest = spread(times.steady)
+    memory = report.memory
     return {
-        "steps": len(times.steady),
+        "steps": options.steps,
+        "first_step_only": options.steps == 0,
         "tokens_per_second": batch * seq / times.median,
         "step_ms": 1000 * times.median,
         "step_ms_min": 1000 * fastest,
         "step_ms_max": 1000 * slowest,
         "first_step_seconds": times.first,
         "peak_memory_bytes": peak_memory_bytes(),
+        **device_memory(device),
         "matmul_tflops": rate / 1e12,
         "profile": profiler.table() if profiler is not None else None,
         "gpu_time": profiler.busy() if profiler is not None else None,
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+        "offloaded": None if memory is None else memory.offloaded,
     }
 
 
@@ -180,10 +193,11 @@ def _measure_evaluation(
             built.model, rows[step * batch : (step + 1) * batch]
         )  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
-    steady = seconds[1:]
+    steady = seconds[1:] or seconds
     fastest, slowest = spread(steady)
     return {
-        "steps": len(steady),
+        "steps": options.steps,
+        "first_step_only": options.steps == 0,
         "tokens_per_second": batch * seq / statistics.median(steady),
         "step_ms": 1000 * statistics.median(steady),
         "step_ms_min": 1000 * fastest,

@@ -19,6 +19,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenTable
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
+from ftcli.preflight.activations import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint
@@ -180,6 +181,11 @@ def _kept_layers(recipe: Recipe, report: PreflightReport) -> int:
     if report.memory is not None:
         return report.memory.kept_layers
     return sys.maxsize if recipe.quantization.keep_dequantized is True else 0
+
+
+def offloaded_of(report: PreflightReport) -> Offloaded:
+    """What ``gradient_checkpointing: offload`` sends to the host, as preflight chose it."""
+    return (report.memory.offloaded if report.memory is not None else None) or "halves"
 
 
 def _stored(recipe: Recipe, report: PreflightReport) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class BenchOptions:
     """Shape of a benchmark. None takes the recipe's value.
 
-    ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first.
+    ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first
+    (0: the first is all there is).
     ``profile`` adds a step that is recorded by torch's profiler. ``evaluation`` times `ftcli eval` instead of training:
     a step is one batch, forward only.
     """

@@ -79,6 +79,7 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
             hooks,
             device=built.device,
             scratch_dir=scratch,
+            offloaded=build.offloaded_of(report),
         ),
         (lambda: evaluator.loss(built.model)) if recipe.data.eval else None,
     )
@@ -92,8 +93,12 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
     return {**summary, "eval": final, "seconds": time.perf_counter() - started}
 
 
-def _pinned(report: PreflightReport) -> dict[str, int | None]:
-    return {"pinned_host_bytes": None if report.memory is None else report.memory.pinned_host_bytes}
+def _pinned(report: PreflightReport) -> dict[str, int | str | None]:
+    memory = report.memory
+    return {
+        "offloaded": None if memory is None else memory.offloaded,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+    }
 
 
 def _evaluator(

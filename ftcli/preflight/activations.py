@@ -40,6 +40,14 @@ from typing import Literal
 from ftcli.config.training import Checkpointing
 from ftcli.preflight.families import Linear, ModelShape
 
+#: What ``offload`` sends to the host: what each half of a layer is run again from, or each layer's input.
+Offloaded = Literal["halves", "layers"]
+
+#: As ``ftcli.model.host_buffers`` allocates: no tensor wastes more.
+_SMALLEST_PIECE = 1 << 20
+#: Share of the host's free memory that may be pinned: the rest is the process's and the system's.
+_PINNABLE = 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -83,40 +91,44 @@ class ActivationPolicy:
     ``kept`` is what one layer keeps for backward, by part. ``forward_peak`` is the most that a layer holds at once
     when nothing is kept (evaluation). ``backward_peak`` is what a layer's backward allocates on top of what is kept.
     ``formed_again`` names the part of ``kept`` that ``selective`` leaves out; None where it checkpoints whole layers.
-    ``offloaded`` is the number of tensors of the residual stream's size that ``offload`` sends to the host: 1 for whole
-    layers, more where each half of a layer is run again by itself.
+    ``halves`` is the number of tensors of the residual stream's size that ``offload`` sends to the host where each half
+    of a layer is run again by itself, and ``ahead`` how many of them are fetched ahead; whole layers send one.
     """
 
     kept: Mapping[str, Term]
     forward_peak: Term
     backward_peak: Term
     formed_again: str | None = None
-    offloaded: Callable[[ModelShape], int] = lambda shape: 1
+    halves: Callable[[ModelShape], int] = lambda shape: 1
+    ahead: Callable[[ModelShape], int] = lambda shape: 1
 
     def layer_bytes(self, shape: ModelShape, setting: Setting) -> float:
         """Bytes per token that one layer keeps."""
         return sum(term(shape, setting) for term in self.kept.values())
 
-    def held(self, shape: ModelShape, setting: Setting, checkpointing: Checkpointing) -> Held:
+    def held(
+        self, shape: ModelShape, setting: Setting, checkpointing: Checkpointing, offloaded: Offloaded = "halves"
+    ) -> Held:
         """What one layer keeps, and what the backward of one layer needs besides, under a setting of
-        ``train.gradient_checkpointing``.
+        ``train.gradient_checkpointing``. ``offloaded`` is read under ``offload``; layers without halves send their
+        input.
         """
         layer, backward = self.layer_bytes(shape, setting), self.backward_peak(shape, setting)
         stream = shape.hidden_size * setting.bytes_residual
         if checkpointing is False:
             return Held(layer, backward, 0.0)
-        if self.formed_again is None:
-            whole = layer + backward
+        if checkpointing == "offload" and (self.formed_again is None or offloaded == "layers"):
             # The input of the layer at work is counted in what it keeps; the next one is on its way.
-            return Held(0.0, whole + stream, stream) if checkpointing == "offload" else Held(stream, whole, 0.0)
+            return Held(0.0, layer + backward + stream, stream)
+        if self.formed_again is None:
+            return Held(stream, layer + backward, 0.0)
         again = self.kept[self.formed_again](shape, setting)
         if checkpointing == "selective":
             return Held(layer - again, backward + again, 0.0)
         if checkpointing is True:
             return Held(stream, layer - stream + backward, 0.0)
-        sent = self.offloaded(shape)
         # One half's input is at work, and those that come next are on their way.
-        return Held(0.0, again + backward + sent * stream, sent * stream)
+        return Held(0.0, again + backward + (1 + self.ahead(shape)) * stream, self.halves(shape) * stream)
 
 
 def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
@@ -230,24 +242,39 @@ def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
 
 
 def kept_bytes(
-    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: Checkpointing
+    shape: ModelShape,
+    setting: Setting,
+    policy: ActivationPolicy,
+    rows: int,
+    *,
+    checkpointing: Checkpointing,
+    offloaded: Offloaded = "halves",
 ) -> float:
-    """Bytes on the device that a forward pass over ``rows`` full rows keeps, the final norm included, the loss not.
+    """Bytes on the device that the layers keep in a forward pass over ``rows`` full rows.
 
     The first layer of a LoRA model keeps a norm less, since embeddings need no gradient; that is left in.
     """
-    layer = policy.held(shape, setting, checkpointing).kept
-    final = norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
-    return rows * setting.seq_len * (shape.num_layers * layer + final)
+    return rows * setting.seq_len * shape.num_layers * policy.held(shape, setting, checkpointing, offloaded).kept
 
 
 def host_bytes(
-    shape: ModelShape, setting: Setting, policy: ActivationPolicy, rows: int, *, checkpointing: Checkpointing
+    shape: ModelShape,
+    setting: Setting,
+    policy: ActivationPolicy,
+    rows: int,
+    *,
+    checkpointing: Checkpointing,
+    offloaded: Offloaded = "halves",
 ) -> int:
-    """Bytes of pinned host memory that activations take: a buffer a tensor, its size rounded up to a power of two."""
+    """Bytes of pinned host memory that activations take: for each tensor whole pieces."""
     stream = shape.hidden_size * setting.bytes_residual
-    buffers = shape.num_layers * round(policy.held(shape, setting, checkpointing).host / stream)
-    return buffers * (1 << max(rows * setting.seq_len * stream - 1, 0).bit_length())
+    tensors = shape.num_layers * round(policy.held(shape, setting, checkpointing, offloaded).host / stream)
+    return tensors * -(-rows * setting.seq_len * stream // _SMALLEST_PIECE) * _SMALLEST_PIECE
+
+
+def pinnable_bytes(host_free_bytes: int) -> int:
+    """How much of the host's free memory activations may take."""
+    return int(_PINNABLE * host_free_bytes)
 
 
 def plain_policy(attention: Literal["eager", "sdpa"]) -> ActivationPolicy:

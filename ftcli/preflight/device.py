@@ -35,6 +35,7 @@ class DeviceFacts:
         dense_tflops: Published dense matmul rate with 16-bit inputs and float32 accumulation; None when not in the
             table.
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
+        host_free_bytes: RAM of the machine around a GPU that is here that is free now; None elsewhere.
         probed: True for the machine that is here.
     """
 
@@ -47,6 +48,7 @@ class DeviceFacts:
     dense_tflops: float | None = None
     bandwidth_gb_per_s: float | None = None
     free_bytes: int | None = None
+    host_free_bytes: int | None = None
     probed: bool = False
 
     @property
@@ -144,6 +146,7 @@ def probe_device() -> DeviceFacts:
         dense_tflops=known.dense_tflops if known else None,
         bandwidth_gb_per_s=known.bandwidth_gb_per_s if known else None,
         free_bytes=free,
+        host_free_bytes=_ram()[1],
         probed=True,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftcli.config import Recipe
 from ftcli.preflight.families import ModelShape
-from ftcli.preflight.memory import optimizer_state_bytes, trained_parameters
+from ftcli.preflight.trained import optimizer_state_bytes, trained_parameters
 
 #: Tokenizer, states of random generators, metrics and the report.
 _SMALL_FILES = 32 * 2**20

@@ -13,13 +13,14 @@ attention         c(Q + 2K) for query, key and value in one buffer, cQ for the o
 gated MLP         c · 2I: gate and up without their adapters' share; all else is formed again
 ================  ==================================================================================================
 
-Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one and cH for
-each of the gradients of output, input and what is behind the norm.
+Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one, cH for each
+of the gradients of output, input and what is behind the norm, and 64P for the adapters' products.
 
 ``gradient_checkpointing`` on the kernels: ``selective`` keeps all but gate and up. ``true`` keeps the layer's input.
 ``offload`` runs each half of a layer again by itself, attention up to the output projection, the MLP from gate and up
 on; the host holds the input of each half, with four norms the input of the last, whose half would run whole else, and
-the output of attention where it is our kernel's, which then is not run again.
+the output of attention where it is our kernel's, which then is not run again. Where the host has no room for those, it
+holds the layer's input, and the layer runs again as under ``true``.
 
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
 closing norms are transformers' own.
@@ -35,6 +36,9 @@ from ftcli.preflight.families import ModelShape
 
 _SMALLEST_RANK = 16
 _PRODUCTS = 7
+#: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
+#: in half precision. 11 MiB at 8192 tokens and rank 16, with what ``_PRODUCTS`` counts.
+_RANK_BYTES = 64
 
 
 def packed_rank(rank: int) -> int:
@@ -85,7 +89,7 @@ def fused_policy(
         "gated MLP": _gate_and_up,
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", sent)
+    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
 
 
 def _adapters(shape: ModelShape, setting: Setting) -> float:
@@ -97,7 +101,8 @@ def _gate_and_up(shape: ModelShape, setting: Setting) -> float:
 
 
 def _backward(shape: ModelShape, setting: Setting) -> float:
-    return setting.bytes_compute * (shape.intermediate_size + 3 * shape.hidden_size)
+    of_rank = _RANK_BYTES * packed_rank(setting.rank)
+    return setting.bytes_compute * (shape.intermediate_size + 3 * shape.hidden_size) + of_rank
 
 
 def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
@@ -107,6 +112,11 @@ def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
 
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
     return (3 if shape.family.norms == 4 else 2) + attention_by_kernel
+
+
+def _ahead(shape: ModelShape) -> int:
+    """As ``ftcli.model.checkpointing``, which does not know who makes attention's output."""
+    return _sent(shape, attention_by_kernel=True) - 1
 
 
 def _scores(shape: ModelShape, setting: Setting) -> float:

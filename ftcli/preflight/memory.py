@@ -3,9 +3,10 @@
 The run passes through phases, and each phase holds some of the parts at once; the largest phase is the estimate.
 
 ==============  ======================================================================================================
-forward         everything persistent, all kept activations, and one chunk of logits in the loss
+forward         everything persistent, all kept activations, the last hidden states, and a chunk of the loss' logits
 backward        everything persistent, all kept activations, and what one layer's backward allocates (with
-                gradient_checkpointing: what of one layer's activations is computed again)
+                gradient_checkpointing: what of one layer's activations is computed again). The kernels' layers begin
+                when the hidden states are gone
 end of backward everything persistent and what the first layer's backward allocates, or that of the embeddings
 optimizer step  everything persistent and the optimizer's temporaries; activations are gone
 evaluation      weights, adapters and optimizer state; one layer at a time, no gradients; the key-value cache where
@@ -19,7 +20,8 @@ micro-batches are accumulated. Under autocast each trained matrix is cast once i
 until its context ends; what backward needs of them it keeps, or, where layers run again, makes anew for one layer.
 
 Activations come from :mod:`ftcli.preflight.activations`; what ``gradient_checkpointing: offload`` puts into pinned host
-memory is counted beside them. The loss works on chunks of rows whose logits stay under 512 MiB, all in one buffer
+memory is counted beside them: what the halves of the layers are run again from, or, where that is more than the host
+has room for, the layers' inputs. The loss works on chunks of rows whose logits stay under 512 MiB, all in one buffer
 (``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
 
 ``kernels/bench/memory.py`` holds it against a GPU, whole models and every shipped recipe: docs/performance.md has what
@@ -29,13 +31,22 @@ came of it. tests/gpu/test_memory_estimate.py does the same phase by phase with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.activations import ActivationPolicy, Setting, host_bytes, kept_bytes, plain_policy
+from ftcli.preflight.activations import (
+    ActivationPolicy,
+    Offloaded,
+    Setting,
+    host_bytes,
+    kept_bytes,
+    norm_bytes,
+    pinnable_bytes,
+    plain_policy,
+)
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.families import ModelShape
@@ -43,6 +54,7 @@ from ftcli.preflight.fused_activations import packed_rank
 from ftcli.preflight.policies import Execution, Work, execution_of
 from ftcli.preflight.precision import DtypePlan
 from ftcli.preflight.quantization import dequantized_bytes, layers_with_room, weight_bytes
+from ftcli.preflight.trained import Trained, optimizer_state_bytes, trained_parameters
 from ftcli.preflight.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
@@ -53,8 +65,6 @@ _FRAGMENTATION = 0.05
 _VOCAB_SLAB = 16384
 #: Parts that are there in some phases only, though they outlive what allocates them.
 _PASSING = ("gradients", "autocast copies")
-#: Bytes of optimizer state for one trained parameter.
-_OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +73,14 @@ class MemoryEstimate:
 
     ``parts`` maps each part's name to bytes. ``phases`` maps each phase to the names of the parts it holds at once.
     ``peak`` is the phase that needs most and ``total_bytes`` what it needs. ``pinned_host_bytes`` are on the host, and
-    in none of these. ``kept_layers`` of the decoder layers hold the numbers of their quantised weights in full.
+    in none of these; ``offloaded`` says of what (None: nothing is sent there). ``kept_layers`` of the decoder layers
+    hold the numbers of their quantised weights in full.
     """
 
     parts: Mapping[str, int]
     phases: Mapping[str, tuple[str, ...]]
     pinned_host_bytes: int = 0
+    offloaded: Offloaded | None = None
     kept_layers: int = 0
 
     def phase_bytes(self, phase: str) -> int:
@@ -100,39 +112,8 @@ class MemoryEstimate:
             "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
             "peak_parts": list(self.phases[self.peak]),
             "pinned_host_bytes": self.pinned_host_bytes,
+            "offloaded": self.offloaded,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What is trained: elements, and the matrices (rows, columns, how many) for optimizers that factor them."""
-
-    elements: int
-    matrices: tuple[tuple[int, int, int], ...]
-
-
-def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
-    """What the recipe trains: all parameters, or adapters and ``modules_to_save``."""
-    if recipe.lora is None:
-        layer = [(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
-        tables = [(shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2)]
-        return Trained(shape.parameters, tuple(layer + tables))
-    rank, layers = recipe.lora.r, shape.num_layers
-    matrices: list[tuple[int, int, int]] = []
-    for linear in shape.adapted(recipe.lora.target_modules):
-        matrices += [(rank, linear.in_features, layers), (linear.out_features, rank, layers)]
-    for name in recipe.lora.modules_to_save:
-        if name in ("lm_head", "embed_tokens"):
-            matrices.append((shape.vocab_size, shape.hidden_size, 1))
-        matrices += [(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
-    return Trained(sum(rows * columns * count for rows, columns, count in matrices), tuple(matrices))
-
-
-def optimizer_state_bytes(optim: str, trained: Trained) -> int:
-    """Bytes of the optimizer's state: two float32 moments for AdamW, sums of rows and columns for Adafactor."""
-    if optim == "adafactor":
-        return sum(4 * (rows + columns) * count for rows, columns, count in trained.matrices)
-    return _OPTIMIZER_BYTES[optim] * trained.elements
 
 
 def estimate_memory(
@@ -147,7 +128,7 @@ def estimate_memory(
         return None
     execution = execution_of(recipe, facts, plan, device, work=work)
     kept = _kept_layers(recipe, facts, plan, device, work)
-    arithmetic = _Arithmetic(recipe, facts, shape, plan, device, execution, kept)
+    arithmetic = _within_host(_Arithmetic(recipe, facts, shape, plan, device, execution, kept), work)
     parts = {"weights": arithmetic.weights(work), **arithmetic.persistent(work)}
     held = tuple(parts)
     at_rest = tuple(name for name in held if name not in _PASSING)
@@ -159,9 +140,10 @@ def estimate_memory(
         earlier = ("gradients",) if recipe.train.gradient_accumulation_steps > 1 else ()
         copies = ("autocast copies",) if "autocast copies" in parts else ()
         cast = ("copies run again",) if "copies run again" in parts else copies
-        phases["forward"] = (*at_rest, *earlier, *copies, "activations", "loss workspace")
+        phases["forward"] = (*at_rest, *earlier, *copies, "activations", "hidden states", "loss workspace")
         head = ("head gradient",) if "head gradient" in parts else ()
-        phases["backward"] = (*at_rest, *earlier, *cast, *head, "activations", "backward workspace", *dense)
+        last = ("hidden states",) if execution.kernels == "transformers" else ()
+        phases["backward"] = (*at_rest, *earlier, *cast, *head, *last, "activations", "backward workspace", *dense)
         phases["end of backward"] = (*at_rest, "gradients", "last workspace", *dense)
         phases["optimizer step"] = (*at_rest, "gradients", "optimizer workspace")
     if work == "grpo":
@@ -177,7 +159,16 @@ def estimate_memory(
     shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
     parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
     phases = {phase: (*names, "runtime") for phase, names in phases.items()}
-    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), arithmetic.pinned_host_bytes(work), kept)
+    offloaded = arithmetic.offloaded if (pinned := arithmetic.pinned_host_bytes(work)) else None
+    return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), pinned, offloaded, kept)
+
+
+def _within_host(arithmetic: _Arithmetic, work: Work) -> _Arithmetic:
+    """With the layers' inputs alone on the host where what the halves need is more than it has room for."""
+    free = arithmetic.device.host_free_bytes
+    if free is None or arithmetic.pinned_host_bytes(work) <= pinnable_bytes(free):
+        return arithmetic
+    return replace(arithmetic, offloaded="layers")
 
 
 def _kept_layers(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, work: Work) -> int:
@@ -194,24 +185,6 @@ def _kept_layers(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Dev
     return layers_with_room(quantization, shape, plan.parameter_bytes, needed, available)
 
 
-def activation_setting(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, seq_len: int, *, padded: bool) -> Setting:
-    """What the activation terms depend on. ``padded``: rows of a batch may differ in length."""
-    lora = recipe.lora
-    adapted = facts.shape.adapted(lora.target_modules) if lora is not None and facts.shape is not None else ()
-    return Setting(
-        seq_len=seq_len,
-        bytes_residual=plan.parameter_bytes,
-        bytes_compute=plan.compute_bytes,
-        autocast=plan.autocast,
-        adapted=adapted,
-        rank=lora.r if lora is not None else 0,
-        dropout=lora is not None and lora.dropout > 0,
-        full=lora is None,
-        softcap=bool(facts.attn_logit_softcapping),
-        padded=padded,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Arithmetic:
     """The terms of one estimate; every method answers bytes."""
@@ -223,6 +196,7 @@ class _Arithmetic:
     device: DeviceFacts
     execution: Execution
     kept_layers: int
+    offloaded: Offloaded = "halves"
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -242,7 +216,9 @@ class _Arithmetic:
         if work not in ("train", "grpo") or self.device.kind == "cpu":
             return 0
         setting, rows = self.setting(self.seq_len(work), padded=False), self.recipe.train.per_device_train_batch_size
-        return host_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
+        return host_bytes(
+            self.shape, setting, self.policy, rows, checkpointing=self.checkpointing, offloaded=self.offloaded
+        )
 
     def seq_len(self, work: Work) -> int:
         """Longest row in tokens."""
@@ -251,7 +227,20 @@ class _Arithmetic:
         return self.recipe.data.max_seq_len
 
     def setting(self, seq_len: int, *, padded: bool) -> Setting:
-        return activation_setting(self.recipe, self.facts, self.plan, seq_len, padded=padded)
+        """What the activation terms depend on. ``padded``: rows of a batch may differ in length."""
+        lora = self.recipe.lora
+        return Setting(
+            seq_len=seq_len,
+            bytes_residual=self.plan.parameter_bytes,
+            bytes_compute=self.plan.compute_bytes,
+            autocast=self.plan.autocast,
+            adapted=self.shape.adapted(lora.target_modules) if lora is not None else (),
+            rank=lora.r if lora is not None else 0,
+            dropout=lora is not None and lora.dropout > 0,
+            full=lora is None,
+            softcap=bool(self.facts.attn_logit_softcapping),
+            padded=padded,
+        )
 
     def weights(self, work: Work) -> int:
         """The base model; export merges into it in full precision."""
@@ -305,15 +294,20 @@ class _Arithmetic:
         tokens = rows * seq_len
         # Supervised training pads on the right under causal attention and needs no mask; TRL's GRPO hands one over.
         masked = work == "grpo" and rows > 1
+        # transformers' layers keep documents apart by a mask as well.
+        documents = self.recipe.data.packing and self.execution.kernels == "transformers"
         setting = self.setting(seq_len, padded=masked)
-        layer = self.policy.held(self.shape, setting, self.checkpointing)
-        backward = int(tokens * layer.workspace)
+        layer = self.policy.held(self.shape, setting, self.checkpointing, self.offloaded)
+        states = self.hidden_states(tokens, setting)
+        # What backward begins with is there before any of the kernels' layers.
+        backward = max(int(tokens * layer.workspace), states if self.execution.kernels != "transformers" else 0)
         kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
         element = self.plan.compute_bytes
         parts = {
-            "activations": int(kept) + self.hidden_states(tokens) + self.masks(rows, seq_len, seq_len, padded=masked),
+            "activations": int(kept) + self.shared(rows, seq_len, padded=masked or documents),
+            "hidden states": states,
             "loss workspace": grpo_loss_bytes(tokens, self.shape.hidden_size, element)
             if work == "grpo"
             else self.loss(tokens, training=True),
@@ -337,9 +331,15 @@ class _Arithmetic:
         waiting = self.shape.tied and self.recipe.train.gradient_accumulation_steps > 1
         return 4 * self.shape.hidden_size * self.shape.vocab_size * (2 if waiting else 1)
 
-    def hidden_states(self, tokens: int) -> int:
-        """The backbone's output, and its gradient that the loss computes in the forward pass."""
-        return 2 * tokens * self.shape.hidden_size * self.plan.parameter_bytes
+    def hidden_states(self, tokens: int, setting: Setting) -> int:
+        """The backbone's output, its gradient that the loss computes in forward, and what the last norm keeps."""
+        norm = norm_bytes(self.shape.hidden_size, self.shape, setting, setting.bytes_residual)
+        return int(tokens * (2 * self.shape.hidden_size * self.plan.parameter_bytes + norm))
+
+    def shared(self, rows: int, seq_len: int, *, padded: bool) -> int:
+        """What is made once for all layers: masks, and the cosines and sines of the positions."""
+        tables = 2 * seq_len * self.shape.head_dim * self.plan.parameter_bytes
+        return tables + self.masks(rows, seq_len, seq_len, padded=padded)
 
     def masks(self, rows: int, queries: int, keys: int, *, padded: bool) -> int:
         element = self.plan.parameter_bytes
@@ -365,7 +365,7 @@ class _Arithmetic:
         tokens = rows * seq_len
         setting = self.setting(seq_len, padded=False)
         hidden = 3 * tokens * self.shape.hidden_size * self.plan.parameter_bytes
-        hidden += self.masks(rows, seq_len, seq_len, padded=False)
+        hidden += self.shared(rows, seq_len, padded=False)
         layer = int(tokens * self.policy.forward_peak(self.shape, setting)) + sum(self.dequantized().values())
         scoring = hidden + max(layer, self.loss(tokens, training=False))
         return max(scoring, self.generation(rows, seq_len, seq_len)) if recipe.eval.tasks else scoring

@@ -27,7 +27,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.advice import Verdict, judge
 from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
 from ftcli.preflight.checks.base import Command, Context, NotMade
-from ftcli.preflight.device import DeviceFacts, cpu_device, probe_device
+from ftcli.preflight.device import DeviceFacts, probe_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.kernels import KernelRow, kernel_rows
@@ -184,7 +184,7 @@ def _estimates(context: Context, facts: ModelFacts, plan: DtypePlan, device: Dev
     else:
         verdict = judge(memory, context.recipe, facts, device, work=context.work)
         findings += room.memory_findings(context, memory, verdict, device)
-        findings += room.host_findings(context, memory, cpu_device().free_bytes if device.probed else None)
+        findings += room.host_findings(context, memory, device.host_free_bytes)
         if memory.pinned_host_bytes and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
         if verdict.level == "unknown":
@@ -257,7 +257,7 @@ def _memory_lines(memory: MemoryEstimate, verdict: Verdict) -> list[tuple[str, s
     lines = [(name, f"{room.gib(size)} GiB") for name, size in memory.parts.items()]
     of = "" if verdict.available_bytes is None else f" of {room.gib(verdict.available_bytes)} GiB"
     if memory.pinned_host_bytes:
-        lines.append(("pinned, on the host", f"{room.gib(memory.pinned_host_bytes)} GiB"))
+        lines.append(("pinned, on the host", f"{room.gib(memory.pinned_host_bytes)} GiB, by {memory.offloaded}"))
     lines.append((f"peak ({memory.peak})", f"{room.gib(verdict.needed_bytes)} GiB{of}: {verdict.level}"))
     return lines
 

@@ -35,7 +35,7 @@ class StepTimes:
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """Steps after the first."""
+        """Steps after the first; that one where it is the only one."""
         return self.seconds[1:] or self.seconds
 
     @property
@@ -172,6 +172,16 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def device_memory(device: torch.device) -> dict[str, int | None]:
+    """What a GPU's memory held at most: ``peak_reserved_bytes`` in torch's allocator, ``device_used_bytes`` in use on
+    the device by now, CUDA's context and other processes included. None on a CPU.
+    """
+    if device.type != "cuda":
+        return {"peak_reserved_bytes": None, "device_used_bytes": None}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "device_used_bytes": total - free}
 
 
 def spread(seconds: Sequence[float]) -> tuple[float, float]:

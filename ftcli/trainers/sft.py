@@ -17,6 +17,7 @@ from ftcli.data.order import Epochs, EpochSampler, plain_epochs
 from ftcli.data.tokens import Tokens
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.preflight.activations import Offloaded
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
@@ -127,15 +128,17 @@ def build_sft_trainer(
     *,
     device: torch.device,
     scratch_dir: str,
+    offloaded: Offloaded = "halves",
 ) -> SftTrainer:
     """A trainer over tokenized ``data``, ready for :meth:`train`.
 
     Args:
         data: What an epoch holds, and in which order; of bare rows, each once.
         scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
+        offloaded: What ``gradient_checkpointing: offload`` sends to the host, from preflight.
     """
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
-    use_checkpointing(model, recipe.train.gradient_checkpointing)
+    use_checkpointing(model, recipe.train.gradient_checkpointing, offloaded=offloaded)
     args = SFTConfig(
         **training_arguments(recipe, scratch_dir, device),
         max_length=None,

@@ -35,7 +35,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
         "layers": "transformers",
         "attention": "eager",
     }
-    assert manifest["activations"] == {"gradient_checkpointing": False, "pinned_host_bytes": 0}
+    assert manifest["activations"] == {"gradient_checkpointing": False, "offloaded": None, "pinned_host_bytes": 0}
     assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
 
     lines = user.metrics("r")

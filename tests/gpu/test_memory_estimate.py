@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from ftcli.config.load import load_recipe
 from ftcli.config.training import Checkpointing
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.preflight.activations import Offloaded
 from ftcli.preflight.device import GPUS
 from ftcli.preflight.facts import facts_of
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
@@ -37,10 +38,12 @@ class Case:
     seq_len: int
     checkpointing: Checkpointing
     kernels: str = "off"
+    offloaded: Offloaded = "halves"
 
     def __str__(self) -> str:
         kind = "lora" if self.lora else "full"
         checkpointing = {True: "ckpt", False: "none"}.get(self.checkpointing, str(self.checkpointing))
+        checkpointing += "-layers" if self.offloaded == "layers" else ""
         return f"{self.model.split('/')[1]}-{kind}-{self.rows}x{self.seq_len}-{checkpointing}-{self.kernels}"
 
 
@@ -58,6 +61,8 @@ CASES = [
     Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, True, "auto"),
     Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "selective", "auto"),
     Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "offload", "auto"),
+    Case("meta-llama/Llama-3.1-8B", 12, True, 2, 4096, "offload", "auto", "layers"),
+    Case("google/gemma-2-9b", 12, True, 2, 4096, "offload", "auto", "layers"),
     Case("google/gemma-2-9b", 8, True, 2, 4096, False, "auto"),
     Case("google/gemma-2-9b", 12, True, 2, 4096, True, "auto"),
     Case("google/gemma-2-9b", 12, True, 2, 4096, "offload", "auto"),
@@ -86,7 +91,7 @@ def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, 
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: case.layers]
     facts = facts_of(ConfigSource("bundled config", config_folder, raw), loaded.recipe.model, loaded.origins)
-    gpu = GPUS["h100"]
+    gpu = GPUS["h100"] if case.offloaded == "halves" else replace(GPUS["h100"], host_free_bytes=0)
     plan = plan_dtypes(loaded.recipe, gpu)
     estimate = estimate_memory(loaded.recipe, facts, plan, gpu, work="train")
     assert estimate is not None
@@ -115,7 +120,7 @@ def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> A
         from ftcli.model.patch import patch
 
         assert not patch(model, "auto").off
-    use_checkpointing(model, case.checkpointing)
+    use_checkpointing(model, case.checkpointing, offloaded=case.offloaded)
     return model
 
 

@@ -19,7 +19,9 @@ def bench(
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, max=10000, help="Steps to time.")] = 10,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=0, max=10000, help="Steps to time; 0 reports the first.")
+    ] = 10,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
     evaluation: Annotated[
         bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")

@@ -74,6 +74,14 @@ def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
 
 def _positions(context: Context, facts: ModelFacts) -> Findings:
     asked, limit = context.recipe.data.max_seq_len, facts.max_positions
+    if limit is not None and asked > limit and context.command == "bench":
+        yield context.warning(
+            "FT301",
+            "data.max_seq_len",
+            f"{asked} tokens exceed what {facts.name} can attend to ({limit}): timed all the same, on random weights",
+            help=f"training takes at most {limit}; a model reaches further with rope scaling in its config.json",
+        )
+        return
     if limit is not None and asked > limit:
         yield context.error(
             "FT301",

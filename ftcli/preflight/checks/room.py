@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ftcli.preflight.activations import pinnable_bytes
 from ftcli.preflight.advice import Verdict
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.device import DeviceFacts
@@ -29,14 +30,15 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
 
 
 def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | None) -> Findings:
-    """FT603: what ``gradient_checkpointing: offload`` pins is more than the host has free."""
+    """FT603: what ``gradient_checkpointing: offload`` pins at least is more than the host has room for."""
     pinned = estimate.pinned_host_bytes
-    if free_bytes is None or pinned <= free_bytes:
+    if free_bytes is None or pinned <= pinnable_bytes(free_bytes):
         return
+    may = f"of the {gib(free_bytes)} GiB that are free it may take {gib(pinnable_bytes(free_bytes))}"
     yield context.error(
         "FT603",
         "train.gradient_checkpointing",
-        f"gradient_checkpointing: offload keeps {gib(pinned)} GiB in host memory, and {gib(free_bytes)} GiB are free",
+        f"gradient_checkpointing: offload keeps {gib(pinned)} GiB in host memory, and {may}",
         help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
     )
 

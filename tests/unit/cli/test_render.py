@@ -149,6 +149,8 @@ def test_evaluation_has_a_column_for_each_model() -> None:
 def test_bench_begins_with_the_numbers_that_count() -> None:
     text = bench_text({"tokens_per_second": 12345.6, "step_ms": 8.04, "share_of_bound": 0.421})
     assert text.splitlines()[0] == "12,346 tokens/s, 8.0 ms a step, 42% of the arithmetic bound"
+    first = bench_text({"tokens_per_second": 9.0, "step_ms": 8.0, "share_of_bound": None, "first_step_only": True})
+    assert first.splitlines()[0] == "9 tokens/s, 8.0 ms in the first step, with all that is set up in it"
     assert "bound" not in bench_text({"tokens_per_second": 1.0, "step_ms": 1.0, "share_of_bound": None}).split("\n")[0]
 
 

@@ -13,7 +13,6 @@ from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer
-from ftcli.model.offload import HostBuffers
 from ftcli.model.patch import patch
 
 SIZES: dict[str, Any] = {
@@ -72,6 +71,9 @@ def test_every_policy_gives_the_same_bits(name: str, kernels: str) -> None:
         use_checkpointing(model, policy)
         assert same(gradients(model, accumulated=2), wanted), policy
     model = adapted(name, kernels)
+    use_checkpointing(model, "offload", offloaded="layers")
+    assert same(gradients(model, accumulated=2), wanted), "offload, whole layers"
+    model = adapted(name, kernels)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):  # as transformers' trainer sets it for `true`
             module.gradient_checkpointing = True
@@ -94,10 +96,10 @@ def test_dropout_is_the_same_when_layers_run_again() -> None:
     assert same(runs[2], runs[0])
 
 
-def kept_elements(name: str, policy: Checkpointing) -> int:
+def kept_elements(name: str, policy: Checkpointing, **settings: Any) -> int:
     """Elements of distinct activations that autograd holds after a forward pass of the last layer alone."""
     model = adapted(name, "reference")
-    use_checkpointing(model, policy)
+    use_checkpointing(model, policy, **settings)
     layer = model.base_model.model.model.layers[-1]
     assert isinstance(layer, FusedDecoderLayer)
     hidden = torch.randn(2, 13, 64).requires_grad_()
@@ -121,6 +123,20 @@ def test_policies_keep_less_in_turn() -> None:
     rows = 2 * 13
     assert everything - selective == rows * (2 * 96 + 2 * 16)
     assert offload == rows * 2 * 64
+    for name in ("llama", "gemma2"):
+        assert kept_elements(name, "offload", offloaded="layers") == rows * 64
+
+
+def test_the_mlp_of_a_layer_that_runs_again_whole_saves_as_under_true() -> None:
+    """Llama's second forward stops in front of the MLP; Gemma-2's runs it for the input of its closing norm."""
+    for name, wanted in (("llama", "input"), ("gemma2", "gate_up_once")):
+        model = adapted(name, "reference")
+        use_checkpointing(model, "offload", offloaded="layers")
+        layer = model.base_model.model.model.layers[0]
+        assert isinstance(layer, FusedDecoderLayer)
+        assert (layer._mlp_save(), layer.offloaded_tensors) == (wanted, 1)
+        use_checkpointing(model, "offload")
+        assert (layer._mlp_save(), layer.offloaded_tensors) == ("input", 3 if name == "llama" else 4)
 
 
 def test_policies_of_transformers_change_nothing_here() -> None:
@@ -137,19 +153,3 @@ def test_evaluation_sends_nothing_away() -> None:
     with torch.no_grad():
         forward_loss(model, {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.ones(1, 5).long()})
     assert offload.host_bytes == 0
-
-
-def test_host_buffers_are_used_again_and_grow_in_place_of_smaller_ones() -> None:
-    buffers = HostBuffers(pinned=False)
-    first, second = buffers.take(1000), buffers.take(1024)
-    assert (first.numel(), second.numel(), buffers.allocated_bytes) == (1024, 1024, 2048)
-    buffers.give_back(first)
-    buffers.give_back(second)
-    again = buffers.take(600)
-    assert again is first
-    large = buffers.take(3000)
-    assert (large.numel(), buffers.allocated_bytes, buffers.free) == (4096, 5120, 0)
-    buffers.give_back(large)
-    buffers.give_back(again)
-    assert buffers.take(10) is again
-    assert buffers.take(2000) is large

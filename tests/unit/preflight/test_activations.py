@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftcli.model.backbone import hidden_states
 from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
 from ftcli.model.patch import patch
-from ftcli.preflight.activations import Setting, kept_bytes, plain_policy
+from ftcli.preflight.activations import Setting, host_bytes, kept_bytes, norm_bytes, plain_policy
 from ftcli.preflight.families import shape_of
 from ftcli.preflight.fused_activations import fused_policy, packed_rank
 from ftcli.preflight.policies import FUSED_FAMILIES
@@ -187,7 +187,9 @@ def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: st
             model.enable_input_require_grads()
     shape = shape_of(config_of(family, layers))
     assert shape is not None
-    kept = kept_bytes(shape, setting_of(family, dtypes), plain_policy(attention), BATCH, checkpointing=checkpointing)
+    setting = setting_of(family, dtypes)
+    kept = kept_bytes(shape, setting, plain_policy(attention), BATCH, checkpointing=checkpointing)
+    kept += BATCH * SEQ_LEN * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)  # the last one
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
 
 
@@ -232,3 +234,21 @@ def test_kernels_keep_far_less_than_plain_layers() -> None:
     setting = setting_of("gemma2", dtypes, batch=1)
     fused = fused_policy(capped_without_kernel=False, reference=False)
     assert fused.layer_bytes(shape, setting) < 0.5 * plain_policy("eager").layer_bytes(shape, setting)
+
+
+def test_layers_whose_inputs_alone_are_offloaded_need_what_checkpointed_ones_do() -> None:
+    shape, setting = shape_of(config_of("llama", 2)), setting_of("llama", PLANS["lora-bfloat16"])
+    assert shape is not None
+    policy = fused_policy(capped_without_kernel=False, reference=False, attention_by_kernel=True)
+    stream = shape.hidden_size * setting.bytes_residual
+    whole, halves = (policy.held(shape, setting, "offload", sent) for sent in ("layers", "halves"))
+    checkpointed = policy.held(shape, setting, True)
+    # The input of the layer at work is no longer among those that are kept, and one more is on its way.
+    assert whole.workspace == checkpointed.workspace + 2 * stream
+    assert (whole.kept, whole.host) == (0.0, stream)
+    assert (halves.kept, halves.host) == (0.0, 3 * stream)
+    assert halves.workspace < whole.workspace
+    sizes = [
+        host_bytes(shape, setting, policy, 1, checkpointing="offload", offloaded=sent) for sent in ("layers", "halves")
+    ]
+    assert sizes == [2 * 2**20, 6 * 2**20]  # a tensor takes a piece of 1 MiB at least

@@ -17,9 +17,10 @@ from ftcli.preflight.checks import room
 from ftcli.preflight.device import GPUS, named_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
 from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory, optimizer_state_bytes, trained_parameters
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.trained import optimizer_state_bytes, trained_parameters
 
 GIB = 2**30
 LORA = "lora: {r: 16}\n"
@@ -155,10 +156,10 @@ def test_each_policy_keeps_less_on_the_device_than_the_one_before(case: Callable
 @pytest.mark.parametrize(
     ("kernels", "tensors"), [("auto", 4), ("off", 1)], ids=["halves and attention", "whole layers"]
 )
-def test_offload_pins_a_power_of_two_for_each_tensor(kernels: str, tensors: int, case: Callable[..., Case]) -> None:
+def test_offload_pins_what_each_tensor_has(kernels: str, tensors: int, case: Callable[..., Case]) -> None:
     at = ("data.max_seq_len=4096", "train.per_device_train_batch_size=2", f"model.kernels={kernels}")
     made = case("google/gemma-2-9b", LORA, *at, "train.gradient_checkpointing=offload")
-    assert made.estimate().pinned_host_bytes == 42 * tensors * 64 * 2**20  # of 56 MiB each
+    assert made.estimate().pinned_host_bytes == 42 * tensors * 56 * 2**20
     assert made.estimate("cpu").pinned_host_bytes == 0
     assert made.estimate(work="eval").pinned_host_bytes == 0
 
@@ -312,7 +313,7 @@ def test_optimizer_state_is_what_the_optimizer_keeps(optim: str, load: Callable[
     optimizer.step()
     state = optimizer.state[weight].values()
     kept = sum(v.numel() * 4 for v in state if torch.is_tensor(v) and v.dim() > 0)
-    from ftcli.preflight.memory import Trained
+    from ftcli.preflight.trained import Trained
 
     assert optimizer_state_bytes(optim, Trained(rows * columns, ((rows, columns, 1),))) == kept
 
@@ -452,9 +453,10 @@ def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], 
 def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], context: Callable[..., Any]) -> None:
     estimate = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=offload").estimate()
     recipe = context("train: {gradient_checkpointing: offload}\n")
-    (finding,) = room.host_findings(recipe, estimate, estimate.pinned_host_bytes - 1)
+    enough = int(estimate.pinned_host_bytes / 0.9) + 2
+    (finding,) = room.host_findings(recipe, estimate, enough - 4)
     assert (finding.code, finding.severity) == ("FT603", "error")
-    assert list(room.host_findings(recipe, estimate, estimate.pinned_host_bytes)) == []
+    assert list(room.host_findings(recipe, estimate, enough)) == []
     assert list(room.host_findings(recipe, estimate, None)) == []
 
 

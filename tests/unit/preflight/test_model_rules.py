@@ -40,6 +40,16 @@ def test_a_length_beyond_the_positions_is_the_contracts_example(findings: Callab
     assert findings("google/gemma-2-9b", "data: {max_seq_len: 4096}\n") == []
 
 
+def test_bench_times_lengths_that_training_refuses(findings: Callable[..., list[Any]]) -> None:
+    long = "data: {max_seq_len: 343040}\n"
+    for command in ("train", "check", "eval"):
+        assert summary(findings("meta-llama/Llama-3.1-8B", long, command=command)) == [("FT301", "error")]
+    (warning,) = findings("meta-llama/Llama-3.1-8B", long, command="bench")
+    assert (warning.code, warning.severity) == ("FT301", "warning")
+    assert "131072" in warning.message
+    assert "rope scaling" in warning.help
+
+
 def test_windows_and_scaled_positions_are_notes(findings: Callable[..., list[Any]]) -> None:
     assert summary(findings("google/gemma-2-9b", "data: {max_seq_len: 8192}\n")) == [("FT302", "note")]
     (note,) = findings("meta-llama/Llama-3.1-8B", "data: {max_seq_len: 16384}\n")

@@ -1,0 +1,43 @@
+"""What a recipe trains, and the state that an optimizer keeps of it. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftcli.config import Recipe
+from ftcli.preflight.families import ModelShape
+
+#: Bytes of optimizer state for one trained parameter.
+_OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained: elements, and the matrices (rows, columns, how many) for optimizers that factor them."""
+
+    elements: int
+    matrices: tuple[tuple[int, int, int], ...]
+
+
+def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
+    """What the recipe trains: all parameters, or adapters and ``modules_to_save``."""
+    if recipe.lora is None:
+        layer = [(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
+        tables = [(shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2)]
+        return Trained(shape.parameters, tuple(layer + tables))
+    rank, layers = recipe.lora.r, shape.num_layers
+    matrices: list[tuple[int, int, int]] = []
+    for linear in shape.adapted(recipe.lora.target_modules):
+        matrices += [(rank, linear.in_features, layers), (linear.out_features, rank, layers)]
+    for name in recipe.lora.modules_to_save:
+        if name in ("lm_head", "embed_tokens"):
+            matrices.append((shape.vocab_size, shape.hidden_size, 1))
+        matrices += [(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
+    return Trained(sum(rows * columns * count for rows, columns, count in matrices), tuple(matrices))
+
+
+def optimizer_state_bytes(optim: str, trained: Trained) -> int:
+    """Bytes of the optimizer's state: two float32 moments for AdamW, sums of rows and columns for Adafactor."""
+    if optim == "adafactor":
+        return sum(4 * (rows + columns) * count for rows, columns, count in trained.matrices)
+    return _OPTIMIZER_BYTES[optim] * trained.elements
