@@ -160,6 +160,9 @@ def build_base(
         f"model: {weights or recipe.model.name_or_path} ({recipe.model.init}) in {report.plan.parameter}"
         f"{_stored(recipe, report)} on {device}"
     )
+    if report.memory is not None and report.memory.offloaded is not None:
+        pinned = report.memory.pinned_host_bytes / 2**30
+        session.reporter.info(f"activations: offloaded by {report.memory.offloaded}, {pinned:.1f} GiB of host memory")
     model = load_model(
         recipe.model,
         report.facts,

@@ -175,17 +175,26 @@ def _published(driver_name: str) -> DeviceFacts | None:
     return next((gpu for key, gpu in GPUS.items() if key in words or (key == "rtx4090" and key in joined)), None)
 
 
+#: A control group's folder, the file of its limit, and the line of memory.stat with its use: version 2, version 1.
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "anon"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "total_rss"),
+)
+
+
 def _ram() -> tuple[int | None, int | None]:
     """(total, available) bytes of RAM, each at most the control group's limit; None where the system does not say."""
     fields = _meminfo(Path("/proc/meminfo"))
     total = fields.get("MemTotal") or _sysconf_total()
     free = fields.get("MemAvailable")
-    limit = _cgroup_bytes(Path("/sys/fs/cgroup/memory.max"))
-    if limit is None or (total is not None and limit >= total):
-        return total, free
-    # Page cache counts as used in a control group but is given back on demand, so only anonymous memory is taken off.
-    used = _cgroup_stat(Path("/sys/fs/cgroup/memory.stat"), "anon")
-    return limit, min(limit - used, free) if free is not None else limit - used
+    for folder, file, anonymous in _CGROUPS:
+        limit = _cgroup_bytes(folder / file)
+        if limit is None or (total is not None and limit >= total):
+            continue
+        # Page cache counts as used in a control group but is given back on demand: only anonymous memory is taken off.
+        used = _cgroup_stat(folder / "memory.stat", anonymous)
+        return limit, min(limit - used, free) if free is not None else limit - used
+    return total, free
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -83,6 +83,17 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cpu.memory_bytes, cpu.free_bytes) == (3 * GIB, 2 * GIB)
 
 
+def test_a_containers_limit_counts_in_the_first_version_of_control_groups_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"/sys/fs/cgroup/memory/memory.limit_in_bytes": 128 * GIB}
+    used = {("/sys/fs/cgroup/memory/memory.stat", "total_rss"): 5 * GIB}
+    monkeypatch.setattr(device_module, "_cgroup_bytes", lambda path: limits.get(str(path)))
+    monkeypatch.setattr(device_module, "_cgroup_stat", lambda path, key: used[str(path), key])
+    monkeypatch.setattr(device_module, "_meminfo", lambda path: {"MemTotal": 2000 * GIB, "MemAvailable": 1900 * GIB})
+    assert (cpu_device().memory_bytes, cpu_device().free_bytes) == (128 * GIB, 123 * GIB)
+    limits["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = 2**63 - 4096  # how that version says that there is none
+    assert cpu_device().free_bytes == 1900 * GIB
+
+
 def test_probing_a_gpu_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         name="NVIDIA A100-SXM4-80GB",
@@ -98,6 +109,10 @@ def test_probing_a_gpu_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     found = probe_device()
     assert (found.kind, found.capability, found.probed) == ("cuda", (8, 0), True)
     assert (found.free_bytes, found.memory_bytes, found.available_bytes) == (60 * GIB, 79 * GIB, 60 * GIB)
+    host = cpu_device().free_bytes
+    assert host is not None
+    assert found.host_free_bytes == pytest.approx(host, rel=0.2)
+    assert named_device("a100-80gb").host_free_bytes is None
     assert found.shared_memory_bytes == 166912
     assert found.dense_tflops == GPUS["a100-80gb"].dense_tflops
 
