@@ -48,7 +48,15 @@ def _facts(result: Result) -> list[str]:
         f"model      {model['name']} ({model['source']}){parameters}",
         f"dtype      {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
         f"attention  {result['attention']}",
+        *_checkpointing(result.get("checkpointing")),
     ]
+
+
+def _checkpointing(choice: dict[str, Any] | None) -> list[str]:
+    """What `auto` came to, and why; nothing for what the recipe says itself."""
+    if choice is None or choice["requested"] != "auto":
+        return []
+    return [f"recompute  gradient_checkpointing: {str(choice['policy']).lower()}, {choice['reason']}"]
 
 
 def _kernel_lines(rows: Sequence[dict[str, str]]) -> list[str]:

@@ -11,7 +11,10 @@ from ftcli.config.base import Count, Fraction, Items, Rate, Section
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]
 
+#: What backward computes again, as model code takes it: never ``auto``, which preflight resolves.
 Checkpointing = bool | Literal["selective", "offload"]
+#: The same, as a recipe may say it.
+CheckpointingSetting = bool | Literal["auto", "selective", "offload"]
 
 
 class RunConfig(Section):
@@ -50,11 +53,25 @@ class TrainConfig(Section):
     adam_beta2: Fraction = Field(default=0.999, description="AdamW's beta2.")
     adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(default=1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
-    gradient_checkpointing: Checkpointing = Field(
-        default=False,
+    gradient_checkpointing: CheckpointingSetting = Field(
+        default="auto",
         description="What backward computes again: `false` nothing, `selective` gate and up of the MLP, `true` whole "
-        "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last.",
+        "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last. "
+        "`auto` takes the fastest that fits by the memory estimate; `false` on a CPU.",
     )
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """The policy of a recipe that has been through preflight.
+
+        Raises ValueError while the setting is ``auto``: what fits is known to preflight alone
+        (:func:`ftcli.preflight.checkpointing.choose_checkpointing`).
+        """
+        if self.gradient_checkpointing == "auto":
+            raise ValueError(
+                "gradient_checkpointing: auto has not been resolved; use the recipe of the preflight report"
+            )
+        return self.gradient_checkpointing
 
 
 class RewardConfig(Section):

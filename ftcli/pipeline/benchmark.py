@@ -25,10 +25,13 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
     operations counted by :mod:`ftcli.preflight.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
     """
-    recipe = bench_recipe(loaded.recipe, options)
-    report = preflight(replace(loaded, recipe=recipe), command="bench", device=None, offline=True)
+    shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
+    report = preflight(shortened, command="bench", device=None, offline=True)
+    recipe = report.recipe
     for finding in report.findings:
         session.reporter.finding(finding)
+    if report.checkpointing.requested == "auto":
+        session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
     measure = _measure_evaluation if options.evaluation else _measure
     measured = measure(recipe, report, session, options)
     flops = step_flops(
@@ -36,7 +39,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         recipe.lora,
         seq_len=recipe.data.max_seq_len,
         num_layers=options.layers,
-        gradient_checkpointing=recipe.train.gradient_checkpointing,
+        gradient_checkpointing=report.checkpointing.policy,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
     measured |= _fp8_rate(flops, report, recipe, options)
@@ -49,7 +52,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "batch": recipe.train.per_device_train_batch_size,
         "seq": recipe.data.max_seq_len,
         "layers": options.layers,
-        "gradient_checkpointing": recipe.train.gradient_checkpointing,
+        "gradient_checkpointing": report.checkpointing.policy,
         **measured,
         **_predicted(recipe, report, options),
         **_share(operations, measured),

@@ -37,7 +37,6 @@ class RunContext:
     ``previous`` is the manifest of the run so far; empty when it starts here.
     """
 
-    recipe: Recipe
     session: Session
     command: Command
     report: PreflightReport
@@ -45,6 +44,11 @@ class RunContext:
     previous: Mapping[str, Any]
     metrics: MetricsWriter
     stop: StopRequest
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it runs: nothing in it is left to be chosen."""
+        return self.report.recipe
 
     @property
     def directory(self) -> RunDirectory:
@@ -112,6 +116,8 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: Command) -> Ite
         for finding in report.findings:
             session.reporter.finding(finding)
         with _opened_run(recipe, session, report, command, stop) as context:
+            if context is not None and report.checkpointing.requested == "auto":
+                session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
             yield context
 
 
@@ -127,7 +133,7 @@ def _second_signal_as_error() -> Iterator[None]:
 def _opened_run(
     recipe: Recipe, session: Session, report: PreflightReport, command: Command, stop: StopRequest
 ) -> Iterator[RunContext | None]:
-    recipe_yaml = dump_recipe(recipe)
+    recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     with ExitStack() as stack:
         with stop.interruptible("opening the run directory"):
             opened = stack.enter_context(open_run(Path(str(recipe.run.output_dir)), recipe.run.resume, recipe_yaml))
@@ -145,7 +151,7 @@ def _opened_run(
                     evaluate_again=opened.trained is not None,
                 )
             )
-            context = RunContext(recipe, session, command, report, opened, previous, metrics, stop)
+            context = RunContext(session, command, report, opened, previous, metrics, stop)
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
             if opened.trained is not None:
@@ -214,11 +220,24 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         kernels=[],
         parts=[asdict(row) for row in report.kernel_table],
         data=data,
+        activations=_activations(report),
         resume_step=opened.resume_step,
         previous=context.previous,
         predicted_memory=report.memory.as_dict() if report.memory is not None else None,
     )
     write_manifest(opened.directory.manifest_path, manifest)
+
+
+def _activations(report: PreflightReport) -> dict[str, Any]:
+    """What is kept for backward: what the recipe says, what that came to here, and why."""
+    choice, memory = report.checkpointing, report.memory
+    return {
+        "requested": choice.requested,
+        "gradient_checkpointing": choice.policy,
+        "reason": choice.reason,
+        "offloaded": None if memory is None else memory.offloaded,
+        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
+    }
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:

@@ -14,7 +14,6 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
 from ftcli.pipeline.results import complete_result, judges_of
-from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -37,17 +36,16 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
     with checked_run(loaded, session, "grpo") as context:
         if context is None:
             return complete_result(recipe, session)
-        return _grpo(recipe, recipe.grpo, session, context.report, context)
+        return _grpo(recipe.grpo, session, context)
 
 
-def _grpo(
-    recipe: Recipe, grpo: GrpoConfig, session: Session, report: PreflightReport, context: RunContext
-) -> dict[str, Any]:
+def _grpo(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str, Any]:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.pipeline import build
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started = time.perf_counter()
+    recipe, report = context.recipe, context.report
     functions = judges_of(recipe)
     with context.phase("preparing data"):
         texts = build.texts_of(recipe, report, session)

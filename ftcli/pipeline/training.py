@@ -25,18 +25,18 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
 
     Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
     """
-    recipe = loaded.recipe
     with checked_run(loaded, session, "train") as context:
         if context is None:
-            return complete_result(recipe, session)
-        return _train(recipe, session, context.report, context)
+            return complete_result(loaded.recipe, session)
+        return _train(session, context)
 
 
-def _train(recipe: Recipe, session: Session, report: PreflightReport, context: RunContext) -> dict[str, Any]:
+def _train(session: Session, context: RunContext) -> dict[str, Any]:
     from ftcli.pipeline import build
     from ftcli.trainers.sft import build_sft_trainer
 
     started = time.perf_counter()
+    recipe, report = context.recipe, context.report
     with context.phase("preparing data"):
         texts = build.texts_of(recipe, report, session)
         train_data = build.tokenized(recipe, session, texts, "train")
@@ -55,12 +55,10 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         session.reporter.info(kernels.summary())
         if epochs.packs is not None:
             build.check_packing(built, report, epochs, texts)
-        activations = {"gradient_checkpointing": recipe.train.gradient_checkpointing, **_pinned(report)}
         add_to_manifest(
             context,
             kernels=kernels.table,
             self_check=kernels.self_check,
-            activations=activations,
             quantization=build.quantization_table(built),
         )
         evaluator = _evaluator(recipe, report, session, texts, built, eval_data)
@@ -91,14 +89,6 @@ def _train(recipe: Recipe, session: Session, report: PreflightReport, context: R
         samples = sample_rows(evaluator, built.model) if recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
     return {**summary, "eval": final, "seconds": time.perf_counter() - started}
-
-
-def _pinned(report: PreflightReport) -> dict[str, int | str | None]:
-    memory = report.memory
-    return {
-        "offloaded": None if memory is None else memory.offloaded,
-        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
-    }
 
 
 def _evaluator(

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
+from ftcli.preflight.checkpointing import leaner_policies, on_kernels
 from ftcli.preflight.device import GPUS, DeviceFacts
 from ftcli.preflight.facts import ModelFacts
+from ftcli.preflight.levels import Level, level_of
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
-from ftcli.preflight.policies import Work, execution_of
+from ftcli.preflight.policies import Work
 from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.slowdown import relative_time
 
 _M = TypeVar("_M", bound=BaseModel)
 
-Level = Literal["fits", "tight", "does not fit", "unknown"]
+#: Dotted keys of a recipe and their values.
+Settings = dict[str, Any]
 
-#: Above this share of the memory a run may still fail on fragmentation or on another process.
-TIGHT_SHARE = 0.9
 _SHORTEST_SEQ_LEN = 256
 
 
@@ -53,8 +55,12 @@ class Verdict:
 
 
 def judge(estimate: MemoryEstimate, recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work) -> Verdict:
-    """The verdict on an estimate of ``recipe`` for ``device``; looks for a change only when it is not a clear fit."""
-    level = _level(estimate.total_bytes, device)
+    """The verdict on an estimate of ``recipe`` for ``device``; looks for a change only when it is not a clear fit.
+
+    ``recipe`` names its policy: where it says `auto`, the one that was chosen for ``device``. A change is then sought
+    for the leanest, and `auto` may take a faster one with it.
+    """
+    level = level_of(estimate.total_bytes, device)
     if level in ("fits", "unknown"):
         return Verdict(level, estimate.total_bytes, device.available_bytes)
     return Verdict(
@@ -66,38 +72,29 @@ def judge(estimate: MemoryEstimate, recipe: Recipe, facts: ModelFacts, device: D
     )
 
 
-def _level(needed: int, device: DeviceFacts) -> Level:
-    available = device.available_bytes
-    if available is None:
-        return "unknown"
-    if needed > available:
-        return "does not fit"
-    return "tight" if needed > TIGHT_SHARE * available else "fits"
-
-
 def _cheapest(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work) -> Change | None:
     if recipe.model.dtype == "bfloat16" and not device.has_bfloat16:
-        recipe, always = _with(recipe, {"model.dtype": "auto"}), {"model.dtype": "auto"}
+        recipe, always = with_settings(recipe, {"model.dtype": "auto"}), {"model.dtype": "auto"}
     else:
         always = {}
-    for settings in _candidates(recipe, work, _leaner(recipe, facts, device, work)):
+    kernels = on_kernels(recipe, facts, plan_dtypes(recipe, device), device, work)
+    leaner = leaner_policies(recipe, facts, device, work)
+    for settings in _candidates(recipe, work, leaner, kernels=kernels):
         found = _fitting(recipe, facts, device, work, settings)
         if found is not None:
             return replace(found, settings=(*always.items(), *found.settings))
     return None
 
 
-def _fitting(
-    recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work, settings: dict[str, Any]
-) -> Change | None:
+def _fitting(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work, settings: Settings) -> Change | None:
     """The candidate when it fits; where only evaluation is too large, with a smaller evaluation batch."""
     settings = dict(settings)
     while True:
-        changed = _with(recipe, settings)
+        changed = with_settings(recipe, settings)
         estimate = estimate_memory(changed, facts, plan_dtypes(changed, device), device, work=work)
         if estimate is None:
             return None
-        if _level(estimate.total_bytes, device) == "fits":
+        if level_of(estimate.total_bytes, device) == "fits":
             return Change(tuple(settings.items()), estimate.total_bytes) if settings else None
         rows = changed.eval.per_device_eval_batch_size
         if estimate.peak != "evaluation" or rows == 1:
@@ -105,42 +102,33 @@ def _fitting(
         settings["eval.per_device_eval_batch_size"] = rows // 2
 
 
-def _leaner(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work) -> tuple[Checkpointing, ...]:
-    """Settings of ``train.gradient_checkpointing`` that keep less than the recipe's, the fastest first.
-
-    On the kernels ``offload`` runs less of a layer again than ``true`` and is the faster of the two.
-    """
-    now = recipe.train.gradient_checkpointing
-    if work != "train" or device.kind == "cpu":
-        return () if now else (True,)
-    fused = execution_of(recipe, facts, plan_dtypes(recipe, device), device, work=work).kernels != "transformers"
-    order: tuple[Checkpointing, ...] = (False, "selective", "offload") if fused else (False, True, "offload")
-    return order[order.index(now) + 1 :] if now in order else ("offload",)
+def by_time(recipe: Recipe, work: Work, settings: Iterable[Settings], *, kernels: bool) -> list[Settings]:
+    """Settings that change nothing but the time a token takes, the cheapest first."""
+    return sorted(settings, key=lambda each: relative_time(with_settings(recipe, each), work=work, on_kernels=kernels))
 
 
-def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...]) -> Iterator[dict[str, Any]]:
+def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...], *, kernels: bool) -> Iterator[Settings]:
     """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
     yield {}
     if work in ("eval", "export"):
-        yield from _shorter(recipe, work) if work == "eval" else ()
+        yield from shorter(recipe, work) if work == "eval" else ()
         return
-    smaller = list(_smaller_batches(recipe))
-    yield from smaller
-    policies = [{"train.gradient_checkpointing": policy} for policy in leaner]
-    yield from policies
-    yield from (policy | batch for policy in policies for batch in smaller)
+    smaller = list(smaller_batches(recipe))
+    policies: list[Settings] = [{"train.gradient_checkpointing": policy} for policy in leaner]
+    both = [policy | batch for policy in policies for batch in smaller]
+    yield from by_time(recipe, work, [*smaller, *policies, *both], kernels=kernels)
     checkpointing = policies[-1] if policies else {}
     least = checkpointing | (smaller[-1] if smaller else {})
-    yield from (least | shorter for shorter in _shorter(recipe, work))
+    yield from (least | length for length in shorter(recipe, work))
     if recipe.lora is None:
         lora = {"lora": LoraConfig()}
         yield lora
         yield from (lora | batch for batch in smaller)
         yield lora | least
-        yield from (lora | least | shorter for shorter in _shorter(recipe, work))
+        yield from (lora | least | length for length in shorter(recipe, work))
 
 
-def _smaller_batches(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def smaller_batches(recipe: Recipe) -> Iterator[Settings]:
     """Smaller batches with as much more accumulation, so that an optimizer step sees the same rows."""
     rows, accumulation = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     for smaller in range(rows - 1, 0, -1):
@@ -151,7 +139,8 @@ def _smaller_batches(recipe: Recipe) -> Iterator[dict[str, Any]]:
             }
 
 
-def _shorter(recipe: Recipe, work: Work) -> Iterator[dict[str, Any]]:
+def shorter(recipe: Recipe, work: Work) -> Iterator[Settings]:
+    """Half the length, and half of that; never less than 256 tokens."""
     if work == "grpo" and recipe.grpo is not None:
         key, length = "grpo.max_completion_length", recipe.grpo.max_completion_length
     else:
@@ -166,12 +155,12 @@ def _gpus_that_fit(recipe: Recipe, facts: ModelFacts, work: Work) -> tuple[str, 
     for gpu in sorted(GPUS.values(), key=lambda g: (g.memory_bytes or 0, g.bandwidth_gb_per_s or 0)):
         estimate = estimate_memory(recipe, facts, plan_dtypes(recipe, gpu), gpu, work=work)
         suits = recipe.model.dtype != "bfloat16" or gpu.has_bfloat16
-        if suits and estimate is not None and _level(estimate.total_bytes, gpu) == "fits":
+        if suits and estimate is not None and level_of(estimate.total_bytes, gpu) == "fits":
             names.append(gpu.name)
     return tuple(names)
 
 
-def _with(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
     """A copy of the recipe with dotted keys set; the values are taken as valid."""
     for key, value in settings.items():
         recipe = _set(recipe, key.split("."), value)

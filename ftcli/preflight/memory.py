@@ -121,7 +121,8 @@ def estimate_memory(
 ) -> MemoryEstimate | None:
     """The estimate for one kind of work; None for a model family that ftcli has no arithmetic for.
 
-    ``work`` is ``train`` (and bench), ``grpo``, ``eval`` or ``export`` (which holds weights and adapters only).
+    ``work`` is ``train`` (and bench), ``grpo``, ``eval`` or ``export`` (which holds weights and adapters only). Raises
+    ValueError for training under ``gradient_checkpointing: auto``: see :mod:`ftcli.preflight.checkpointing`.
     """
     shape = facts.shape
     if shape is None:
@@ -204,7 +205,7 @@ class _Arithmetic:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        return self.recipe.train.gradient_checkpointing
+        return self.recipe.train.checkpointing
 
     @property
     def runs_again_on_kernels(self) -> bool:

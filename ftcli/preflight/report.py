@@ -22,9 +22,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.advice import Verdict, judge
+from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, with_policy
 from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
 from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
@@ -43,14 +45,18 @@ STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machin
 class PreflightReport:
     """What preflight found out. ``findings`` holds warnings and notes: errors are raised.
 
-    ``memory``, ``verdict`` and ``disk`` are None where no estimate could be made; ``not_made`` then says why.
-    ``attention`` is the backend that `auto` came to; ``kernels`` says what computes the layers: ``fused`` and
-    ``reference`` are ftcli's, ``transformers`` leaves them as they were; ``kernel_table`` says it part by part.
+    ``recipe`` is the recipe as it runs, with the policy of ``checkpointing`` in place of `auto`: what is built and
+    trained is built from it. ``memory``, ``verdict`` and ``disk`` are None where no estimate could be made;
+    ``not_made`` then says why. ``attention`` is the backend that `auto` came to; ``kernels`` says what computes the
+    layers: ``fused`` and ``reference`` are ftcli's, ``transformers`` leaves them as they were; ``kernel_table`` says
+    it part by part.
     """
 
+    recipe: Recipe
     facts: ModelFacts
     device: DeviceFacts
     plan: DtypePlan
+    checkpointing: CheckpointingChoice
     attention: str
     kernels: str
     kernel_table: tuple[KernelRow, ...]
@@ -67,6 +73,7 @@ class PreflightReport:
             "model": _model_dict(self.facts),
             "device": asdict(self.device),
             "dtypes": asdict(self.plan),
+            "checkpointing": self.checkpointing.as_dict(),
             "attention": self.attention,
             "kernels": self.kernels,
             "kernel_table": [asdict(row) for row in self.kernel_table],
@@ -98,6 +105,7 @@ class PreflightReport:
             ("parameters", f"{plan.parameter}{adapters}"),
             ("attention", self.attention),
             ("layers", self.kernels),
+            ("gradient checkpointing", str(self.checkpointing)),
         ]
 
 
@@ -131,17 +139,22 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
     plan = plan_dtypes(loaded.recipe, device)
-    execution = execution_of(loaded.recipe, facts, plan, device, work=context.work)
+    checkpointing = choose_checkpointing(loaded.recipe, facts, plan, device, work=context.work)
+    recipe = with_policy(loaded.recipe, checkpointing.policy)
+    context = replace(context, recipe=recipe)
+    execution = execution_of(recipe, facts, plan, device, work=context.work)
     estimates = _estimates(context, facts, plan, device)
     findings = [*machine.check(context, device, plan), *estimates.findings]
     kept.stage(ExitCode.PREFLIGHT, findings, estimates.not_made)
     return PreflightReport(
+        recipe=recipe,
         facts=facts,
         device=device,
         plan=plan,
+        checkpointing=checkpointing,
         attention=execution.attention,
         kernels=execution.kernels,
-        kernel_table=kernel_rows(loaded.recipe, facts, plan, device, execution),
+        kernel_table=kernel_rows(recipe, facts, plan, device, execution),
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,

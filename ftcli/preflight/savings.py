@@ -9,11 +9,8 @@ from typing import Any
 
 from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.advice import Change
-from ftcli.preflight.advice import _leaner as leaner
-from ftcli.preflight.advice import _shorter as shorter
-from ftcli.preflight.advice import _smaller_batches as smaller_batches
-from ftcli.preflight.advice import _with as with_settings
+from ftcli.preflight.advice import Change, Settings, by_time, shorter, smaller_batches, with_settings
+from ftcli.preflight.checkpointing import leaner_policies, on_kernels
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.memory import estimate_memory
@@ -47,7 +44,8 @@ def savings(
     if before is None:
         return ()
     found = []
-    for settings in _single_changes(recipe, work, phase, leaner(recipe, facts, device, work)):
+    kernels, leaner = on_kernels(recipe, facts, plan, device, work), leaner_policies(recipe, facts, device, work)
+    for settings in _single_changes(recipe, work, phase, leaner, kernels=kernels):
         changed = with_settings(recipe, settings)
         after = estimate_memory(changed, facts, plan_dtypes(changed, device), device, work=work)
         if after is None:
@@ -62,16 +60,16 @@ def savings(
 
 
 def _single_changes(
-    recipe: Recipe, work: Work, phase: str | None, policies: Iterable[Checkpointing]
-) -> Iterator[dict[str, Any]]:
-    """One step down in each direction."""
+    recipe: Recipe, work: Work, phase: str | None, policies: Iterable[Checkpointing], *, kernels: bool
+) -> Iterator[Settings]:
+    """One step down in each direction; first those that only cost time."""
     if phase == "evaluation":
         rows = recipe.eval.per_device_eval_batch_size
         if rows > 1:
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
-    yield from islice(smaller_batches(recipe), 1)
-    yield from ({"train.gradient_checkpointing": policy} for policy in policies)
+    changes: list[Settings] = [{"train.gradient_checkpointing": policy} for policy in policies]
+    yield from by_time(recipe, work, [*islice(smaller_batches(recipe), 1), *changes], kernels=kernels)
     yield from islice(shorter(recipe, work), 1)
     if recipe.lora is None and work == "train":
         yield {"lora": LoraConfig()}

@@ -13,7 +13,18 @@ from ftcli.config import Recipe
 
 #: Sections and keys that a run may change when it goes on: no weight depends on them. Everything else decides what
 #: is learnt, `train.max_steps` and `train.num_train_epochs` too: the learning rate of every step follows from them.
-HARMLESS = ("run.name", "run.output_dir", "run.resume", "logging", "eval", "export", "checkpoint", "data.eval")
+#: What backward computes again gives the same bits, and another machine may need another policy.
+HARMLESS = (
+    "run.name",
+    "run.output_dir",
+    "run.resume",
+    "logging",
+    "eval",
+    "export",
+    "checkpoint",
+    "data.eval",
+    "train.gradient_checkpointing",
+)
 
 #: What a checkpoint's tensors depend on: never to be changed, not even by a resume from an explicit path.
 STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method", "grpo.num_generations")

@@ -99,7 +99,7 @@ def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
         # The other policies are set on the layers: see ftcli.model.checkpointing.
-        "gradient_checkpointing": train.gradient_checkpointing is True,
+        "gradient_checkpointing": train.checkpointing is True,
         "logging_steps": recipe.logging.every_steps,
         # Our own precision plan decides; accelerate must not wrap the model in a second autocast.
         "bf16": False,
@@ -138,7 +138,7 @@ def build_sft_trainer(
         offloaded: What ``gradient_checkpointing: offload`` sends to the host, from preflight.
     """
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
-    use_checkpointing(model, recipe.train.gradient_checkpointing, offloaded=offloaded)
+    use_checkpointing(model, recipe.train.checkpointing, offloaded=offloaded)
     args = SFTConfig(
         **training_arguments(recipe, scratch_dir, device),
         max_length=None,

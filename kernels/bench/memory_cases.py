@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +10,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.checkpointing import choose_checkpointing, with_policy
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
@@ -44,10 +45,20 @@ class Case:
     batch: int | None = None
     seq: int | None = None
 
-    def loaded(self, *more: str) -> LoadedRecipe:
-        """The recipe with the overrides, and ``more`` of them."""
+    def loaded(self, *more: str, device: DeviceFacts | None = None) -> LoadedRecipe:
+        """The recipe with the overrides, and ``more`` of them.
+
+        For a ``device`` with the policy that `auto` comes to where nothing else runs on it: cases run beside others.
+        """
         overrides = [Override(text, f"--set {text}") for text in (*self._fixed(), *self.overrides, *more)]
-        return load_recipe(RECIPES / f"{self.recipe}.yaml", overrides)
+        loaded = load_recipe(RECIPES / f"{self.recipe}.yaml", overrides)
+        if device is None:
+            return loaded
+        alone = replace(device, free_bytes=None, host_free_bytes=None)
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        plan = plan_dtypes(loaded.recipe, alone)
+        choice = choose_checkpointing(loaded.recipe, facts, plan, alone, work=self._work)
+        return replace(loaded, recipe=with_policy(loaded.recipe, choice.policy))
 
     @property
     def options(self) -> BenchOptions:
@@ -56,16 +67,19 @@ class Case:
 
     def estimate(self, device: DeviceFacts) -> MemoryEstimate:
         """What ftcli predicts. Raises FtcliError for a recipe that cannot be read."""
-        loaded = self.loaded()
+        loaded = self.loaded(device=device)
         recipe: Recipe = loaded.recipe
-        work: Work = "grpo" if self.kind == "grpo" else "train"
         if self.kind in ("bench", "evaluation"):
             recipe = bench_recipe(recipe, self.options)
-            work = "eval" if self.kind == "evaluation" else "train"
         facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
-        found = estimate_memory(recipe, facts, plan_dtypes(recipe, device), device, work=work)
+        found = estimate_memory(recipe, facts, plan_dtypes(recipe, device), device, work=self._work)
         assert found is not None, f"no arithmetic for {facts.model_type}"
         return found
+
+    @property
+    def _work(self) -> Work:
+        works: dict[Kind, Work] = {"train": "train", "bench": "train", "grpo": "grpo", "evaluation": "eval"}
+        return works[self.kind]
 
     def _fixed(self) -> tuple[str, ...]:
         if self.kind == "grpo":

@@ -109,13 +109,13 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def _run(case: Case, scratch: Path, session: Session) -> None:
     if case.kind in ("bench", "evaluation"):
-        pipeline.bench(case.loaded(), session, case.options)
+        pipeline.bench(case.loaded(device=probe_device()), session, case.options)
         return
     output = f"run.output_dir={scratch / 'run'}"
     write, counts = (write_prompts, _PROMPTS) if case.kind == "grpo" else (write_texts, _BATCHES)
     files = [f"data.{name}=[{write(case.loaded(), scratch / f'{name}.jsonl', n)}]" for name, n in counts.items()]
     command = pipeline.grpo if case.kind == "grpo" else pipeline.train
-    command(case.loaded(output, *files), session)
+    command(case.loaded(output, *files, device=probe_device()), session)
 
 
 def write_texts(loaded: LoadedRecipe, path: Path, count: int) -> Path:

@@ -197,6 +197,7 @@ def test_grpo_refuses_long_prompts_and_recipes_without_rewards(user: User) -> No
 
 def test_bench_measures_the_real_step(user: User) -> None:
     result = user.done("bench", user.recipe(), "--batch", "2", "--seq", "32", "--layers", "1", "--steps", "2")
+    assert result["gradient_checkpointing"] is False, "the policy that `auto` came to"
     assert result["steps"] == 2
     for name in ("tokens_per_second", "step_ms", "peak_memory_bytes", "matmul_tflops", "share_of_bound"):
         assert result[name] > 0, name

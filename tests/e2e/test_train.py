@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.assets import asset
-from tests.e2e.conftest import User
+from ftcli.cli.app import main
+from tests.e2e.conftest import User, merged
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -35,7 +37,14 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
         "layers": "transformers",
         "attention": "eager",
     }
-    assert manifest["activations"] == {"gradient_checkpointing": False, "offloaded": None, "pinned_host_bytes": 0}
+    activations = manifest["activations"]
+    assert activations.pop("reason").startswith("the fastest that fits in 90% of ")
+    assert activations == {
+        "requested": "auto",
+        "gradient_checkpointing": False,
+        "offloaded": None,
+        "pinned_host_bytes": 0,
+    }
     assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
 
     lines = user.metrics("r")
@@ -101,6 +110,34 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(user: User) -> None:
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
+def test_auto_says_in_one_line_what_it_came_to(user: User) -> None:
+    for setting, told in ((None, 1), (True, 0)):
+        train = {"max_steps": 1} if setting is None else {"max_steps": 1, "gradient_checkpointing": setting}
+        recipe = user.recipe(f"said-{told}", train=train, data={"eval": []})
+        assert main(["train", recipe, "--offline"]) == 0
+        said = [line for line in user.capture.readouterr().err.splitlines() if "gradient_checkpointing" in line]
+        assert len(said) == told
+        assert all("gradient_checkpointing: false: the fastest that fits in 90% of" in line for line in said)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["what older recipes said", "layers run again"])
+def test_a_run_goes_on_under_another_policy_with_the_same_bits(before: bool, user: User) -> None:
+    """On a machine with other memory `auto` comes to something else; older recipes spell a policy out."""
+    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "lora": {"dropout": 0.2}}
+    user.done("train", user.recipe("whole", **change))
+    user.done("train", user.recipe("part", **change, train={"gradient_checkpointing": before}))
+    run = user.cut_off("part")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
+    user.done("train", user.recipe("part", **change))
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert [process["from_step"] for process in manifest["processes"]] == [0, 3]
+    assert manifest["activations"]["requested"] == "auto"
+    assert manifest["activations"]["gradient_checkpointing"] is False
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["gradient_checkpointing"] == "auto"
+    resumed, whole = weights(run), weights(user.folder / "whole")
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
 def test_divergence_stops_with_exit_6(user: User) -> None:
     model = user.folder / "model"
     shutil.copytree(asset("models", "tiny-gemma2"), model)
@@ -129,3 +166,24 @@ def test_held_out_loss_is_measured_during_training(user: User) -> None:
     measured = {line["step"]: line["eval_loss"] for line in user.metrics("r") if "eval_loss" in line}
     assert sorted(measured) == [2, 4, 6]
     assert len(set(measured.values())) == 3
+
+
+def test_grpo_has_the_same_bits_where_layers_run_again(user: User) -> None:
+    """So `auto` may come to either, and a run may go on under the other."""
+    change: dict[str, Any] = {
+        "model": {"init": "random"},
+        "lora": {"dropout": 0.1},
+        "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
+        "train": {"max_steps": 2, "gradient_accumulation_steps": 2},
+        "grpo": {
+            "num_generations": 4,
+            "max_prompt_length": 48,
+            "max_completion_length": 6,
+            "rewards": [{"use": "regex", "pattern": "[a-z]"}],
+        },
+    }
+    for name, policy in (("open", "auto"), ("again", True)):
+        user.done("grpo", user.recipe(name, **merged(change, {"train": {"gradient_checkpointing": policy}})))
+    assert all(line["grad_norm"] > 0 for line in user.metrics("open") if "grad_norm" in line)
+    kept, again = weights(user.folder / "open"), weights(user.folder / "again")
+    assert all(torch.equal(kept[key], again[key]) for key in kept)

@@ -49,10 +49,10 @@ def _values(context: Context) -> Findings:
         yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
     if context.work == "grpo" and recipe.quantization.method in _QUANTIZATION[1:]:
         yield _not_yet(context, "quantization.method", recipe.quantization.method, ("none",))
-    if context.work == "grpo" and not isinstance(recipe.train.gradient_checkpointing, bool):
+    if context.work == "grpo" and recipe.train.gradient_checkpointing in ("selective", "offload"):
         # TRL switches checkpointing off for generation, and back on in transformers' form.
         path = "train.gradient_checkpointing"
-        yield _not_yet(context, path, recipe.train.gradient_checkpointing, (True, False))
+        yield _not_yet(context, path, recipe.train.gradient_checkpointing, ("auto", True, False))
     if recipe.quantization.method != "none" and recipe.lora is None and recipe.quantization.method != "bitnet":
         yield context.error(
             "FT251",

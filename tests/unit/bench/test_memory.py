@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_every_shipped_recipe_is_measured_by_its_own_command(cases: Any) -> None
             assert getattr(run, part) == getattr(recipe, part)
         assert run.train.gradient_checkpointing == recipe.train.gradient_checkpointing
         assert run.data.max_seq_len == recipe.data.max_seq_len
+
+
+def test_the_policy_depends_on_the_device_and_not_on_what_runs_beside(cases: Any) -> None:
+    (case,) = [case for case in cases.recipe_cases() if case.name == "llama3.1-8b"]
+    assert case.loaded().recipe.train.gradient_checkpointing == "auto"
+    gpu = named_device("h200")
+    for free in (gpu.memory_bytes, 20 * GIB):
+        crowded = replace(gpu, free_bytes=free, host_free_bytes=GIB)
+        assert case.loaded(device=crowded).recipe.train.gradient_checkpointing is False
+    assert case.loaded(device=named_device("a100-40gb")).recipe.train.gradient_checkpointing == "selective"
 
 
 def test_the_grid_covers_what_the_estimate_depends_on_and_can_be_predicted(cases: Any) -> None:

@@ -7,10 +7,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from ftcli.cli.plain import jsonable
 from ftcli.cli.render import Style, document, findings_text, result_text, size
 from ftcli.cli.views import bench_text, check_text, evaluation_text
+from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, Origin
+from ftcli.preflight.device import named_device
+from ftcli.preflight.report import preflight
 
 PLAIN = Style(color=False)
 
@@ -184,3 +189,24 @@ def test_check_says_what_was_not_checked() -> None:
     assert "9.24 billion parameters" in text
     assert "1.00 GiB" in text
     assert text.endswith("not checked\n  weights: offline")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "told"),
+    [
+        ("h100", "false, the fastest that fits in 90% of 79.1 GiB (needed: false "),
+        ("rtx4090", "offload, the fastest that fits in 90% of 23.5 GiB (needed: false "),
+    ],
+)
+def test_check_says_which_policy_was_chosen_and_why(gpu: str, told: str) -> None:
+    recipe = Path(__file__).parents[3] / "recipes" / "llama3.1-8b.yaml"
+
+    def lines(*overrides: str) -> list[str]:
+        loaded = load_recipe(recipe, [Override(text, "--set") for text in overrides])
+        report = preflight(loaded, command="check", device=named_device(gpu), offline=True)
+        return [line for line in check_text(report.as_dict()).splitlines() if line.startswith("recompute")]
+
+    (line,) = lines()
+    assert line.startswith(f"recompute  gradient_checkpointing: {told}")
+    assert ("offload" in line, "selective" in line) == (gpu == "rtx4090",) * 2
+    assert lines("train.gradient_checkpointing=offload") == []

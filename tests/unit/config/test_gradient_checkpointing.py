@@ -1,4 +1,4 @@
-"""`train.gradient_checkpointing`: two booleans and two words."""
+"""`train.gradient_checkpointing`: two booleans and three words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def loaded(folder: Path, value: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("false", False), ("offload", "offload"), ("selective", "selective")]
+    ("text", "value"),
+    [("true", True), ("false", False), ("offload", "offload"), ("selective", "selective"), ("auto", "auto")],
 )
 def test_what_is_accepted_comes_back_from_a_dumped_recipe(text: str, value: Any, tmp_path: Path) -> None:
     recipe = loaded(tmp_path, text)
@@ -29,11 +30,18 @@ def test_what_is_accepted_comes_back_from_a_dumped_recipe(text: str, value: Any,
     assert load_recipe(again).recipe.train == recipe.train
 
 
+def test_a_recipe_that_says_nothing_leaves_it_open(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("version: 1\nmodel: {name_or_path: x}\n", encoding="utf-8")
+    assert load_recipe(path).recipe.train.gradient_checkpointing == "auto"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "help"),
     [
         ("unsloth", "FT205", "did you mean `offload`?"),
         ("offlaod", "FT205", "did you mean `offload`?"),
+        ("atuo", "FT205", "did you mean `auto`?"),
         ("yes", "FT205", "did you mean `true`?"),
         ("1", "FT204", "write true (without quotes)"),
     ],

@@ -98,7 +98,7 @@ def test_grpo_does_not_run_on_kernels_and_says_so(kernels: str, context: Callabl
 def test_grpo_checkpoints_whole_layers_or_none(policy: str, context: Callable[..., Any]) -> None:
     setting = f"train.gradient_checkpointing={policy}"
     (finding,) = support.check(context(GRPO, setting))
-    assert (finding.code, finding.help) == ("FT250", "use true, false")
+    assert (finding.code, finding.help) == ("FT250", "use auto, true, false")
     assert list(support.check(context(GRPO, setting, command="train"))) == []
 
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.preflight.advice import TIGHT_SHARE, _leaner, judge
+from ftcli.preflight.advice import judge
+from ftcli.preflight.checkpointing import leaner_policies, with_policy
 from ftcli.preflight.checks import room
 from ftcli.preflight.device import GPUS, named_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
 from ftcli.preflight.facts import ModelFacts, read_facts
+from ftcli.preflight.levels import TIGHT_SHARE
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import plan_dtypes
@@ -32,11 +34,13 @@ grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, r
 
 
 class Case:
-    """A recipe for a bundled model, and its estimates."""
+    """A recipe for a bundled model, and its estimates. Where it leaves the policy open, everything is kept."""
 
     def __init__(self, loaded: Any) -> None:
         self.loaded = loaded
         self.recipe = loaded.recipe
+        if self.recipe.train.gradient_checkpointing == "auto":
+            self.recipe = with_policy(self.recipe, False)
         self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
 
     def estimate(self, device: str = "h100", work: Any = "train") -> MemoryEstimate:
@@ -395,7 +399,7 @@ def test_policies_that_are_proposed(
     now: str, kernels: str, device: str, work: Any, leaner: tuple[Any, ...], case: Callable[..., Case]
 ) -> None:
     made = case("google/gemma-2-9b", LORA, f"train.gradient_checkpointing={now}", f"model.kernels={kernels}")
-    assert _leaner(made.recipe, made.facts, named_device(device), work) == leaner
+    assert leaner_policies(made.recipe, made.facts, named_device(device), work) == leaner
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ LORA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
 @pytest.fixture
 def estimate(load: Callable[..., Any]) -> Callable[..., tuple[MemoryEstimate, ModelFacts]]:
     def _estimate(*overrides: str, work: Any = "train") -> tuple[MemoryEstimate, ModelFacts]:
-        loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}", *overrides)
+        kept = "train.gradient_checkpointing=false"
+        loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}", kept, *overrides)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         gpu = named_device("h200")
         found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work=work)
@@ -74,7 +75,7 @@ def test_fp8_is_dequantised_where_no_fp8_product_runs(
     dtype: str, device: str, dense: int, load: Callable[..., Any]
 ) -> None:
     text = f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}"
-    loaded = load(text, "quantization.method=fp8", f"model.dtype={dtype}")
+    loaded = load(text, "quantization.method=fp8", f"model.dtype={dtype}", "train.gradient_checkpointing=false")
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
     gpu = named_device(device)
     found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work="train")

@@ -214,6 +214,7 @@ def test_harmless_changes_are_taken_over(tmp_path: Path) -> None:
         eval={"every_steps": 7},
         checkpoint={"keep_last": 9},
         data={"eval": ["x.jsonl"]},
+        train={"gradient_checkpointing": "offload"},
     )
     with open_run(run.path, "auto", new) as opened:
         assert opened.resume_step == 5

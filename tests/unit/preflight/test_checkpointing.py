@@ -1,0 +1,291 @@
+"""`train.gradient_checkpointing: auto`: the fastest policy that fits, and everything after it sees that policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcli.config.training import TrainConfig
+from ftcli.errors import FtcliError
+from ftcli.preflight.advice import judge
+from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, leaner_policies, with_policy
+from ftcli.preflight.device import GPUS, DeviceFacts, named_device
+from ftcli.preflight.facts import ModelFacts, read_facts
+from ftcli.preflight.levels import TIGHT_SHARE
+from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.slowdown import relative_time
+
+LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
+LORA = "lora: {r: 16}\ndata: {train: [bundled:sample-chat], max_seq_len: 2048}\n"
+GRPO = """
+lora: {r: 16}
+data: {train: [bundled:sample-math]}
+train: {per_device_train_batch_size: 8}
+grpo: {num_generations: 8, rewards: [{use: exact_match}]}
+"""
+H100 = GPUS["h100"]
+#: Whatever the runtime and fragmentation round to: bytes on either side of a boundary.
+STEP = 2**20
+
+
+class Case:
+    """A recipe, what its model is, and what it comes to on a device."""
+
+    def __init__(self, loaded: Any) -> None:
+        self.loaded, self.recipe = loaded, loaded.recipe
+        self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+
+    def estimate(self, policy: Any, device: DeviceFacts = H100, work: Any = "train") -> MemoryEstimate:
+        plan = plan_dtypes(self.recipe, device)
+        found = estimate_memory(with_policy(self.recipe, policy), self.facts, plan, device, work=work)
+        assert found is not None
+        return found
+
+    def choice(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> CheckpointingChoice:
+        plan = plan_dtypes(self.recipe, device)
+        return choose_checkpointing(self.recipe, facts or self.facts, plan, device, work=work)
+
+
+@pytest.fixture
+def case(load: Callable[..., Any]) -> Callable[..., Case]:
+    def _case(text: str = LLAMA + LORA, *overrides: str) -> Case:
+        return Case(load(text, *overrides))
+
+    return _case
+
+
+def with_room_for(needed: int, *, share: float = TIGHT_SHARE, **other: Any) -> DeviceFacts:
+    """An H100 of which ``needed`` bytes are just below ``share``."""
+    return replace(H100, memory_bytes=int(needed / share) + STEP, **other)
+
+
+def just_short_of(needed: int, **other: Any) -> DeviceFacts:
+    return replace(H100, memory_bytes=int(needed / TIGHT_SHARE) - STEP, **other)
+
+
+def tried(choice: CheckpointingChoice) -> list[Any]:
+    return [each.policy for each in choice.tried]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "order"),
+    [("auto", [False, "selective", "offload"]), ("off", [False, True, "offload"])],
+    ids=["on the kernels", "off them"],
+)
+def test_each_policy_is_taken_as_soon_as_it_fits(kernels: str, order: list[Any], case: Callable[..., Case]) -> None:
+    made = case(LLAMA + LORA, f"model.kernels={kernels}")
+    for position, policy in enumerate(order):
+        needed = made.estimate(policy).total_bytes
+        fits, short = made.choice(with_room_for(needed)), made.choice(just_short_of(needed))
+        assert (fits.policy, tried(fits)) == (policy, order[: position + 1])
+        assert fits.tried[-1].needed_bytes == needed
+        assert [each.level for each in fits.tried][-1] == "fits"
+        assert len(short.tried) > position + 1 or position == len(order) - 1
+        assert short.policy == order[min(position + 1, len(order) - 1)]
+        assert fits.reason.startswith("the fastest that fits in 90% of ")
+        assert f"{needed / 2**30:.1f}" in fits.reason
+        assert "\n" not in fits.reason
+
+
+def test_where_none_fits_the_leanest_is_taken_be_it_tight_or_too_large(case: Callable[..., Case]) -> None:
+    made = case()
+    needed = made.estimate("offload").total_bytes
+    for share, level in ((0.95, "tight"), (1.5, "does not fit")):
+        choice = made.choice(with_room_for(needed, share=share))
+        assert (choice.policy, tried(choice)) == ("offload", [False, "selective", "offload", True])
+        assert choice.tried[2].level == level
+        assert choice.reason.startswith("the leanest; none fits in 90% of ")
+
+
+def test_offload_is_for_a_host_that_has_room_for_it(case: Callable[..., Case]) -> None:
+    made = case()
+    halves, whole = made.estimate("offload"), made.estimate(True)
+    assert halves.total_bytes < whole.total_bytes < made.estimate("selective").total_bytes
+    enough = int(halves.pinned_host_bytes / TIGHT_SHARE)
+    roomy = with_room_for(whole.total_bytes, host_free_bytes=enough + STEP)
+    short = with_room_for(whole.total_bytes, host_free_bytes=enough - STEP)
+    assert made.choice(roomy).policy == "offload"
+    # With the layers' inputs alone on the host `offload` is the slower of the two, and the leaner still.
+    assert (made.choice(short).policy, tried(made.choice(short))) == (True, [False, "selective", True])
+    layers = made.estimate("offload", short)
+    assert layers.total_bytes < whole.total_bytes
+    assert made.choice(replace(short, memory_bytes=int(layers.total_bytes / TIGHT_SHARE) + STEP)).policy == "offload"
+    open_ended = with_policy(made.recipe, False)
+    assert leaner_policies(open_ended, made.facts, roomy, "train") == ("selective", "offload")
+    assert leaner_policies(open_ended, made.facts, short, "train") == ("selective", True, "offload")
+
+
+def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[..., Case]) -> None:
+    made = case()
+    full = just_short_of(made.estimate(True).total_bytes, host_free_bytes=0)
+    choice = made.choice(full)
+    assert (choice.policy, tried(choice)) == (True, [False, "selective", True, "offload"])
+    assert choice.tried[-1].host_has_room is False
+    pinned = made.estimate("offload", full).pinned_host_bytes
+    assert f"but {pinned / 2**30:.2f} on the host, which lacks it" in choice.reason
+    assert leaner_policies(with_policy(made.recipe, False), made.facts, full, "train") == ("selective", True)
+
+
+def test_grpo_runs_whole_layers_again_or_none(case: Callable[..., Case]) -> None:
+    made = case("model: {name_or_path: mistralai/Mistral-7B-v0.3}\n" + GRPO)
+    estimate = made.estimate(False, work="grpo")
+    needed = max(estimate.phase_bytes(phase) for phase in estimate.phases if phase != "generation")
+    assert made.choice(with_room_for(needed), "grpo").policy is False
+    assert made.choice(just_short_of(needed), "grpo").policy is True
+    assert made.choice(with_room_for(needed // 100), "grpo").policy is True
+
+
+def test_a_cpu_recomputes_only_what_it_has_no_room_for(case: Callable[..., Case]) -> None:
+    made = case("lora: {r: 4}\n" + "data: {train: [a], max_seq_len: 2048}\n")
+    cpu = replace(named_device("cpu"), memory_bytes=2**37, free_bytes=2**37)
+    assert made.choice(cpu).policy is False
+    needed = made.estimate(False, cpu).total_bytes
+    assert made.choice(replace(cpu, free_bytes=needed)).policy is True
+    assert made.choice(replace(cpu, memory_bytes=None, free_bytes=None)).policy is False
+
+
+def test_what_would_fit_is_not_known_for_a_strange_family_or_a_silent_device(case: Callable[..., Case]) -> None:
+    made = case()
+    strange = made.choice(H100, facts=replace(made.facts, shape=None, model_type="newcomer"))
+    assert (strange.policy, strange.tried) == (True, ())
+    assert "no memory arithmetic for model_type newcomer" in strange.reason
+    silent = made.choice(replace(H100, memory_bytes=None))
+    assert (silent.policy, silent.tried) == (True, ())
+    assert "does not say how much memory it has" in silent.reason
+
+
+def test_what_the_recipe_says_is_not_weighed(case: Callable[..., Case]) -> None:
+    for text, policy in (("false", False), ("selective", "selective"), ("offload", "offload"), ("true", True)):
+        choice = case(LLAMA + LORA, f"train.gradient_checkpointing={text}").choice(replace(H100, memory_bytes=2**30))
+        assert (choice.requested, choice.policy, choice.tried) == (policy, policy, ())
+
+
+def test_nothing_is_weighed_where_nothing_is_trained(case: Callable[..., Case]) -> None:
+    for work in ("eval", "export"):
+        choice = case().choice(replace(H100, memory_bytes=2**30), work)
+        assert (choice.policy, choice.tried) == (False, ())
+
+
+def test_evaluation_that_is_too_large_slows_no_training_down(case: Callable[..., Case]) -> None:
+    rows = "data: {train: [bundled:sample-chat], eval: [bundled:sample-chat-eval], max_seq_len: 2048}\n"
+    made = case(LLAMA + "lora: {r: 16}\n" + rows, "eval.per_device_eval_batch_size=512")
+    assert made.estimate(False).peak == "evaluation"
+    assert made.choice(GPUS["a100-40gb"]).policy is False
+    with pytest.raises(FtcliError) as caught:
+        preflight(made.loaded, command="train", device=GPUS["a100-40gb"], offline=True)
+    (finding,) = [each for each in caught.value.findings if each.code == "FT601"]
+    assert finding.help is not None
+    assert finding.help.startswith("--set eval.per_device_eval_batch_size=")
+
+
+def test_dequantised_copies_take_what_the_policy_leaves(case: Callable[..., Case]) -> None:
+    """They save less of a step than a policy costs, so they come second."""
+    made = case(LLAMA + LORA, "quantization.method=nf4", "quantization.keep_dequantized=auto")
+    lean = case(LLAMA + LORA, "quantization.method=nf4")
+    kept = lean.estimate(False).total_bytes
+    for device in (with_room_for(kept), GPUS["a100-40gb"], H100):
+        assert made.choice(device).policy is False
+        assert made.choice(device).tried == lean.choice(device).tried
+    assert made.estimate(False, with_room_for(kept)).kept_layers == 0
+    report = preflight(made.loaded, command="train", device=H100, offline=True)
+    assert report.memory is not None
+    assert (report.checkpointing.policy, report.memory.kept_layers) == (False, 32)
+    assert made.choice(just_short_of(kept)).policy == "selective"
+    # Copies that the recipe insists on are part of what has to fit.
+    always = case(LLAMA + LORA, "quantization.method=nf4", "quantization.keep_dequantized=true")
+    assert always.choice(with_room_for(kept)).policy != False  # noqa: E712
+
+
+def report_of(loaded: Any, device: DeviceFacts) -> PreflightReport:
+    return preflight(loaded, command="train", device=device, offline=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "policy"), [("h100", False), ("a100-40gb", False), ("l4", "selective")], ids=["80", "40", "22"]
+)
+def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Callable[..., Case]) -> None:
+    made = case()
+    assert made.recipe.train.gradient_checkpointing == "auto"
+    report = report_of(made.loaded, named_device(device))
+    assert (report.checkpointing.requested, report.checkpointing.policy) == ("auto", policy)
+    assert report.recipe.train.checkpointing == policy
+    assert report.recipe == with_policy(made.recipe, policy)
+    assert report.memory == made.estimate(policy, named_device(device))
+    values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
+    assert (values["requested"], values["policy"]) == ("auto", policy)
+    assert [each["policy"] for each in values["tried"]] == tried(report.checkpointing)
+    machine = dict(dict(report.sections())["machine"])
+    assert machine["gradient checkpointing"].startswith(f"{str(policy).lower()}: the fastest that fits")
+
+
+def test_an_open_setting_never_passes_for_a_policy(case: Callable[..., Case]) -> None:
+    with pytest.raises(ValueError, match="has not been resolved"):
+        _ = TrainConfig(gradient_checkpointing="auto").checkpointing
+    made = case()
+    with pytest.raises(ValueError, match="has not been resolved"):
+        estimate_memory(made.recipe, made.facts, plan_dtypes(made.recipe, H100), H100, work="train")
+    assert TrainConfig(gradient_checkpointing="offload").checkpointing == "offload"
+
+
+def test_a_run_that_fits_nowhere_is_refused_as_before_with_what_helps(case: Callable[..., Case]) -> None:
+    made = case(LLAMA + LORA, "train.per_device_train_batch_size=8", "data.max_seq_len=8192")
+    gpu = GPUS["l4"]
+    with pytest.raises(FtcliError) as caught:
+        report_of(made.loaded, gpu)
+    (finding,) = [each for each in caught.value.findings if each.code == "FT601"]
+    assert finding.help is not None
+    sets = [item.split(" (")[0].strip() for item in finding.help.split(";")[0].split("--set ")[1:]]
+    assert any(item.startswith("train.per_device_train_batch_size=") for item in sets)
+    # The policy is open still: applied, the change fits whatever `auto` makes of the room it leaves.
+    helped = case(LLAMA + LORA, "train.per_device_train_batch_size=8", "data.max_seq_len=8192", *sets)
+    found = report_of(helped.loaded, gpu)
+    assert found.verdict is not None
+    assert found.verdict.level == "fits"
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "policy", "on_kernels", "expected"),
+    [
+        (2, 4096, False, True, 1.03125),
+        (1, 4096, False, True, 1.0625),
+        (1, 512, False, True, 1.5),
+        (2, 4096, "selective", True, 1.19 * 1.03125),
+        (2, 4096, "offload", True, 1.31 * 1.03125),
+        (2, 4096, True, True, 1.36 * 1.03125),
+        (2, 4096, "selective", False, 1.42 * 1.03125),
+    ],
+)
+def test_time_of_a_token(
+    rows: int, length: int, policy: Any, on_kernels: bool, expected: float, case: Callable[..., Case]
+) -> None:
+    made = case(LLAMA + LORA, f"train.per_device_train_batch_size={rows}", f"data.max_seq_len={length}")
+    found = relative_time(with_policy(made.recipe, policy), work="train", on_kernels=on_kernels)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "expected"),
+    [
+        (2, 4096, {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 2}),
+        (4, 512, {"train.gradient_checkpointing": "selective"}),
+    ],
+    ids=["half of 8192 tokens costs 3%", "a quarter of 2048 tokens costs 33%"],
+)
+def test_the_change_that_costs_least_speed_is_proposed(
+    rows: int, length: int, expected: dict[str, Any], case: Callable[..., Case]
+) -> None:
+    """On a device where either one row fits as it is, or all of them under `selective`, which costs 19%."""
+    made = case(LLAMA + LORA, f"data.max_seq_len={length}", f"train.per_device_train_batch_size={rows}")
+    single = ("train.per_device_train_batch_size=1", f"train.gradient_accumulation_steps={rows}")
+    one = case(LLAMA + LORA, f"data.max_seq_len={length}", *single)
+    gpu = with_room_for(max(one.estimate(False).total_bytes, made.estimate("selective").total_bytes))
+    recipe = with_policy(made.recipe, False)
+    change = judge(made.estimate(False, gpu), recipe, made.facts, gpu, work="train").change
+    assert change is not None
+    assert dict(change.settings) == expected
