@@ -56,8 +56,14 @@ class _NoGpu(DriverBase):
         raise RuntimeError("nothing is timed here")
 
 
-def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, launch) of every kernel at the shapes of Llama-3.1-8B; few rows, since nothing runs."""
+#: Bytes of shared memory that one program can have, by capability (CUDA programming guide, technical specifications).
+SHARED_MEMORY = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, launch) of every kernel at the shapes of Llama-3.1-8B, and with Gemma-2's heads; few rows, since nothing
+    runs. Without products inside elementwise kernels below capability 8.0, where they are not used.
+    """
     rows, hidden, inner, vocabulary, head = 256, 4096, 14336, 128256, 128
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -101,12 +107,21 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
             f"glu backward {act}",
             lambda act=act: glu_kernels.glu_backward(new(rows, inner), gate, up, act, want_h=True),
         )
+        if capability < 80:
+            continue
         low = glu_kernels.GluLowRank(new(rows, 2 * rank), new(2 * inner, rank), new(rank, inner))
-        yield f"glu forward {act}, lora", lambda act=act, low=low: glu_kernels.glu_forward(gate, up, act, low)
+        ahead, back = (
+            glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, dtype.itemsize)
+            for name in ("glu_forward_lora", "glu_backward_lora")
+        )
+        yield (
+            f"glu forward {act}, lora",
+            lambda act=act, low=low, tile=ahead: glu_kernels.glu_forward(gate, up, act, low, tile=tile),
+        )
         yield (
             f"glu backward {act}, lora",
-            lambda act=act, low=low: glu_kernels.glu_backward(
-                new(rows, inner), gate, up, act, lowrank=low, dya=new(rows, rank), want_h=True
+            lambda act=act, low=low, tile=back: glu_kernels.glu_backward(
+                new(rows, inner), gate, up, act, lowrank=low, dya=new(rows, rank), want_h=True, tile=tile
             ),
         )
     yield (
@@ -115,12 +130,29 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
             new(rows, hidden), new(rows, rank), new(hidden, rank), new(rows, hidden), triton_kernel=True
         ),
     )
-    rotary = qkv_rope.Rotary(cos, cos, 32, 8)
-    width = 48 * head
-    yield (
-        "qkv rope forward",
-        lambda: qkv_rope.qkv_rope_forward(new(rows, width), new(rows, 3 * rank), new(width, rank), rotary),
-    )
+    for name, q_heads, k_heads, size in (("", 32, 8, head), (", wide heads", 16, 8, 256)):
+        angles = new(1, rows, size)
+        rotary = qkv_rope.Rotary(angles, angles, q_heads, k_heads)
+        width = (q_heads + 2 * k_heads) * size
+        yield (
+            f"qkv rope forward{name}",
+            lambda rotary=rotary, width=width: qkv_rope.qkv_rope_forward(
+                new(rows, width), new(rows, 3 * rank), new(width, rank), rotary
+            ),
+        )
+        queries, keys = new(1, q_heads, rows, size), new(1, k_heads, rows, size)
+        yield (
+            f"qkv rope backward{name}",
+            lambda rotary=rotary, width=width, queries=queries, keys=keys, size=size: qkv_rope.qkv_rope_backward(
+                queries,
+                keys,
+                keys,
+                new(width, rank),
+                rotary,
+                dtype,
+                tile=qkv_rope.backward_tile(SHARED_MEMORY[capability], size, rank),
+            ),
+        )
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
     n = weight.nested
     assert n is not None
@@ -134,7 +166,6 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], obj
                 weight.data, absmax, weight.table, nested, new(64, hidden), weight.block_size
             ),
         )
-    yield "qkv rope backward", lambda: qkv_rope.qkv_rope_backward(q, k, k, new(width, rank), rotary, dtype)
 
 
 def compile_instead_of_launch(record: list[Any]) -> Callable[..., Any]:
@@ -175,9 +206,9 @@ _PATTERNS = {
 
 
 def main() -> None:
-    """Print one line a kernel; exit status 1 when one does not compile."""
+    """Print one line a kernel; exit status 1 when one does not compile or needs more shared memory than there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--capability", type=int, default=90, choices=list(SHARED_MEMORY))
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--only", default="", help="kernels whose name contains this")
@@ -188,7 +219,7 @@ def main() -> None:
     original, JITFunction.run = JITFunction.run, compile_instead_of_launch(record)  # type: ignore[method-assign]
     try:
         for rank in options.ranks:
-            for name, launch in cases(rank, getattr(torch, options.dtype)):
+            for name, launch in cases(rank, getattr(torch, options.dtype), options.capability):
                 if options.only not in name or ("quantize" in name and options.capability < 89):
                     continue  # below 8.9 there is no e4m3
                 record.clear()
@@ -205,7 +236,10 @@ def main() -> None:
                     figures = "  ".join(f"{key} {value}" for key, value in used.items())
                     shared = kernel.metadata.shared
                     warps = kernel.metadata.num_warps
-                    print(f"{name:32s} rank {rank:3d}  {figures}  shared {shared}  warps {warps}  mma {dots}")
+                    too_much = shared > SHARED_MEMORY[options.capability]
+                    failed += too_much
+                    more = f"  FAILED: more than {SHARED_MEMORY[options.capability]}" if too_much else ""
+                    print(f"{name:32s} rank {rank:3d}  {figures}  shared {shared}  warps {warps}  mma {dots}{more}")
     finally:
         JITFunction.run = original  # type: ignore[method-assign]
     sys.exit(1 if failed else 0)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ftkernels.device import BackendName, Choice, choose_backend
+from ftkernels.device import BackendName, Choice, choose_backend, shared_memory_of
 
 Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
 
@@ -73,7 +73,7 @@ def machine_of(device: torch.device | str) -> Machine:
         return Machine(device, None, 0)
     properties = torch.cuda.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
-    return Machine(device, capability, int(properties.shared_memory_per_block_optin))  # type: ignore[attr-defined]
+    return Machine(device, capability, shared_memory_of(device))
 
 
 def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:

@@ -73,6 +73,13 @@ def fuses_products(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def shared_memory_of(device: torch.device) -> int:
+    """The most shared memory that one program can have on a GPU, in bytes; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic inside a kernel: float64 for float64 tensors, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,6 +14,7 @@ from ftkernels.device import (
     accumulate_dtype,
     on_device_of,
     rounded,
+    shared_memory_of,
     store_dtype,
     triton_dtype,
     triton_store_dtype,
@@ -213,6 +214,29 @@ def _splits(rows: int, columns: int, tile: Tile, *, summing: bool) -> tuple[int,
     return each, triton.cdiv(tiles, each)
 
 
+def lora_tile(operation: str, shared_memory: int, rank: int, down_rank: int, element_bytes: int) -> Tile:
+    """The tile of ``glu_forward_lora`` or ``glu_backward_lora`` for adapters of padded ranks ``rank`` (gate, up) and
+    ``down_rank``, where a program can have ``shared_memory`` bytes.
+    """
+    loads, ranks = (3, 4 * rank + down_rank) if operation == "glu_backward_lora" else (2, 2 * rank + down_rank)
+
+    def fits(tile: Tile) -> bool:
+        # At most: every tile that the column loop loads, once a stage, and the operands that stay. Compilers need 0.6
+        # to 0.9 of it; `kernels/bench/offline.py` holds every GPU's compilation against what that GPU has.
+        staged = tile.stages * tile.columns * (loads * tile.rows + ranks)
+        return element_bytes * (staged + tile.rows * (2 * rank + down_rank)) <= shared_memory
+
+    return tile_for(operation, fits)
+
+
+def _tile(operation: str, gate: Tensor, lowrank: GluLowRank | None) -> Tile:
+    if lowrank is None:
+        return tile_for(operation)
+    down_rank = 16 if lowrank.a_down is None else lowrank.a_down.shape[0]
+    limit = shared_memory_of(gate.device)
+    return lora_tile(f"{operation}_lora", limit, lowrank.b.shape[1], down_rank, gate.element_size())
+
+
 def glu_forward(
     gate: Tensor,
     up: Tensor,
@@ -227,7 +251,7 @@ def glu_forward(
     """
     count, width = gate.shape
     down = None if lowrank is None else lowrank.a_down
-    tile = tile or tile_for("glu_forward" if lowrank is None else "glu_forward_lora")
+    tile = tile or _tile("glu_forward", gate, lowrank)
     each, splits = _splits(count, width, tile, summing=down is not None)
     h = torch.empty((count, width), dtype=store_dtype(gate.dtype), device=gate.device)
     kd = 16 if down is None else down.shape[0]
@@ -286,7 +310,7 @@ def glu_backward(
     its halves may be gate and up themselves, since every element is read before it is written.
     """
     count, width = gate.shape
-    tile = tile or tile_for("glu_backward" if lowrank is None else "glu_backward_lora")
+    tile = tile or _tile("glu_backward", gate, lowrank)
     each, splits = _splits(count, width, tile, summing=lowrank is not None)
     stored = store_dtype(gate.dtype)
     if out is None or out.dtype != stored:  # the dtypes differ in the interpreter only

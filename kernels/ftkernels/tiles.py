@@ -1,10 +1,12 @@
 """Tile sizes of the kernels: one fixed choice an operation, the same on every run, never searched for while training.
 
-The table holds what ``kernels/bench/tune.py`` measured to be best; it is edited by hand, with the measurement.
+The table holds what ``kernels/bench/tune.py`` measured to be best; it is edited by hand, with the measurement. Where
+shared memory grows with the adapters' rank, it is a list, the best first, and the first one that fits the GPU is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ftkernels.device import interpreting
@@ -24,26 +26,38 @@ class Tile:
     programs: int = 1024
 
 
-# Measured by `python kernels/bench/tune.py --model llama3.1-8b` on one H200 (torch 2.11, Triton 3.6, 2026-11-21).
+# Measured by `python kernels/bench/tune.py --model llama3.1-8b` on one H200 (torch 2.11, Triton 3.6, 2026-11-21), the
+# first of each list; what follows it was compiled for other GPUs and other ranks, not timed.
 _TILES = {
-    "glu_forward": Tile(4, 256, 4),
-    "glu_backward": Tile(1, 1024, 4),
-    "glu_forward_lora": Tile(64, 128, 4, 3, 256),
-    "glu_backward_lora": Tile(64, 64, 4, 3),
-    "lowrank_add": Tile(32, 128, 4),
+    "glu_forward": (Tile(4, 256, 4),),
+    "glu_backward": (Tile(1, 1024, 4),),
+    "glu_forward_lora": (
+        Tile(64, 128, 4, 3, 256),
+        Tile(64, 128, 4, 2, 256),
+        Tile(64, 64, 4, 2, 256),
+        Tile(64, 64, 4, 1, 256),
+        Tile(32, 32, 4, 1, 256),
+    ),
+    "glu_backward_lora": (
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 1),
+        Tile(32, 32, 4, 1),
+    ),
+    "lowrank_add": (Tile(32, 128, 4),),
     # Columns here are heads of one program.
-    "qkv_rope_forward": Tile(16, 8, 4),
-    "qkv_rope_backward": Tile(32, 8, 4),
+    "qkv_rope_forward": (Tile(16, 8, 4),),
+    "qkv_rope_backward": (Tile(32, 8, 4), Tile(16, 8, 4)),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.
 _INTERPRETED = Tile(64, 64, 4, 1, 2)
 
 
-def tile_for(operation: str) -> Tile:
-    """The tile of a kernel, by name.
+def tile_for(operation: str, fits: Callable[[Tile], bool] = lambda _: True) -> Tile:
+    """The tile of a kernel, by name: the best that ``fits``, the smallest where none does.
 
     Raises:
         KeyError: no such kernel.
     """
-    tile = _TILES[operation]
-    return _INTERPRETED if interpreting() else tile
+    tiles = _TILES[operation]
+    return _INTERPRETED if interpreting() else next(filter(fits, tiles), tiles[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -23,6 +24,7 @@ from ftcli.model.load import load_model
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.model.selfcheck import FP8_TOLERANCE, self_check
+from ftcli.preflight.device import named_device
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.precision import DtypePlan
 from ftcli.preflight.quantization import dequantized_bytes, weight_bytes
@@ -166,8 +168,9 @@ def test_preflight_counts_the_bytes_that_are_held() -> None:
     held = stored + sum(p.numel() * p.element_size() for p in model.parameters())
     assert weight_bytes(FP8, facts.shape, 4) == held
     largest = max(linear.in_features * linear.out_features for linear in facts.shape.linears)
-    assert dequantized_bytes(FP8, facts.shape, 4, on_kernels=False) == 4 * largest
-    assert dequantized_bytes(FP8, facts.shape, 2, on_kernels=True) == 0  # multiplied as they are
+    half = replace(PLAN, parameter="bfloat16", compute="bfloat16")
+    assert dequantized_bytes(FP8, facts.shape, PLAN, named_device("h200"), on_kernels=False) == 4 * largest
+    assert dequantized_bytes(FP8, facts.shape, half, named_device("h200"), on_kernels=True) == 0  # multiplied as stored
 
 
 def test_the_kernels_join_what_shares_an_input_and_undo_is_exact() -> None:
