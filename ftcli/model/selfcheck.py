@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from triton.errors import TritonError
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
@@ -102,7 +103,8 @@ def self_check(
         The result and the patch that is in force now.
 
     Raises:
-        FtcliError: FT704 (exit 1) when loss, output or a gradient differs by more than the tolerance, naming the layer.
+        FtcliError: FT704 (exit 1) when loss, output or a gradient differs by more than the tolerance, naming the layer;
+            and when Triton cannot build a kernel for this GPU.
     """
     small = {name: value[:ROWS, :LONGEST] for name, value in batch.items() if name in ("input_ids", "labels")}
     training = model.training
@@ -112,10 +114,12 @@ def self_check(
         unpatched_loss, calls = _forward(model, small)
         wanted = [_layer_pass(layer, call, call) for layer, call in zip(_layers(model), calls, strict=True)]
         again = patch(model, kernels)
-        patched_loss, patched_calls = _forward(model, small)
-        found = [
-            _layer_pass(layer, call, own) for layer, call, own in zip(_layers(model), calls, patched_calls, strict=True)
-        ]
+        try:
+            patched_loss, patched_calls = _forward(model, small)
+            pairs = zip(_layers(model), calls, patched_calls, strict=True)
+            found = [_layer_pass(layer, call, own) for layer, call, own in pairs]
+        except TritonError as error:
+            raise _refused(error) from error
     model.train(training)
     model.zero_grad(set_to_none=True)
     checks = [_compare(f"layers.{i}", *pair) for i, pair in enumerate(zip(found, wanted, strict=True))]
@@ -141,6 +145,15 @@ def _failed(check: SelfCheck) -> FtcliError:
         f"self-check failed: patched loss {check.loss_patched:.6g}, unpatched {check.loss_unpatched:.6g}; in "
         f"{worst.layer} the output differs by {worst.output:.2g}, "
         f"the gradient of {worst.worst} by {worst.gradient:.2g}",
+        exit_code=ExitCode.BUG,
+        help="train with model.kernels: off, and report this with the run's manifest.json",
+    )
+
+
+def _refused(error: TritonError) -> FtcliError:
+    return FtcliError.single(
+        "FT704",
+        f"a kernel cannot be built for this GPU: {str(error).strip().splitlines()[-1]}",
         exit_code=ExitCode.BUG,
         help="train with model.kernels: off, and report this with the run's manifest.json",
     )

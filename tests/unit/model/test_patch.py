@@ -11,6 +11,7 @@ import transformers
 from ftkernels.rms_norm import rms_norm
 from ftkernels.rows import as_rows
 from torch import nn
+from triton.runtime.errors import OutOfResources
 
 from ftcli.errors import FtcliError
 from ftcli.model.adapted import why_not_fused
@@ -219,6 +220,18 @@ def test_self_check_passes_and_leaves_the_model_as_it_was() -> None:
     assert all(entry.on for entry in again.table)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("llama")
+    applied = patch(model, "reference")
+
+    def too_large(*_: Any) -> None:
+        raise OutOfResources(237568, 232448, "shared memory")
+
+    monkeypatch.setattr(FusedDecoderLayer, "_mlp", too_large)
+    with pytest.raises(FtcliError, match=r"FT704.*cannot be built for this GPU: out of resource: shared memory"):
+        self_check(model, applied, "reference", batch(), PLAN)
 
 
 def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
