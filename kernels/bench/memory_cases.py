@@ -130,7 +130,7 @@ def grid_cases() -> list[Case]:
         _evaluation("llama3.1-8b", 4, 4096),
         _bench("gemma2-9b", 1, 4096, "false", _R64),
         _bench("gemma2-9b", 4, 2048, "offload"),
-        _bench("gemma2-9b", 1, 16384, "offload", _NF4),
+        _bench("gemma2-9b", 1, 8192, "offload", _NF4),
         _bench("gemma2-9b", 2, 1024, "selective", _FP8, _R8),
         _bench("gemma2-9b", 1, 1024, "false", _OFF),
         _evaluation("gemma2-9b", 2, 4096, _NF4),
