@@ -11,8 +11,8 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.checks.base import Command
 from ftcli.preflight.flops import StepFlops, step_flops
-from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.reporting import Session
 
@@ -26,7 +26,8 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     operations counted by :mod:`ftcli.preflight.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
     """
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
-    report = preflight(shortened, command="bench", device=None, offline=True)
+    command: Command = "bench --eval" if options.evaluation else "bench"
+    report = preflight(shortened, command=command, device=None, offline=True)
     recipe = report.recipe
     for finding in report.findings:
         session.reporter.finding(finding)
@@ -54,7 +55,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "layers": options.layers,
         "gradient_checkpointing": report.checkpointing.policy,
         **measured,
-        **_predicted(recipe, report, options),
+        **_predicted(report, options),
         **_share(operations, measured),
     }
 
@@ -213,7 +214,7 @@ def _measure_evaluation(
     }
 
 
-def _predicted(recipe: Recipe, report: PreflightReport, options: BenchOptions) -> dict[str, int | None]:
+def _predicted(report: PreflightReport, options: BenchOptions) -> dict[str, int | None]:
     """The estimate of what is timed; of fewer layers than the model has there is none.
 
     ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
@@ -221,8 +222,6 @@ def _predicted(recipe: Recipe, report: PreflightReport, options: BenchOptions) -
     latter.
     """
     memory = report.memory
-    if options.evaluation:
-        memory = estimate_memory(recipe, report.facts, report.plan, report.device, work="eval")
     if memory is None or options.layers is not None:
         return {"predicted_peak_bytes": None, "predicted_allocated_bytes": None}
     allocated = memory.allocated_bytes if report.device.kind == "cuda" else None

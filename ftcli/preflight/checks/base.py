@@ -13,7 +13,7 @@ from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
 from ftcli.preflight.policies import Work
 
-Command = Literal["train", "eval", "grpo", "export", "check", "bench"]
+Command = Literal["train", "eval", "grpo", "export", "check", "bench", "bench --eval"]
 Findings = Iterator[Finding]
 
 
@@ -30,9 +30,9 @@ class Context:
         """The work that the command comes to; ``check`` looks at what the recipe is for."""
         if self.command == "grpo" or (self.command == "check" and self.recipe.grpo is not None):
             return "grpo"
-        if self.command == "eval" or self.command == "export":
-            return self.command
-        return "train"
+        if self.command == "export":
+            return "export"
+        return "eval" if self.command in ("eval", "bench --eval") else "train"
 
     @property
     def trains(self) -> bool:
@@ -42,7 +42,12 @@ class Context:
     @property
     def reads_data(self) -> bool:
         """Whether rows are read at all."""
-        return self.command not in ("bench", "export")
+        return self.command != "export" and not self.benches
+
+    @property
+    def benches(self) -> bool:
+        """Whether the recipe is timed, on random weights and tokens."""
+        return self.command in ("bench", "bench --eval")
 
     def says(self, path: str) -> bool:
         """Whether the recipe or an override sets this value to something else than the default.

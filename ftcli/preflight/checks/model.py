@@ -74,7 +74,7 @@ def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
 
 def _positions(context: Context, facts: ModelFacts) -> Findings:
     asked, limit = context.recipe.data.max_seq_len, facts.max_positions
-    if limit is not None and asked > limit and context.command == "bench":
+    if limit is not None and asked > limit and context.benches:
         yield context.warning(
             "FT301",
             "data.max_seq_len",
@@ -218,7 +218,7 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
 
 def _weights(context: Context, facts: ModelFacts) -> Findings:
     weights = facts.weights
-    if weights is None or context.recipe.model.init == "random" or context.command == "bench":
+    if weights is None or context.recipe.model.init == "random" or context.benches:
         return
     if weights.missing:
         yield _incomplete(

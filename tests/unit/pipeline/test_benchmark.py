@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.load import LoadedRecipe, load_recipe
+from ftcli.errors import FtcliError
 from ftcli.pipeline.benchmark import _predicted, bench_recipe
 from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.checkpointing import with_policy
+from ftcli.preflight.checks.base import Command
 from ftcli.preflight.device import named_device
 from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.report import PreflightReport, preflight
@@ -34,7 +37,8 @@ def loaded(tmp_path: Path) -> LoadedRecipe:
 def report_of(loaded: LoadedRecipe, options: BenchOptions, device: str) -> PreflightReport:
     recipe = bench_recipe(loaded.recipe, options)
     roomy = replace(named_device(device), memory_bytes=None, free_bytes=None)
-    return preflight(replace(loaded, recipe=recipe), command="bench", device=roomy, offline=True)
+    command: Command = "bench --eval" if options.evaluation else "bench"
+    return preflight(replace(loaded, recipe=recipe), command=command, device=roomy, offline=True)
 
 
 def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> None:
@@ -43,7 +47,7 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
     assert memory is not None
     assert "evaluation" not in memory.phases
     assert "gradients" not in memory.phases["forward"]  # one micro-batch a step
-    found = _predicted(bench_recipe(loaded.recipe, options), report_of(loaded, options, "h200"), options)
+    found = _predicted(report_of(loaded, options, "h200"), options)
     assert found == {"predicted_peak_bytes": memory.total_bytes, "predicted_allocated_bytes": memory.allocated_bytes}
 
 
@@ -53,14 +57,25 @@ def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe)
     alone = estimate_memory(recipe, report.facts, report.plan, report.device, work="eval")
     assert alone is not None
     assert set(alone.phases) == {"evaluation"}
-    assert _predicted(recipe, report, options)["predicted_allocated_bytes"] == alone.allocated_bytes
+    assert _predicted(report, options)["predicted_allocated_bytes"] == alone.allocated_bytes
+
+
+def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -> None:
+    """It was refused for the memory of a training step that it never takes."""
+    options = BenchOptions(batch=2, evaluation=True)
+    recipe = replace(loaded, recipe=with_policy(bench_recipe(loaded.recipe, options), False))
+    needed = report_of(loaded, options, "h200").memory
+    assert needed is not None
+    tight = replace(named_device("h200"), memory_bytes=needed.total_bytes * 5 // 4)
+    assert preflight(recipe, command="bench --eval", device=tight, offline=True).verdict is not None
+    with pytest.raises(FtcliError, match="FT601"):
+        preflight(recipe, command="bench", device=tight, offline=True)
 
 
 def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     options = BenchOptions(batch=1)
-    recipe = bench_recipe(loaded.recipe, options)
-    on_cpu = _predicted(recipe, report_of(loaded, options, "cpu"), options)
+    on_cpu = _predicted(report_of(loaded, options, "cpu"), options)
     assert on_cpu["predicted_peak_bytes"] is not None
     assert on_cpu["predicted_allocated_bytes"] is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
-    assert set(_predicted(recipe, report_of(loaded, options, "h200"), fewer).values()) == {None}
+    assert set(_predicted(report_of(loaded, options, "h200"), fewer).values()) == {None}
