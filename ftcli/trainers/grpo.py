@@ -15,6 +15,7 @@ from ftcli.config import Recipe
 from ftcli.config.training import GrpoConfig
 from ftcli.data.formats import Prompt
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
 from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
@@ -39,6 +40,11 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
         return self.processing_class(text=prompts, add_special_tokens=False)["input_ids"], None, {}
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As everywhere, with attention that takes TRL's padding on the left: backward and what it runs again too."""
+        with padding_safe():
+            return super().training_step(model, inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
