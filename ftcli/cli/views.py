@@ -56,7 +56,9 @@ def _checkpointing(choice: dict[str, Any] | None) -> list[str]:
     """What `auto` came to, and why; nothing for what the recipe says itself."""
     if choice is None or choice["requested"] != "auto":
         return []
-    return [f"recompute  gradient_checkpointing: {str(choice['policy']).lower()}, {choice['reason']}"]
+    count = choice["uncheckpointed_layers"]
+    but = f" but in the last {count} layers" if count else ""
+    return [f"recompute  gradient_checkpointing: {str(choice['policy']).lower()}{but}, {choice['reason']}"]
 
 
 def _kernel_lines(rows: Sequence[dict[str, str]]) -> list[str]:

@@ -59,6 +59,15 @@ class TrainConfig(Section):
         "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last. "
         "`auto` takes the fastest that fits by the memory estimate; `false` on a CPU.",
     )
+    uncheckpointed_layers: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
+        "same. `auto` chooses it.",
+    )
+    memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        default=None,
+        description="What `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
+    )
 
     @property
     def checkpointing(self) -> Checkpointing:

@@ -32,13 +32,18 @@ if TYPE_CHECKING:
 
 
 def use_checkpointing(
-    model: PreTrainedModel | PeftModel, policy: Checkpointing, *, offloaded: Offloaded = "halves"
+    model: PreTrainedModel | PeftModel,
+    policy: Checkpointing,
+    *,
+    offloaded: Offloaded = "halves",
+    uncheckpointed_layers: int = 0,
 ) -> Offload | None:
-    """Sets ``selective`` or ``offload`` on every layer of ``model``, after it was put on the kernels.
+    """Sets ``selective`` or ``offload`` on the layers of ``model``, after it was put on the kernels.
 
     Args:
         offloaded: What ``offload`` sends to the host, as preflight chose it by the host's memory
             (``MemoryEstimate.offloaded``). Layers that are not on the kernels know ``layers`` alone.
+        uncheckpointed_layers: The last so many keep everything: theirs is what backward frees first.
 
     Returns:
         The offload that the layers share, None under every other policy. ``true`` and ``false`` change nothing here.
@@ -47,6 +52,7 @@ def use_checkpointing(
         return None
     base = base_of(model)
     layers: list[Any] = list(getattr(base, base.base_model_prefix).layers)
+    layers = layers[: max(len(layers) - uncheckpointed_layers, 0)]
     if policy == "selective":
         for layer in layers:
             if isinstance(layer, FusedDecoderLayer):

@@ -41,6 +41,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         seq_len=recipe.data.max_seq_len,
         num_layers=options.layers,
         gradient_checkpointing=report.checkpointing.policy,
+        uncheckpointed_layers=report.checkpointing.uncheckpointed_layers,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
     measured |= _fp8_rate(flops, report, recipe, options)
@@ -54,6 +55,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "seq": recipe.data.max_seq_len,
         "layers": options.layers,
         "gradient_checkpointing": report.checkpointing.policy,
+        "uncheckpointed_layers": report.checkpointing.uncheckpointed_layers,
         **measured,
         **_predicted(report, options),
         **_share(operations, measured),

@@ -234,6 +234,7 @@ def _activations(report: PreflightReport) -> dict[str, Any]:
     return {
         "requested": choice.requested,
         "gradient_checkpointing": choice.policy,
+        "uncheckpointed_layers": choice.uncheckpointed_layers,
         "reason": choice.reason,
         "offloaded": None if memory is None else memory.offloaded,
         "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,

@@ -249,12 +249,15 @@ def kept_bytes(
     *,
     checkpointing: Checkpointing,
     offloaded: Offloaded = "halves",
+    uncheckpointed: int = 0,
 ) -> float:
-    """Bytes on the device that the layers keep in a forward pass over ``rows`` full rows.
+    """Bytes on the device that the layers keep in a forward pass over ``rows`` full rows, ``uncheckpointed`` of them
+    everything.
 
     The first layer of a LoRA model keeps a norm less, since embeddings need no gradient; that is left in.
     """
-    return rows * setting.seq_len * shape.num_layers * policy.held(shape, setting, checkpointing, offloaded).kept
+    layers = (shape.num_layers - uncheckpointed) * policy.held(shape, setting, checkpointing, offloaded).kept
+    return rows * setting.seq_len * (layers + uncheckpointed * policy.held(shape, setting, False, offloaded).kept)
 
 
 def host_bytes(
@@ -265,10 +268,13 @@ def host_bytes(
     *,
     checkpointing: Checkpointing,
     offloaded: Offloaded = "halves",
+    uncheckpointed: int = 0,
 ) -> int:
     """Bytes of pinned host memory that activations take: for each tensor whole pieces."""
     stream = shape.hidden_size * setting.bytes_residual
-    tensors = shape.num_layers * round(policy.held(shape, setting, checkpointing, offloaded).host / stream)
+    tensors = (shape.num_layers - uncheckpointed) * round(
+        policy.held(shape, setting, checkpointing, offloaded).host / stream
+    )
     return tensors * -(-rows * setting.seq_len * stream // _SMALLEST_PIECE) * _SMALLEST_PIECE
 
 

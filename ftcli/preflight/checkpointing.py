@@ -3,6 +3,9 @@
 Preflight asks once, and everything after it sees a recipe with the policy that was chosen. What changes with the
 machine alone (a larger GPU, a host with less memory) changes the answer and not one number of the training.
 
+Where a policy is needed at all, as many layers as memory has room for keep everything all the same
+(``train.uncheckpointed_layers``): the estimate is linear in them, and so is the time of a step.
+
 Decided on the training step alone: no policy changes what evaluation and generation need.
 ``quantization.keep_dequantized: auto`` comes second and takes what is left: dequantising NF4 weights takes less of a
 step than running layers again.
@@ -10,18 +13,20 @@ step than running layers again.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing, CheckpointingSetting
-from ftcli.preflight.activations import pinnable_bytes
+from ftcli.preflight.activations import Offloaded, pinnable_bytes
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.levels import TIGHT_SHARE, Level, level_of
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
 from ftcli.preflight.policies import Work, execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.slowdown import ON_KERNELS
 
 #: Phases of the estimate in which nothing is kept for backward.
 _WITHOUT_BACKWARD = ("evaluation", "generation")
@@ -31,6 +36,10 @@ _ON_KERNELS: tuple[Checkpointing, ...] = (False, "selective", "offload", True)
 # Where the host has room for the layers' inputs alone, layers run again whole, and one more product.
 _ON_KERNELS_SHORT_HOST: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
 _PLAIN: tuple[Checkpointing, ...] = (False, True, "offload")  # `selective` is `true` there
+#: Those that are set on each layer by itself.
+_FOR_SOME_LAYERS: tuple[Checkpointing, ...] = ("selective", "offload")
+#: Relative times that differ by less decide nothing; what needs no host memory is preferred then.
+_CLOSE = 0.01
 _WHOLE: tuple[Checkpointing, ...] = (False, True)  # GRPO, and a CPU, whose memory is the host's
 
 
@@ -38,7 +47,8 @@ _WHOLE: tuple[Checkpointing, ...] = (False, True)  # GRPO, and a CPU, whose memo
 class Tried:
     """A policy and what training needs under it, in bytes; ``level`` holds that against the device.
 
-    ``host_has_room`` is None where nothing is pinned, and where the host is not known.
+    ``host_has_room`` is None where nothing is pinned, and where the host is not known. ``offloaded``: what is pinned of
+    each layer.
     """
 
     policy: Checkpointing
@@ -46,6 +56,7 @@ class Tried:
     pinned_host_bytes: int
     level: Level
     host_has_room: bool | None
+    offloaded: Offloaded | None
 
     def __str__(self) -> str:
         text = f"{policy_name(self.policy)} {_gib(self.needed_bytes)}"
@@ -56,15 +67,19 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingChoice:
-    """The policy that a run uses. ``tried`` is empty where nothing had to be weighed; ``reason`` is one line."""
+    """The policy that a run uses, and how many layers are left out of it. ``tried`` is empty where nothing had to be
+    weighed; ``reason`` is one line.
+    """
 
     requested: CheckpointingSetting
     policy: Checkpointing
     reason: str
     tried: tuple[Tried, ...] = ()
+    uncheckpointed_layers: int = 0
 
     def __str__(self) -> str:
-        return f"{policy_name(self.policy)}: {self.reason}"
+        all_but = f" but in the last {self.uncheckpointed_layers} layers" if self.uncheckpointed_layers else ""
+        return f"{policy_name(self.policy)}{all_but}: {self.reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; sizes in bytes."""
@@ -81,12 +96,14 @@ def choose_checkpointing(
     """
     requested = recipe.train.gradient_checkpointing
     if requested != "auto":
-        return CheckpointingChoice(requested, requested, "as the recipe says")
+        layers = recipe.train.uncheckpointed_layers if requested in _FOR_SOME_LAYERS else 0
+        return CheckpointingChoice(requested, requested, "as the recipe says", (), layers)
     if work not in ("train", "grpo"):
         return CheckpointingChoice(requested, False, "nothing is trained")
     unknown = _unknown(facts, device)
     if unknown is not None:
         return CheckpointingChoice(requested, device.kind == "cuda", f"what would fit is not known: {unknown}")
+    device = _within(device, recipe.train.memory_budget_gib)
     tried: list[Tried] = []
     for policy in policies_by_speed(recipe, facts, plan, device, work):
         tried.append(_try(recipe, policy, facts, plan, device, work))
@@ -94,14 +111,62 @@ def choose_checkpointing(
             break
     usable = [each for each in tried if each.host_has_room is not False]
     chosen = usable[-1] if usable[-1].level == "fits" else min(usable, key=lambda each: each.needed_bytes)
-    return CheckpointingChoice(requested, chosen.policy, _reason(tried, chosen, device), tuple(tried))
+    reason = _reason(tried, chosen, device)
+    best = CheckpointingChoice(requested, chosen.policy, reason, tuple(tried))
+    if chosen.level != "fits" or chosen.policy is False or not on_kernels(recipe, facts, plan, device, work):
+        return best
+    return _with_room_used(best, recipe, facts, plan, device, work)
+
+
+def _with_room_used(
+    best: CheckpointingChoice, recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, work: Work
+) -> CheckpointingChoice:
+    """The fastest of: the uniform policy, and each policy with as many layers left out of it as fit."""
+    assert facts.shape is not None  # it has an estimate
+    layers, fastest = facts.shape.num_layers, _relative_time(best.policy, 0.0)
+    for policy in _FOR_SOME_LAYERS:
+
+        def fits(count: int, policy: Checkpointing = policy) -> bool:
+            found = _try(with_layers(recipe, count), policy, facts, plan, device, work)
+            # With the layers' inputs alone on the host `offload` is the slowest there is.
+            return found.level == "fits" and found.host_has_room is not False and found.offloaded != "layers"
+
+        count = bisect_left(range(layers), True, key=lambda n: not fits(n)) - 1  # the most that fit; -1: not even none
+        if count > 0 and _relative_time(policy, count / layers) < fastest - _CLOSE:
+            fastest = _relative_time(policy, count / layers)
+            best = replace(best, policy=policy, uncheckpointed_layers=count)
+    return best
+
+
+def _relative_time(policy: Checkpointing, share: float) -> float:
+    """Of a step in which a ``share`` of the layers keep everything."""
+    return share + (1.0 - share) * ON_KERNELS[policy]
+
+
+def _within(device: DeviceFacts, budget_gib: float | None) -> DeviceFacts:
+    """The device with no more memory than the budget."""
+    if budget_gib is None or device.available_bytes is None:
+        return device
+    return replace(device, free_bytes=min(device.available_bytes, int(budget_gib * 2**30)))
 
 
 def with_policy(recipe: Recipe, policy: Checkpointing) -> Recipe:
     """The recipe with a policy in place of its setting."""
-    return recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"gradient_checkpointing": policy})},
-    )
+    return _with_train(recipe, gradient_checkpointing=policy)
+
+
+def with_layers(recipe: Recipe, uncheckpointed: int) -> Recipe:
+    """The recipe with so many layers left out of its policy."""
+    return _with_train(recipe, uncheckpointed_layers=uncheckpointed)
+
+
+def with_choice(recipe: Recipe, choice: CheckpointingChoice) -> Recipe:
+    """The recipe as it runs under ``choice``."""
+    return with_layers(with_policy(recipe, choice.policy), choice.uncheckpointed_layers)
+
+
+def _with_train(recipe: Recipe, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
 
 
 def policies_by_speed(
@@ -170,7 +235,8 @@ def _try(
     assert estimate is not None  # the family is known
     needed = max(estimate.phase_bytes(phase) for phase in estimate.phases if phase not in _WITHOUT_BACKWARD)
     pinned = estimate.pinned_host_bytes
-    return Tried(policy, needed, pinned, level_of(needed, device), host_has_room(estimate, device))
+    level, room = level_of(needed, device), host_has_room(estimate, device)
+    return Tried(policy, needed, pinned, level, room, estimate.offloaded)
 
 
 def _lean(recipe: Recipe) -> Recipe:

@@ -44,11 +44,13 @@ def step_flops(
     seq_len: int,
     num_layers: int | None = None,
     gradient_checkpointing: Checkpointing = False,
+    uncheckpointed_layers: int = 0,
 ) -> StepFlops | None:
     """Operations per token of a training step; None for a family whose shape is not known.
 
     Args:
         num_layers: Count only this many layers (benchmarks of a shortened model).
+        uncheckpointed_layers: So many are not run again, whatever the policy.
     """
     shape = facts.shape
     if shape is None:
@@ -67,6 +69,7 @@ def step_flops(
         recompute = again * layers
     elif gradient_checkpointing:
         recompute = linear_forward + adapters_forward + product * 2.0
+    recompute *= max(layers - uncheckpointed_layers, 0) / layers
     weight_gradient = 1.0 if lora is None else 0.0
     return StepFlops(
         linear=linear_forward * (2.0 + weight_gradient),

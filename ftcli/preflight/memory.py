@@ -208,6 +208,13 @@ class _Arithmetic:
         return self.recipe.train.checkpointing
 
     @property
+    def uncheckpointed(self) -> int:
+        """Layers that keep everything whatever the others do."""
+        if self.checkpointing not in ("selective", "offload"):
+            return 0
+        return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers)
+
+    @property
     def runs_again_on_kernels(self) -> bool:
         """Whole layers, or both halves, are run again, and what the kernels pack is not kept."""
         return self.execution.kernels != "transformers" and self.checkpointing in (True, "offload")
@@ -218,7 +225,13 @@ class _Arithmetic:
             return 0
         setting, rows = self.setting(self.seq_len(work), padded=False), self.recipe.train.per_device_train_batch_size
         return host_bytes(
-            self.shape, setting, self.policy, rows, checkpointing=self.checkpointing, offloaded=self.offloaded
+            self.shape,
+            setting,
+            self.policy,
+            rows,
+            checkpointing=self.checkpointing,
+            offloaded=self.offloaded,
+            uncheckpointed=self.uncheckpointed,
         )
 
     def seq_len(self, work: Work) -> int:
@@ -273,8 +286,8 @@ class _Arithmetic:
         if self.plan.autocast:
             # Each trained matrix is kept once more, cast (autocast) or packed (kernels), until the pass ends.
             cast = self.packed_adapters(trained) if lora is not None else self.shape.linear_parameters
-            if self.runs_again_on_kernels:  # one layer's at a time
-                cast //= self.shape.num_layers
+            if self.runs_again_on_kernels:  # one layer's at a time, beside those of layers that do not run again
+                cast = cast * min(1 + self.uncheckpointed, self.shape.num_layers) // self.shape.num_layers
             parts["autocast copies"] = self.plan.compute_bytes * cast
         parts["gradients"] = 4 * trained.elements
         parts["optimizer"] = optimizer_state_bytes(self.recipe.train.optim, trained)
@@ -301,8 +314,18 @@ class _Arithmetic:
         layer = self.policy.held(self.shape, setting, self.checkpointing, self.offloaded)
         states = self.hidden_states(tokens, setting)
         # What backward begins with is there before any of the kernels' layers.
-        backward = max(int(tokens * layer.workspace), states if self.execution.kernels != "transformers" else 0)
-        kept = kept_bytes(self.shape, setting, self.policy, rows, checkpointing=self.checkpointing)
+        whole = self.policy.held(self.shape, setting, False, self.offloaded) if self.uncheckpointed else layer
+        workspace = int(tokens * max(layer.workspace, whole.workspace))
+        backward = max(workspace, states if self.execution.kernels != "transformers" else 0)
+        kept = kept_bytes(
+            self.shape,
+            setting,
+            self.policy,
+            rows,
+            checkpointing=self.checkpointing,
+            offloaded=self.offloaded,
+            uncheckpointed=self.uncheckpointed,
+        )
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
         element = self.plan.compute_bytes

@@ -26,7 +26,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.advice import Verdict, judge
-from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, with_policy
+from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, with_choice
 from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
 from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
@@ -140,7 +140,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     device = probe_device() if device is None else device
     plan = plan_dtypes(loaded.recipe, device)
     checkpointing = choose_checkpointing(loaded.recipe, facts, plan, device, work=context.work)
-    recipe = with_policy(loaded.recipe, checkpointing.policy)
+    recipe = with_choice(loaded.recipe, checkpointing)
     context = replace(context, recipe=recipe)
     execution = execution_of(recipe, facts, plan, device, work=context.work)
     estimates = _estimates(context, facts, plan, device)

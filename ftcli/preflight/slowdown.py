@@ -10,7 +10,7 @@ from ftcli.config.training import Checkpointing
 from ftcli.preflight.policies import Work
 
 #: Time of a step over that of `false`: the means of Llama-3.1-8B and Gemma-2-9B in docs/performance.md.
-_ON_KERNELS: Mapping[Checkpointing, float] = MappingProxyType(
+ON_KERNELS: Mapping[Checkpointing, float] = MappingProxyType(
     {False: 1.0, "selective": 1.19, "offload": 1.31, True: 1.36}
 )
 #: Layers of transformers: 1.42 for two other tools there. What copying to the host adds to it was not measured.
@@ -23,7 +23,7 @@ _FIXED_TOKENS = 256
 def relative_time(recipe: Recipe, *, work: Work, on_kernels: bool) -> float:
     """Time for a token of training, over that without checkpointing in batches of any size."""
     policy = recipe.train.checkpointing
-    return (_ON_KERNELS if on_kernels else _PLAIN)[policy] * (1 + _FIXED_TOKENS / _tokens(recipe, work))
+    return (ON_KERNELS if on_kernels else _PLAIN)[policy] * (1 + _FIXED_TOKENS / _tokens(recipe, work))
 
 
 def _tokens(recipe: Recipe, work: Work) -> int:

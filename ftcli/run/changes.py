@@ -24,6 +24,8 @@ HARMLESS = (
     "checkpoint",
     "data.eval",
     "train.gradient_checkpointing",
+    "train.uncheckpointed_layers",
+    "train.memory_budget_gib",
 )
 
 #: What a checkpoint's tensors depend on: never to be changed, not even by a resume from an explicit path.

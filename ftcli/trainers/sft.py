@@ -138,7 +138,10 @@ def build_sft_trainer(
         offloaded: What ``gradient_checkpointing: offload`` sends to the host, from preflight.
     """
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
-    use_checkpointing(model, recipe.train.checkpointing, offloaded=offloaded)
+    train = recipe.train
+    use_checkpointing(
+        model, train.checkpointing, offloaded=offloaded, uncheckpointed_layers=train.uncheckpointed_layers
+    )
     args = SFTConfig(
         **training_arguments(recipe, scratch_dir, device),
         max_length=None,

@@ -10,7 +10,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checkpointing import choose_checkpointing, with_policy
+from ftcli.preflight.checkpointing import choose_checkpointing, with_choice
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import read_facts
 from ftcli.preflight.memory import MemoryEstimate, estimate_memory
@@ -58,7 +58,7 @@ class Case:
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         plan = plan_dtypes(loaded.recipe, alone)
         choice = choose_checkpointing(loaded.recipe, facts, plan, alone, work=self._work)
-        return replace(loaded, recipe=with_policy(loaded.recipe, choice.policy))
+        return replace(loaded, recipe=with_choice(loaded.recipe, choice))
 
     @property
     def options(self) -> BenchOptions:

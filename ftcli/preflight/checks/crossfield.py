@@ -6,6 +6,7 @@ import re
 
 from ftcli.config import TaskConfig
 from ftcli.errors import Finding
+from ftcli.preflight.checkpointing import policy_name
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
@@ -194,6 +195,13 @@ def _without_effect(context: Context) -> Findings:
         yield context.warning(
             "FT259", "quantization.double_quant", "quantization.double_quant has no effect without method: nf4"
         )
+    policy = policy_name(train.gradient_checkpointing)
+    if train.uncheckpointed_layers and policy not in ("selective", "offload"):
+        path = "train.uncheckpointed_layers"
+        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
+    if context.says("train.memory_budget_gib") and policy != "auto":
+        path = "train.memory_budget_gib"
+        yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         if context.says(f"train.{name}") and not train.optim.startswith("adamw"):
             yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")

@@ -70,6 +70,9 @@ def test_every_policy_gives_the_same_bits(name: str, kernels: str) -> None:
         model = adapted(name, kernels)
         use_checkpointing(model, policy)
         assert same(gradients(model, accumulated=2), wanted), policy
+        model = adapted(name, kernels)
+        use_checkpointing(model, policy, uncheckpointed_layers=2)
+        assert same(gradients(model, accumulated=2), wanted), f"{policy} but in two layers"
     model = adapted(name, kernels)
     use_checkpointing(model, "offload", offloaded="layers")
     assert same(gradients(model, accumulated=2), wanted), "offload, whole layers"
@@ -125,6 +128,16 @@ def test_policies_keep_less_in_turn() -> None:
     assert offload == rows * 2 * 64
     for name in ("llama", "gemma2"):
         assert kept_elements(name, "offload", offloaded="layers") == rows * 64
+
+
+def test_the_last_layers_are_the_ones_left_out() -> None:
+    for policy in ("selective", "offload"):
+        model = adapted("llama", "reference")
+        use_checkpointing(model, policy, uncheckpointed_layers=1)  # type: ignore[arg-type]
+        layers = model.base_model.model.model.layers
+        assert [layer.selective or layer.offload is not None for layer in layers] == [True, True, False]
+        assert kept_elements("llama", policy, uncheckpointed_layers=1) == kept_elements("llama", False)  # type: ignore[arg-type]
+        assert kept_elements("llama", policy, uncheckpointed_layers=99) == kept_elements("llama", False)  # type: ignore[arg-type]
 
 
 def test_the_mlp_of_a_layer_that_runs_again_whole_saves_as_under_true() -> None:

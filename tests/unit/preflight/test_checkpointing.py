@@ -12,7 +12,14 @@ import pytest
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.preflight.advice import judge
-from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, leaner_policies, with_policy
+from ftcli.preflight.checkpointing import (
+    CheckpointingChoice,
+    choose_checkpointing,
+    leaner_policies,
+    with_choice,
+    with_layers,
+    with_policy,
+)
 from ftcli.preflight.device import GPUS, DeviceFacts, named_device
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.levels import TIGHT_SHARE
@@ -111,8 +118,14 @@ def test_offload_is_for_a_host_that_has_room_for_it(case: Callable[..., Case]) -
     roomy = with_room_for(whole.total_bytes, host_free_bytes=enough + STEP)
     short = with_room_for(whole.total_bytes, host_free_bytes=enough - STEP)
     assert made.choice(roomy).policy == "offload"
-    # With the layers' inputs alone on the host `offload` is the slower of the two, and the leaner still.
-    assert (made.choice(short).policy, tried(made.choice(short))) == (True, [False, "selective", True])
+    # With the layers' inputs alone on the host `offload` is the slower of the two, and the leaner still. But where the
+    # host lacks the room for one layer, the device has it.
+    found = made.choice(short)
+    assert tried(found) == [False, "selective", True]
+    assert found.policy == "offload"
+    assert found.uncheckpointed_layers >= 1
+    found = made.choice(with_room_for(whole.total_bytes, host_free_bytes=enough // 4))
+    assert (found.policy, found.uncheckpointed_layers) == (True, 0)
     layers = made.estimate("offload", short)
     assert layers.total_bytes < whole.total_bytes
     assert made.choice(replace(short, memory_bytes=int(layers.total_bytes / TIGHT_SHARE) + STEP)).policy == "offload"
@@ -130,6 +143,45 @@ def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[
     pinned = made.estimate("offload", full).pinned_host_bytes
     assert f"but {pinned / 2**30:.2f} on the host, which lacks it" in choice.reason
     assert leaner_policies(with_policy(made.recipe, False), made.facts, full, "train") == ("selective", True)
+
+
+def test_layers_that_there_is_room_for_keep_everything(case: Callable[..., Case]) -> None:
+    """As many as fit, and not one more; memory and time lie between those of the two policies."""
+    made = case()
+    device = with_room_for((made.estimate("selective").total_bytes + made.estimate(False).total_bytes) // 2)
+    choice = made.choice(device)
+    layers = choice.uncheckpointed_layers
+    assert choice.policy == "selective"
+    assert 0 < layers < 32
+
+    def needed(count: int) -> int:
+        return Case(replace(made.loaded, recipe=with_layers(made.recipe, count))).estimate("selective").total_bytes
+
+    assert needed(layers) <= TIGHT_SHARE * int(device.memory_bytes or 0) < needed(layers + 1)
+    sizes = [needed(count) for count in (0, 1, 16, 31, 32)]
+    assert sizes == sorted(sizes)
+    assert needed(32) == pytest.approx(made.estimate(False).total_bytes, rel=1e-3)
+    assert str(choice).startswith(f"selective but in the last {layers} layers: the fastest that fits")
+
+
+def test_offloading_some_layers_can_be_faster_than_running_all_a_little_again(case: Callable[..., Case]) -> None:
+    made = case()
+    small = with_room_for(made.estimate("offload").total_bytes * 11 // 10, host_free_bytes=2**40)
+    choice = made.choice(small)
+    assert (choice.policy, choice.uncheckpointed_layers > 0) == ("offload", True)
+    pinned = Case(replace(made.loaded, recipe=with_choice(made.recipe, choice))).estimate("offload").pinned_host_bytes
+    whole = made.estimate("offload").pinned_host_bytes
+    assert pinned * 32 == whole * (32 - choice.uncheckpointed_layers)
+
+
+def test_a_budget_is_planned_with_instead_of_the_device(case: Callable[..., Case]) -> None:
+    needed = (case().estimate("selective").total_bytes + case().estimate(False).total_bytes) / 2 / 2**30
+    made = case(LLAMA + LORA, f"train.memory_budget_gib={needed / TIGHT_SHARE}")
+    assert case().choice(H100).policy is False
+    choice = made.choice(H100)
+    assert choice.policy == "selective"
+    assert choice.uncheckpointed_layers > 0
+    assert report_of(made.loaded, H100).memory is not None
 
 
 def test_grpo_runs_whole_layers_again_or_none(case: Callable[..., Case]) -> None:
@@ -215,13 +267,14 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     report = report_of(made.loaded, named_device(device))
     assert (report.checkpointing.requested, report.checkpointing.policy) == ("auto", policy)
     assert report.recipe.train.checkpointing == policy
-    assert report.recipe == with_policy(made.recipe, policy)
-    assert report.memory == made.estimate(policy, named_device(device))
+    assert report.recipe == with_choice(made.recipe, report.checkpointing)
+    assert report.memory == Case(replace(made.loaded, recipe=report.recipe)).estimate(policy, named_device(device))
     values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
     assert [each["policy"] for each in values["tried"]] == tried(report.checkpointing)
     machine = dict(dict(report.sections())["machine"])
-    assert machine["gradient checkpointing"].startswith(f"{str(policy).lower()}: the fastest that fits")
+    assert machine["gradient checkpointing"].startswith(str(policy).lower())
+    assert ": the fastest that fits" in machine["gradient checkpointing"]
 
 
 def test_an_open_setting_never_passes_for_a_policy(case: Callable[..., Case]) -> None:
