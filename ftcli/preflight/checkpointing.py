@@ -132,7 +132,8 @@ def _with_room_used(
             return found.level == "fits" and found.host_has_room is not False and found.offloaded != "layers"
 
         count = bisect_left(range(layers), True, key=lambda n: not fits(n)) - 1  # the most that fit; -1: not even none
-        if count > 0 and _relative_time(policy, count / layers) < fastest - _CLOSE:
+        margin = 0.0 if policy == best.policy else _CLOSE
+        if count > 0 and _relative_time(policy, count / layers) < fastest - margin:
             fastest = _relative_time(policy, count / layers)
             best = replace(best, policy=policy, uncheckpointed_layers=count)
     return best

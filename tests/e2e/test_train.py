@@ -42,6 +42,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     assert activations == {
         "requested": "auto",
         "gradient_checkpointing": False,
+        "uncheckpointed_layers": 0,
         "offloaded": None,
         "pinned_host_bytes": 0,
     }

@@ -24,7 +24,7 @@ CASES = [
     ("option of another command", ["eval", "r.yaml", "--zzz"], "FT150", "`ftcli eval --help`"),
     ("option before the command", ["--offline", "check", "r.yaml"], "FT150", "after the command"),
     ("text for a number", ["bench", "r.yaml", "--steps", "ten"], "FT150", "`ftcli bench --help`"),
-    ("zero steps", ["bench", "r.yaml", "--steps", "0"], "FT150", "`ftcli bench --help`"),
+    ("negative steps", ["bench", "r.yaml", "--steps", "-1"], "FT150", "`ftcli bench --help`"),
     ("negative batch", ["bench", "r.yaml", "--batch", "-1"], "FT150", "`ftcli bench --help`"),
     ("no such subcommand", ["recipes", "lst"], "FT150", "`ftcli recipes --help`"),
     ("no such shipped recipe", ["recipes", "show", "zzzz"], "FT152", "there are: "),
