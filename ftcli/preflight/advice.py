@@ -12,9 +12,10 @@ from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
 from ftcli.preflight.checkpointing import leaner_policies, on_kernels
 from ftcli.preflight.device import GPUS, DeviceFacts
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.levels import Level, level_of
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import Work
 from ftcli.preflight.precision import plan_dtypes
 from ftcli.preflight.slowdown import relative_time

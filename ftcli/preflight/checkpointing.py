@@ -21,9 +21,10 @@ from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing, CheckpointingSetting
 from ftcli.preflight.activations import Offloaded, pinnable_bytes
 from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.levels import TIGHT_SHARE, Level, level_of
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import Work, execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.slowdown import ON_KERNELS

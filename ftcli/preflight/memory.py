@@ -30,10 +30,8 @@ came of it. tests/gpu/test_memory_estimate.py does the same phase by phase with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
@@ -48,6 +46,7 @@ from ftcli.preflight.activations import (
     plain_policy,
 )
 from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts
 from ftcli.preflight.families import ModelShape
 from ftcli.preflight.fused_activations import packed_rank
@@ -65,55 +64,6 @@ _FRAGMENTATION = 0.05
 _VOCAB_SLAB = 16384
 #: Parts that are there in some phases only, though they outlive what allocates them.
 _PASSING = ("gradients", "autocast copies")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes by part and by phase.
-
-    ``parts`` maps each part's name to bytes. ``phases`` maps each phase to the names of the parts it holds at once.
-    ``peak`` is the phase that needs most and ``total_bytes`` what it needs. ``pinned_host_bytes`` are on the host, and
-    in none of these; ``offloaded`` says of what (None: nothing is sent there). ``kept_layers`` of the decoder layers
-    hold the numbers of their quantised weights in full.
-    """
-
-    parts: Mapping[str, int]
-    phases: Mapping[str, tuple[str, ...]]
-    pinned_host_bytes: int = 0
-    offloaded: Offloaded | None = None
-    kept_layers: int = 0
-
-    def phase_bytes(self, phase: str) -> int:
-        """Bytes that are needed at once in a phase."""
-        return sum(self.parts[name] for name in self.phases[phase])
-
-    @property
-    def peak(self) -> str:
-        """Name of the phase that needs most."""
-        return max(self.phases, key=self.phase_bytes)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the run needs at its peak."""
-        return self.phase_bytes(self.peak)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The same without what CUDA takes itself: what torch's allocator counts at its peak."""
-        return self.total_bytes - self.parts["runtime"]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; all sizes in bytes."""
-        return {
-            "total_bytes": self.total_bytes,
-            "allocated_bytes": self.allocated_bytes,
-            "peak": self.peak,
-            "parts": dict(self.parts),
-            "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
-            "peak_parts": list(self.phases[self.peak]),
-            "pinned_host_bytes": self.pinned_host_bytes,
-            "offloaded": self.offloaded,
-        }
 
 
 def estimate_memory(

@@ -31,9 +31,10 @@ from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model
 from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.kernels import KernelRow, kernel_rows
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
 

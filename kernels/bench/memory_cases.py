@@ -12,8 +12,9 @@ from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checkpointing import choose_checkpointing, with_choice
 from ftcli.preflight.device import DeviceFacts
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import read_facts
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import Work
 from ftcli.preflight.precision import plan_dtypes
 

@@ -16,8 +16,9 @@ from ftcli.config.training import Checkpointing
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.activations import Offloaded
 from ftcli.preflight.device import GPUS
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import facts_of
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.source import ConfigSource, bundled_configs

@@ -9,7 +9,7 @@ from ftcli.preflight.advice import Verdict
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
-from ftcli.preflight.memory import MemoryEstimate
+from ftcli.preflight.estimate import MemoryEstimate
 
 _TIGHT_DISK = 0.9
 

@@ -21,9 +21,10 @@ from ftcli.preflight.checkpointing import (
     with_policy,
 )
 from ftcli.preflight.device import GPUS, DeviceFacts, named_device
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.levels import TIGHT_SHARE
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.precision import plan_dtypes
 from ftcli.preflight.report import PreflightReport, preflight
 from ftcli.preflight.slowdown import relative_time

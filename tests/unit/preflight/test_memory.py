@@ -17,9 +17,10 @@ from ftcli.preflight.checkpointing import leaner_policies, with_policy
 from ftcli.preflight.checks import room
 from ftcli.preflight.device import GPUS, named_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.levels import TIGHT_SHARE
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.policies import execution_of
 from ftcli.preflight.precision import plan_dtypes
 from ftcli.preflight.trained import optimizer_state_bytes, trained_parameters

@@ -10,8 +10,9 @@ import pytest
 
 from ftcli.preflight.checks import room
 from ftcli.preflight.device import named_device
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import read_facts
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.precision import plan_dtypes
 
 GIB = 2**30

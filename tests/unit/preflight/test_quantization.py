@@ -12,9 +12,10 @@ from ftkernels.nf4 import quantize_nf4
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.base import Context
 from ftcli.preflight.device import named_device
+from ftcli.preflight.estimate import MemoryEstimate
 from ftcli.preflight.facts import ModelFacts, read_facts
 from ftcli.preflight.families import Linear
-from ftcli.preflight.memory import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory import estimate_memory
 from ftcli.preflight.precision import plan_dtypes
 from ftcli.preflight.quantization import nf4_bytes
 
