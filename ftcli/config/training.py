@@ -57,7 +57,7 @@ class TrainConfig(Section):
         default="auto",
         description="What backward computes again: `false` nothing, `selective` gate and up of the MLP, `true` whole "
         "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last. "
-        "`auto` takes the fastest that fits by the memory estimate; `false` on a CPU.",
+        "`auto` takes the fastest that fits by the memory estimate.",
     )
     uncheckpointed_layers: Annotated[int, Field(ge=0)] = Field(
         default=0,

@@ -33,6 +33,9 @@ class HostBuffers:
 
     def take(self, count: int) -> tuple[Tensor, ...]:
         """Pieces (uint8) of at least ``count`` bytes together, to be filled in order: free ones, then new ones."""
+        larger = self._free_size(count, LARGEST_PIECE)  # a batch of shorter rows than the pieces were made for
+        if larger is not None:
+            return (self._free[larger].pop(),)
         pieces = []
         while count > 0:
             piece = self._piece(min(max(1 << (count.bit_length() - 1), SMALLEST_PIECE), LARGEST_PIECE))
@@ -45,12 +48,20 @@ class HostBuffers:
         for piece in pieces:
             self._free.setdefault(piece.numel(), []).append(piece)
 
+    def _free_size(self, least: int, most: int) -> int | None:
+        """The smallest size in this range of which a piece is free."""
+        return min((size for size, pieces in self._free.items() if pieces and least <= size <= most), default=None)
+
     def _piece(self, wanted: int) -> Tensor:
-        """The smallest free piece of at least ``wanted`` bytes, else the largest free one, else a new one."""
-        sizes = [size for size, pieces in self._free.items() if pieces]
-        fitting = [size for size in sizes if size >= wanted]
-        if sizes:
-            return self._free[min(fitting) if fitting else max(sizes)].pop()
+        """A free piece of ``wanted`` bytes or twice that, else the largest free one that is smaller, else a new one.
+
+        No larger one: the rest of one tensor would take a whole piece from the next.
+        """
+        size = self._free_size(wanted, 2 * wanted)
+        if size is None:
+            size = max((size for size, pieces in self._free.items() if pieces and size < wanted), default=None)
+        if size is not None:
+            return self._free[size].pop()
         self.allocated_bytes += wanted
         return torch.empty(wanted, dtype=torch.uint8, pin_memory=self._pinned)
 

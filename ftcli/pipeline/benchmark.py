@@ -11,6 +11,7 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.checkpointing import with_layers
 from ftcli.preflight.checks.base import Command
 from ftcli.preflight.flops import StepFlops, step_flops
 from ftcli.preflight.report import PreflightReport, preflight
@@ -28,7 +29,10 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
     report = preflight(shortened, command=command, device=None, offline=True)
-    recipe = report.recipe
+    recipe, left_out = report.recipe, report.checkpointing.uncheckpointed_layers
+    if options.layers is not None and report.facts.shape is not None:  # the same share of them
+        left_out = left_out * options.layers // report.facts.shape.num_layers
+        recipe = with_layers(recipe, left_out)
     for finding in report.findings:
         session.reporter.finding(finding)
     if report.checkpointing.requested == "auto":
@@ -41,7 +45,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         seq_len=recipe.data.max_seq_len,
         num_layers=options.layers,
         gradient_checkpointing=report.checkpointing.policy,
-        uncheckpointed_layers=report.checkpointing.uncheckpointed_layers,
+        uncheckpointed_layers=left_out,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
     measured |= _fp8_rate(flops, report, recipe, options)
@@ -55,7 +59,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         "seq": recipe.data.max_seq_len,
         "layers": options.layers,
         "gradient_checkpointing": report.checkpointing.policy,
-        "uncheckpointed_layers": report.checkpointing.uncheckpointed_layers,
+        "uncheckpointed_layers": left_out,
         **measured,
         **_predicted(report, options),
         **_share(operations, measured),

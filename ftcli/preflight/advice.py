@@ -108,6 +108,14 @@ def by_time(recipe: Recipe, work: Work, settings: Iterable[Settings], *, kernels
     return sorted(settings, key=lambda each: relative_time(with_settings(recipe, each), work=work, on_kernels=kernels))
 
 
+def checkpointed(recipe: Recipe, leaner: Iterable[Checkpointing]) -> list[Settings]:
+    """The policies as settings, of all layers; before them the recipe's own, where it leaves layers out."""
+    if not recipe.train.uncheckpointed_layers:
+        return [{"train.gradient_checkpointing": policy} for policy in leaner]
+    none = {"train.uncheckpointed_layers": 0}
+    return [none, *({"train.gradient_checkpointing": policy} | none for policy in leaner)]
+
+
 def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...], *, kernels: bool) -> Iterator[Settings]:
     """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
     yield {}
@@ -115,7 +123,7 @@ def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...], *
         yield from shorter(recipe, work) if work == "eval" else ()
         return
     smaller = list(smaller_batches(recipe))
-    policies: list[Settings] = [{"train.gradient_checkpointing": policy} for policy in leaner]
+    policies = checkpointed(recipe, leaner)
     both = [policy | batch for policy in policies for batch in smaller]
     yield from by_time(recipe, work, [*smaller, *policies, *both], kernels=kernels)
     checkpointing = policies[-1] if policies else {}

@@ -104,7 +104,7 @@ def choose_checkpointing(
     unknown = _unknown(facts, device)
     if unknown is not None:
         return CheckpointingChoice(requested, device.kind == "cuda", f"what would fit is not known: {unknown}")
-    device = _within(device, recipe.train.memory_budget_gib)
+    recipe = with_layers(recipe, 0)
     tried: list[Tried] = []
     for policy in policies_by_speed(recipe, facts, plan, device, work):
         tried.append(_try(recipe, policy, facts, plan, device, work))
@@ -114,7 +114,8 @@ def choose_checkpointing(
     chosen = usable[-1] if usable[-1].level == "fits" else min(usable, key=lambda each: each.needed_bytes)
     reason = _reason(tried, chosen, device)
     best = CheckpointingChoice(requested, chosen.policy, reason, tuple(tried))
-    if chosen.level != "fits" or chosen.policy is False or not on_kernels(recipe, facts, plan, device, work):
+    by_layer = device.kind == "cuda" and on_kernels(recipe, facts, plan, device, work)
+    if chosen.level != "fits" or chosen.policy is False or not by_layer:
         return best
     return _with_room_used(best, recipe, facts, plan, device, work)
 
@@ -145,11 +146,12 @@ def _relative_time(policy: Checkpointing, share: float) -> float:
     return share + (1.0 - share) * ON_KERNELS[policy]
 
 
-def _within(device: DeviceFacts, budget_gib: float | None) -> DeviceFacts:
-    """The device with no more memory than the budget."""
-    if budget_gib is None or device.available_bytes is None:
+def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
+    """The device with no more memory than ``train.memory_budget_gib``, where `auto` is to plan with that."""
+    budget = recipe.train.memory_budget_gib
+    if budget is None or device.available_bytes is None or recipe.train.gradient_checkpointing != "auto":
         return device
-    return replace(device, free_bytes=min(device.available_bytes, int(budget_gib * 2**30)))
+    return replace(device, free_bytes=min(device.available_bytes, int(budget * 2**30)))
 
 
 def with_policy(recipe: Recipe, policy: Checkpointing) -> Recipe:

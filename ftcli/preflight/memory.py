@@ -276,6 +276,8 @@ class _Arithmetic:
             offloaded=self.offloaded,
             uncheckpointed=self.uncheckpointed,
         )
+        if self.device.kind == "cpu":  # what goes to the host elsewhere stays where it is
+            kept += tokens * (self.shape.num_layers - self.uncheckpointed) * layer.host
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
         element = self.plan.compute_bytes
@@ -294,7 +296,8 @@ class _Arithmetic:
         runs_again = self.checkpointing is not False and self.execution.kernels == "transformers"
         if self.plan.autocast and runs_again:
             cast = trained.elements if self.recipe.lora is not None else self.shape.linear_parameters
-            parts["copies run again"] = element * cast // self.shape.num_layers
+            at_once = min(1 + self.uncheckpointed, self.shape.num_layers)
+            parts["copies run again"] = element * cast * at_once // self.shape.num_layers
         return parts
 
     def embedding_gradient(self) -> int:

@@ -26,7 +26,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.advice import Verdict, judge
-from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, with_choice
+from ftcli.preflight.checkpointing import CheckpointingChoice, choose_checkpointing, with_choice, within_budget
 from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
 from ftcli.preflight.checks.base import Command, Context, NotMade
 from ftcli.preflight.device import DeviceFacts, probe_device
@@ -140,11 +140,12 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
     plan = plan_dtypes(loaded.recipe, device)
-    checkpointing = choose_checkpointing(loaded.recipe, facts, plan, device, work=context.work)
+    planned = within_budget(device, loaded.recipe)
+    checkpointing = choose_checkpointing(loaded.recipe, facts, plan, planned, work=context.work)
     recipe = with_choice(loaded.recipe, checkpointing)
     context = replace(context, recipe=recipe)
     execution = execution_of(recipe, facts, plan, device, work=context.work)
-    estimates = _estimates(context, facts, plan, device)
+    estimates = _estimates(context, facts, plan, planned)
     findings = [*machine.check(context, device, plan), *estimates.findings]
     kept.stage(ExitCode.PREFLIGHT, findings, estimates.not_made)
     return PreflightReport(

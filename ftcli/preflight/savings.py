@@ -9,7 +9,7 @@ from typing import Any
 
 from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.advice import Change, Settings, by_time, shorter, smaller_batches, with_settings
+from ftcli.preflight.advice import Change, Settings, by_time, checkpointed, shorter, smaller_batches, with_settings
 from ftcli.preflight.checkpointing import leaner_policies, on_kernels
 from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.facts import ModelFacts
@@ -68,8 +68,8 @@ def _single_changes(
         if rows > 1:
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
-    changes: list[Settings] = [{"train.gradient_checkpointing": policy} for policy in policies]
-    yield from by_time(recipe, work, [*islice(smaller_batches(recipe), 1), *changes], kernels=kernels)
+    changes = [*islice(smaller_batches(recipe), 1), *checkpointed(recipe, policies)]
+    yield from by_time(recipe, work, changes, kernels=kernels)
     yield from islice(shorter(recipe, work), 1)
     if recipe.lora is None and work == "train":
         yield {"lora": LoraConfig()}

@@ -9,7 +9,8 @@ from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
 from ftcli.preflight.policies import Work
 
-#: Time of a step over that of `false`: the means of Llama-3.1-8B and Gemma-2-9B in docs/performance.md.
+#: Time of a step over that of `false`: the means of Llama-3.1-8B and Gemma-2-9B on an H200, 2026-11-21;
+#: docs/performance.md has later runs, within 0.02 of these.
 ON_KERNELS: Mapping[Checkpointing, float] = MappingProxyType(
     {False: 1.0, "selective": 1.19, "offload": 1.31, True: 1.36}
 )

@@ -130,7 +130,11 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
             new(rows, hidden), new(rows, rank), new(hidden, rank), new(rows, hidden), triton_kernel=True
         ),
     )
-    for name, q_heads, k_heads, size in (("", 32, 8, head), (", wide heads", 16, 8, 256)):
+    for name, q_heads, k_heads, size in (
+        ("", 32, 8, head),
+        (", heads of 192", 16, 8, 192),
+        (", wide heads", 16, 8, 256),
+    ):
         angles = new(1, rows, size)
         rotary = qkv_rope.Rotary(angles, angles, q_heads, k_heads)
         width = (q_heads + 2 * k_heads) * size

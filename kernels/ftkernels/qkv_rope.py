@@ -307,7 +307,8 @@ def qkv_rope_forward(
 def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
     """The backward's tile where a program can have ``shared_memory`` bytes: it grows with the adapters' padded rank."""
     # What Triton 3.7 takes for compute capabilities 8.0 to 9.0 in half precision, by `kernels/bench/offline.py`.
-    return tile_for("qkv_rope_backward", lambda t: head_size * (5 * t.rows + 4 * rank) <= shared_memory)
+    padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
+    return tile_for("qkv_rope_backward", lambda t: padded * (5 * t.rows + 4 * rank) <= shared_memory)
 
 
 def qkv_rope_backward(

@@ -39,4 +39,4 @@ def test_kernels_compile(capability: str, dtype: str, ranks: str, may_spill: boo
         # of 256 the rotation spills ten, and is as fast as memory all the same.
         spilled = {line: int(re.findall(r"spilled (\d+)", line)[0]) for line in lines if "rank  16" in line}
         assert len(spilled) >= 20
-        assert [line for line, size in spilled.items() if size > 16 and "wide heads" not in line] == []
+        assert [line for line, size in spilled.items() if size > 16 and "heads" not in line] == []

@@ -56,6 +56,15 @@ def test_pieces_serve_tensors_of_other_sizes() -> None:
     assert buffers.allocated_bytes == 128 * MIB
 
 
+def test_the_rest_of_one_tensor_takes_no_whole_piece_from_the_next() -> None:
+    """64 tensors of 66 MiB, then of 72: what is there is added to, and nothing is allocated twice."""
+    buffers = HostBuffers(pinned=False)
+    for mib in (66, 72, 66, 72):
+        for pieces in [buffers.take(mib * MIB) for _ in range(64)]:
+            buffers.give_back(pieces)
+    assert buffers.allocated_bytes <= 64 * 74 * MIB
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_grows_once_a_step_of_each_length_has_run(seed: int) -> None:
     """Steps of a run: every tensor of one is of one size, all are taken, all are given back in any order."""

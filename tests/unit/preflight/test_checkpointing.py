@@ -177,12 +177,46 @@ def test_offloading_some_layers_can_be_faster_than_running_all_a_little_again(ca
 
 def test_a_budget_is_planned_with_instead_of_the_device(case: Callable[..., Case]) -> None:
     needed = (case().estimate("selective").total_bytes + case().estimate(False).total_bytes) / 2 / 2**30
-    made = case(LLAMA + LORA, f"train.memory_budget_gib={needed / TIGHT_SHARE}")
-    assert case().choice(H100).policy is False
-    choice = made.choice(H100)
-    assert choice.policy == "selective"
-    assert choice.uncheckpointed_layers > 0
-    assert report_of(made.loaded, H100).memory is not None
+    budget = f"train.memory_budget_gib={needed / TIGHT_SHARE}"
+    assert report_of(case().loaded, H100).checkpointing.policy is False
+    report = report_of(case(LLAMA + LORA, budget).loaded, H100)
+    assert report.checkpointing.policy == "selective"
+    assert report.checkpointing.uncheckpointed_layers > 0
+    with pytest.raises(FtcliError, match="FT601"):  # nothing fits it: said as of a device of that size
+        report_of(case(LLAMA + LORA, "train.memory_budget_gib=10").loaded, H100)
+
+
+def test_dequantised_copies_keep_to_the_budget(case: Callable[..., Case]) -> None:
+    nf4 = "quantization: {method: nf4, keep_dequantized: auto}\n"
+    free = report_of(case(LLAMA + LORA + nf4).loaded, H100).memory
+    bound = report_of(case(LLAMA + LORA + nf4, "train.memory_budget_gib=20").loaded, H100).memory
+    assert free is not None
+    assert bound is not None
+    assert free.kept_layers == 32
+    assert bound.total_bytes <= 20 * 2**30
+
+
+def test_layers_left_out_by_hand_do_not_weigh_on_auto(case: Callable[..., Case]) -> None:
+    device = with_room_for(case().estimate("selective").total_bytes)
+    plain = case().choice(device)
+    assert case(LLAMA + LORA, "train.uncheckpointed_layers=20").choice(device) == plain
+
+
+def test_a_cpu_runs_whole_layers_again_or_none_on_the_reference_too(case: Callable[..., Case]) -> None:
+    made = case(LLAMA + LORA, "model.kernels=reference")
+    whole = made.estimate(True, named_device("cpu"))
+    tight = replace(named_device("cpu"), memory_bytes=int(whole.total_bytes / TIGHT_SHARE) + STEP, free_bytes=None)
+    choice = made.choice(tight)
+    assert (choice.policy, choice.uncheckpointed_layers) == (True, 0)
+    assert made.estimate("offload", named_device("cpu")).parts["activations"] > 0.9 * whole.parts["activations"]
+
+
+def test_leaving_out_fewer_layers_is_proposed(case: Callable[..., Case]) -> None:
+    made = case(LLAMA + LORA, "train.gradient_checkpointing=offload", "train.uncheckpointed_layers=28")
+    with pytest.raises(FtcliError) as caught:
+        report_of(made.loaded, with_room_for(made.estimate("offload").total_bytes * 8 // 10))
+    helps = [finding.help or "" for finding in caught.value.findings if finding.code == "FT601"]
+    assert any("train.uncheckpointed_layers=0" in text and "max_seq_len" not in text for text in helps), helps
 
 
 def test_grpo_runs_whole_layers_again_or_none(case: Callable[..., Case]) -> None:
