@@ -241,25 +241,6 @@ def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
     return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
 
 
-def kept_bytes(
-    shape: ModelShape,
-    setting: Setting,
-    policy: ActivationPolicy,
-    rows: int,
-    *,
-    checkpointing: Checkpointing,
-    offloaded: Offloaded = "halves",
-    uncheckpointed: int = 0,
-) -> float:
-    """Bytes on the device that the layers keep in a forward pass over ``rows`` full rows, ``uncheckpointed`` of them
-    everything.
-
-    The first layer of a LoRA model keeps a norm less, since embeddings need no gradient; that is left in.
-    """
-    layers = (shape.num_layers - uncheckpointed) * policy.held(shape, setting, checkpointing, offloaded).kept
-    return rows * setting.seq_len * (layers + uncheckpointed * policy.held(shape, setting, False, offloaded).kept)
-
-
 def host_bytes(
     shape: ModelShape,
     setting: Setting,

@@ -40,7 +40,6 @@ from ftcli.preflight.activations import (
     Offloaded,
     Setting,
     host_bytes,
-    kept_bytes,
     norm_bytes,
     pinnable_bytes,
     plain_policy,
@@ -110,7 +109,9 @@ def estimate_memory(
     shortlived = max(sum(parts[n] for n in names if n not in held) for names in phases.values())
     parts["runtime"] = _RUNTIME_BYTES[device.kind] + int(_FRAGMENTATION * shortlived)
     phases = {phase: (*names, "runtime") for phase, names in phases.items()}
-    offloaded = arithmetic.offloaded if (pinned := arithmetic.pinned_host_bytes(work)) else None
+    whole = execution.policy.formed_again is None  # layers that know no halves send their input
+    sent: Offloaded = "layers" if whole else arithmetic.offloaded
+    offloaded = sent if (pinned := arithmetic.pinned_host_bytes(work)) else None
     return MemoryEstimate(MappingProxyType(parts), MappingProxyType(phases), pinned, offloaded, kept)
 
 
@@ -267,17 +268,10 @@ class _Arithmetic:
         whole = self.policy.held(self.shape, setting, False, self.offloaded) if self.uncheckpointed else layer
         workspace = int(tokens * max(layer.workspace, whole.workspace))
         backward = max(workspace, states if self.execution.kernels != "transformers" else 0)
-        kept = kept_bytes(
-            self.shape,
-            setting,
-            self.policy,
-            rows,
-            checkpointing=self.checkpointing,
-            offloaded=self.offloaded,
-            uncheckpointed=self.uncheckpointed,
-        )
+        run_again = self.shape.num_layers - self.uncheckpointed
+        kept = tokens * (run_again * layer.kept + self.uncheckpointed * whole.kept)
         if self.device.kind == "cpu":  # what goes to the host elsewhere stays where it is
-            kept += tokens * (self.shape.num_layers - self.uncheckpointed) * layer.host
+            kept += tokens * run_again * layer.host
         trained = trained_parameters(self.recipe, self.shape)
         foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
         element = self.plan.compute_bytes

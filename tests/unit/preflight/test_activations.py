@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftcli.model.backbone import hidden_states
 from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
 from ftcli.model.patch import patch
-from ftcli.preflight.activations import Setting, host_bytes, kept_bytes, norm_bytes, plain_policy
+from ftcli.preflight.activations import Setting, host_bytes, norm_bytes, plain_policy
 from ftcli.preflight.families import shape_of
 from ftcli.preflight.fused_activations import fused_policy, packed_rank
 from ftcli.preflight.policies import FUSED_FAMILIES
@@ -188,7 +188,7 @@ def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: st
     shape = shape_of(config_of(family, layers))
     assert shape is not None
     setting = setting_of(family, dtypes)
-    kept = kept_bytes(shape, setting, plain_policy(attention), BATCH, checkpointing=checkpointing)
+    kept = BATCH * setting.seq_len * shape.num_layers * plain_policy(attention).held(shape, setting, checkpointing).kept
     kept += BATCH * SEQ_LEN * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)  # the last one
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
 
