@@ -74,7 +74,7 @@ class TrainConfig(Section):
         """The policy of a recipe that has been through preflight.
 
         Raises ValueError while the setting is ``auto``: what fits is known to preflight alone
-        (:func:`ftcli.preflight.checkpointing.choose_checkpointing`).
+        (:func:`ftcli.preflight.memory.policy.choose_checkpointing`).
         """
         if self.gradient_checkpointing == "auto":
             raise ValueError(

@@ -9,8 +9,8 @@ import torch
 
 from ftcli.config import GenerateConfig
 from ftcli.evaluate.batching import in_batches
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
-from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, too_long
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
-from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

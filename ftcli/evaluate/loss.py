@@ -16,8 +16,8 @@ from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, head_of, hidden_states, next_token_loss
-from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import evaluate_loss
 from ftcli.evaluate.tasks import Answered, Judge, judge
-from ftcli.preflight.precision import DtypePlan
+from ftcli.facts.precision import DtypePlan
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:

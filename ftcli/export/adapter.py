@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_verified, source_tokenizer
 from ftcli.export.source import ExportSource, unusable
 from ftcli.export.verify import compare_tensors, compare_tokenizers, read_tensors
-from ftcli.preflight.facts import read_facts
+from ftcli.facts.model import read_facts
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")

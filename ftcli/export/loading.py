@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.source import ExportSource
+from ftcli.facts.model import ModelFacts
 from ftcli.model.load import load_tokenizer, source_of
-from ftcli.preflight.facts import ModelFacts
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -28,9 +28,9 @@ from ftcli.export.verify import (
     read_tensors,
     updates,
 )
+from ftcli.facts.device import cpu_device
+from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, stop_token_ids
-from ftcli.preflight.device import cpu_device
-from ftcli.preflight.facts import read_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

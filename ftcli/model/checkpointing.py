@@ -24,7 +24,7 @@ from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import base_of
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
-from ftcli.preflight.activations import Offloaded
+from ftcli.preflight.memory.activations import Offloaded
 
 if TYPE_CHECKING:
     from peft import PeftModel

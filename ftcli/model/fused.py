@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftkernels.norm_parts import NormForm
 
     from ftcli.model.offload import Offload
-    from ftcli.preflight.activations import Offloaded
+    from ftcli.preflight.memory.activations import Offloaded
 
 
 def norm_eps(norm: Any) -> float:

@@ -10,9 +10,9 @@ import torch
 from ftcli.assets import asset
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.precision import DtypePlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ import torch
 
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.preflight.precision import DtypePlan
+from ftcli.facts.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

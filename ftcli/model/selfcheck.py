@@ -20,10 +20,10 @@ from triton.errors import TritonError
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, compute_context, forward_loss
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.patch import Patch, patch
-from ftcli.preflight.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

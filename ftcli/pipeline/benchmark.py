@@ -10,11 +10,12 @@ from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checkpointing import with_layers
 from ftcli.preflight.checks.base import Command
-from ftcli.preflight.flops import StepFlops, step_flops
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.memory.policy import with_layers
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 
 
@@ -24,7 +25,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
 
     Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
-    operations counted by :mod:`ftcli.preflight.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
+    operations counted by :mod:`ftcli.facts.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
     """
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"

@@ -19,7 +19,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenTable
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
-from ftcli.preflight.activations import Offloaded
+from ftcli.preflight.memory.activations import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.preflight.device import named_device
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.facts.device import named_device
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 
 

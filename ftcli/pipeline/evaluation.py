@@ -10,7 +10,8 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.results import judges_of, scores
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.ledger import Evaluation, Sample, write_evaluation

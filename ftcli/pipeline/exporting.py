@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.preflight.report import preflight
+from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 

@@ -16,7 +16,8 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.data.load import resolve_path
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.shortage import out_of_memory
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 from ftcli.reporting import Progress, Reporter, Session
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run

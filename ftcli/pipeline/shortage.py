@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.preflight.policies import Work
+from ftcli.preflight.execution import Work
+from ftcli.preflight.memory.savings import Saving, savings
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.savings import Saving, savings
 from ftcli.run.memory import asked_bytes, resident_bytes
 
 if TYPE_CHECKING:

@@ -1,11 +1,12 @@
 """Answers before anything is built: will this recipe run here, and if not, what to change. See :func:`preflight`."""
 
-from ftcli.preflight.device import DEVICE_NAMES, DeviceFacts, named_device, probe_device
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.facts.device import DEVICE_NAMES, DeviceFacts, named_device, probe_device
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 
 __all__ = [
     "DEVICE_NAMES",

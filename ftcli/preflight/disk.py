@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config import Recipe
-from ftcli.preflight.families import ModelShape
-from ftcli.preflight.trained import optimizer_state_bytes, trained_parameters
+from ftcli.facts.shape import ModelShape
+from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
 
 #: Tokenizer, states of random generators, metrics and the report.
 _SMALL_FILES = 32 * 2**20

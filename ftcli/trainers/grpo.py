@@ -15,9 +15,9 @@ from ftcli.config import Recipe
 from ftcli.config.training import GrpoConfig
 from ftcli.data.formats import Prompt
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
-from ftcli.preflight.precision import DtypePlan
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
 from ftcli.trainers.sft import training_arguments

@@ -15,8 +15,8 @@ from torch import Tensor
 from ftcli.data.collate import packed_batch
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states
-from ftcli.preflight.precision import DtypePlan
 
 if TYPE_CHECKING:
     from peft import PeftModel

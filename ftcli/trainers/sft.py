@@ -15,10 +15,10 @@ from ftcli.config import Recipe
 from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, plain_epochs
 from ftcli.data.tokens import Tokens
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.activations import Offloaded
-from ftcli.preflight.precision import DtypePlan
+from ftcli.preflight.memory.activations import Offloaded
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.watch import ROWS_KEY

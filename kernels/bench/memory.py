@@ -37,7 +37,7 @@ from memory_cases import Case, grid_cases, recipe_cases
 from memory_schedule import GIB, Need, Row, markdown, next_to_start
 
 from ftcli.errors import FtcliError
-from ftcli.preflight.device import DeviceFacts, named_device
+from ftcli.facts.device import DeviceFacts, named_device
 
 #: Seconds after ``--seconds`` in which what is running may end.
 GRACE = 60.0

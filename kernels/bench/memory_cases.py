@@ -8,15 +8,15 @@ from typing import Literal
 
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import plan_dtypes
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checkpointing import choose_checkpointing, with_choice
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import read_facts
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import Work
-from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.execution import Work
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.policy import choose_checkpointing, with_choice
+from ftcli.preflight.memory.result import MemoryEstimate
 
 Kind = Literal["train", "grpo", "bench", "evaluation"]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -26,8 +26,8 @@ from ftcli import pipeline
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.formats import prompts_of
 from ftcli.data.template import Renderer
+from ftcli.facts.device import probe_device
 from ftcli.model.load import load_tokenizer
-from ftcli.preflight.device import probe_device
 from ftcli.reporting import Progress, Session, SilentReporter
 from ftcli.rows.row import Row
 

@@ -34,7 +34,7 @@ _WARM = (
     "ftcli.trainers.callbacks",
     "ftcli.trainers.sft",
     "ftcli.evaluate.suite",
-    "ftcli.preflight.report",
+    "ftcli.preflight.stages",
     "peft.peft_model",
     "transformers.models.auto.modeling_auto",
     "transformers.models.gemma2.modeling_gemma2",

@@ -13,15 +13,15 @@ import torch
 
 from ftcli.config.load import load_recipe
 from ftcli.config.training import Checkpointing
+from ftcli.facts.config_file import ConfigSource, bundled_configs
+from ftcli.facts.device import GPUS
+from ftcli.facts.model import facts_of
+from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.activations import Offloaded
-from ftcli.preflight.device import GPUS
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import facts_of
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import execution_of
-from ftcli.preflight.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.source import ConfigSource, bundled_configs
+from ftcli.preflight.execution import execution_of
+from ftcli.preflight.memory.activations import Offloaded
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.result import MemoryEstimate
 
 pytestmark = pytest.mark.gpu
 

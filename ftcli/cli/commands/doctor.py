@@ -13,7 +13,7 @@ from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.preflight.device import DeviceFacts
+    from ftcli.facts.device import DeviceFacts
 
 _REQUIRED = (
     "torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "pydantic", "PyYAML",
@@ -65,7 +65,7 @@ def examine(session: Session) -> Result:
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
     try:
-        from ftcli.preflight.device import probe_device
+        from ftcli.facts.device import probe_device
 
         device = probe_device()
     except ImportError as error:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from ftcli.config import Recipe
 from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
-from ftcli.preflight.policies import Work
+from ftcli.preflight.execution import Work
 
 Command = Literal["train", "eval", "grpo", "export", "check", "bench", "bench --eval"]
 Findings = Iterator[Finding]

@@ -6,10 +6,10 @@ import re
 
 from ftcli.config import TaskConfig
 from ftcli.errors import Finding
-from ftcli.preflight.checkpointing import policy_name
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
+from ftcli.preflight.memory.policy import policy_name
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")

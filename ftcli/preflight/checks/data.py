@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Severity
+from ftcli.facts.model import ModelFacts
 from ftcli.preflight.checks.base import Context, Findings, NotMade
 from ftcli.preflight.checks.crossfield import LOSS_ON
-from ftcli.preflight.facts import ModelFacts
 from ftcli.rows.formats import Layout, Misfit, asked, layout_of, understand
 from ftcli.rows.places import DataFile, files_of, is_hub
 from ftcli.rows.reading import iterate

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.precision import DtypePlan
 from ftcli.preflight.checks.base import Context, Findings
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.kernels import FP8_CAPABILITY
-from ftcli.preflight.precision import DtypePlan
+from ftcli.preflight.kernel_table import FP8_CAPABILITY
 
 _BUSY_SHARE = 0.9
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.quantization import stores_nf4
+from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.base import Context, Findings, NotMade
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.families import ModelShape
-from ftcli.preflight.quantization import stores_nf4
 
 _TABLES = ("lm_head", "embed_tokens")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ftcli.preflight.activations import pinnable_bytes
-from ftcli.preflight.advice import Verdict
+from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.checks.base import Context, Findings
-from ftcli.preflight.device import DeviceFacts
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
-from ftcli.preflight.estimate import MemoryEstimate
+from ftcli.preflight.memory.activations import pinnable_bytes
+from ftcli.preflight.memory.advice import Verdict
+from ftcli.preflight.memory.result import MemoryEstimate
 
 _TIGHT_DISK = 0.9
 

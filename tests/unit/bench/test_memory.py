@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ftcli.config.load import load_recipe
-from ftcli.preflight.device import named_device
+from ftcli.facts.device import named_device
 
 BENCH = Path(__file__).resolve().parents[3] / "kernels" / "bench"
 GIB = 2**30

@@ -14,8 +14,8 @@ from ftcli.cli.render import Style, document, findings_text, result_text, size
 from ftcli.cli.views import bench_text, check_text, evaluation_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, Origin
-from ftcli.preflight.device import named_device
-from ftcli.preflight.report import preflight
+from ftcli.facts.device import named_device
+from ftcli.preflight.stages import preflight
 
 PLAIN = Style(color=False)
 

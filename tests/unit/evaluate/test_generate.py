@@ -14,8 +14,8 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import generate
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.patch import patch
-from ftcli.preflight.precision import DtypePlan
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

@@ -19,7 +19,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import run as exporter
 from ftcli.export import safetensors as merged_format
 from ftcli.export.run import RECORD, ExportResult, export_run
-from ftcli.preflight.device import cpu_device
+from ftcli.facts.device import cpu_device
 from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -19,15 +19,15 @@ from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import Section
 from ftcli.errors import FtcliError
+from ftcli.facts.device import named_device
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.load import load_model
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.model.selfcheck import FP8_TOLERANCE, self_check
-from ftcli.preflight.device import named_device
-from ftcli.preflight.facts import read_facts
-from ftcli.preflight.precision import DtypePlan
-from ftcli.preflight.quantization import dequantized_bytes, weight_bytes
 from tests.quantised import quantize_linears
 
 FP8 = QuantizationConfig(method="fp8")

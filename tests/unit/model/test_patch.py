@@ -14,12 +14,12 @@ from torch import nn
 from triton.runtime.errors import OutOfResources
 
 from ftcli.errors import FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, forward_loss
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
-from ftcli.preflight.precision import DtypePlan
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

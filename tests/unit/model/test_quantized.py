@@ -24,6 +24,8 @@ from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
 from ftcli.config.tree import Section
 from ftcli.errors import FtcliError
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import DtypePlan
 from ftcli.model import streamed
 from ftcli.model.adapted import projection_of, why_not_fused
 from ftcli.model.load import load_model
@@ -35,8 +37,6 @@ from ftcli.model.quantized import (
     check_weights,
     quantized_layers,
 )
-from ftcli.preflight.facts import read_facts
-from ftcli.preflight.precision import DtypePlan
 from tests.quantised import quantize_linears
 
 NF4 = QuantizationConfig(method="nf4")

@@ -9,13 +9,14 @@ import pytest
 
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
+from ftcli.facts.device import named_device
 from ftcli.pipeline.benchmark import _predicted, bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checkpointing import with_policy
 from ftcli.preflight.checks.base import Command
-from ftcli.preflight.device import named_device
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.report import PreflightReport, preflight
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.policy import with_policy
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 
 TEXT = """
 version: 1

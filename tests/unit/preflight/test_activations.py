@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states
 from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
 from ftcli.model.patch import patch
-from ftcli.preflight.activations import Setting, host_bytes, norm_bytes, plain_policy
-from ftcli.preflight.families import shape_of
-from ftcli.preflight.fused_activations import fused_policy, packed_rank
-from ftcli.preflight.policies import FUSED_FAMILIES
-from ftcli.preflight.precision import DtypePlan
+from ftcli.preflight.execution import FUSED_FAMILIES
+from ftcli.preflight.memory.activations import Setting, host_bytes, norm_bytes, plain_policy
+from ftcli.preflight.memory.fused_activations import fused_policy, packed_rank
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

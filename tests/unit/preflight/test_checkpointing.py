@@ -11,8 +11,13 @@ import pytest
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
-from ftcli.preflight.advice import judge
-from ftcli.preflight.checkpointing import (
+from ftcli.facts.device import GPUS, DeviceFacts, named_device
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.precision import plan_dtypes
+from ftcli.preflight.memory.advice import judge
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.levels import TIGHT_SHARE
+from ftcli.preflight.memory.policy import (
     CheckpointingChoice,
     choose_checkpointing,
     leaner_policies,
@@ -20,14 +25,10 @@ from ftcli.preflight.checkpointing import (
     with_layers,
     with_policy,
 )
-from ftcli.preflight.device import GPUS, DeviceFacts, named_device
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.levels import TIGHT_SHARE
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.precision import plan_dtypes
-from ftcli.preflight.report import PreflightReport, preflight
-from ftcli.preflight.slowdown import relative_time
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.slowdown import relative_time
+from ftcli.preflight.report import PreflightReport
+from ftcli.preflight.stages import preflight
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
 LORA = "lora: {r: 16}\ndata: {train: [bundled:sample-chat], max_seq_len: 2048}\n"
@@ -307,9 +308,8 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
     assert [each["policy"] for each in values["tried"]] == tried(report.checkpointing)
-    machine = dict(dict(report.sections())["machine"])
-    assert machine["gradient checkpointing"].startswith(str(policy).lower())
-    assert ": the fastest that fits" in machine["gradient checkpointing"]
+    assert str(report.checkpointing).startswith(str(policy).lower())
+    assert ": the fastest that fits" in str(report.checkpointing)
 
 
 def test_an_open_setting_never_passes_for_a_policy(case: Callable[..., Case]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import data
 from ftcli.preflight.checks.base import Context
-from ftcli.preflight.facts import read_facts
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 GRPO = "grpo: {max_prompt_length: 64, max_completion_length: 64, rewards: [{use: exact_match}]}\n"

@@ -14,13 +14,13 @@ from ftkernels.lowrank import _LARGEST_FUSED_RANK
 
 from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
+from ftcli.facts.device import GPUS, DeviceFacts, named_device
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import plan_dtypes
 from ftcli.model.attention import AttentionCall, choose_attention
-from ftcli.preflight.device import GPUS, DeviceFacts, named_device
-from ftcli.preflight.facts import read_facts
-from ftcli.preflight.kernels import LARGEST_FUSED_RANK, KernelRow, kernel_rows
-from ftcli.preflight.policies import execution_of
-from ftcli.preflight.precision import plan_dtypes
-from ftcli.preflight.report import preflight
+from ftcli.preflight.execution import execution_of
+from ftcli.preflight.kernel_table import LARGEST_FUSED_RANK, KernelRow, kernel_rows
+from ftcli.preflight.stages import preflight
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
 GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"

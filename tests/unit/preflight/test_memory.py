@@ -12,18 +12,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.preflight.advice import judge
-from ftcli.preflight.checkpointing import leaner_policies, with_policy
+from ftcli.facts.device import GPUS, named_device
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.precision import plan_dtypes
+from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
 from ftcli.preflight.checks import room
-from ftcli.preflight.device import GPUS, named_device
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.levels import TIGHT_SHARE
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import execution_of
-from ftcli.preflight.precision import plan_dtypes
-from ftcli.preflight.trained import optimizer_state_bytes, trained_parameters
+from ftcli.preflight.execution import execution_of
+from ftcli.preflight.memory.advice import judge
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.levels import TIGHT_SHARE
+from ftcli.preflight.memory.policy import leaner_policies, with_policy
+from ftcli.preflight.memory.result import MemoryEstimate
 
 GIB = 2**30
 LORA = "lora: {r: 16}\n"
@@ -318,7 +318,7 @@ def test_optimizer_state_is_what_the_optimizer_keeps(optim: str, load: Callable[
     optimizer.step()
     state = optimizer.state[weight].values()
     kept = sum(v.numel() * 4 for v in state if torch.is_tensor(v) and v.dim() > 0)
-    from ftcli.preflight.trained import Trained
+    from ftcli.facts.trained import Trained
 
     assert optimizer_state_bytes(optim, Trained(rows * columns, ((rows, columns, 1),))) == kept
 

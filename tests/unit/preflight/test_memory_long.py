@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ftcli.facts.device import named_device
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import plan_dtypes
 from ftcli.preflight.checks import room
-from ftcli.preflight.device import named_device
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import read_facts
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.precision import plan_dtypes
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.result import MemoryEstimate
 
 GIB = 2**30
 RECIPE = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import model
 from ftcli.preflight.checks.base import Context
-from ftcli.preflight.facts import read_facts
 
 from_hub = "model: {{name_or_path: {name}}}\n{rest}"
 

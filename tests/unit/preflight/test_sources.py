@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import data, sources
-from ftcli.preflight.facts import read_facts
 
 Make = Callable[..., Any]
 

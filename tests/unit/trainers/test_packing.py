@@ -15,8 +15,8 @@ from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import forward_loss, hidden_states
-from ftcli.preflight.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.trainers.isolation import check_isolation
 

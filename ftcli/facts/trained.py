@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftcli.config import Recipe
-from ftcli.preflight.families import ModelShape
+from ftcli.facts.shape import ModelShape
 
 #: Bytes of optimizer state for one trained parameter.
 _OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}

@@ -1,4 +1,4 @@
-"""What a run is estimated to need, by part and by phase; :mod:`ftcli.preflight.memory` makes it."""
+"""What a run is estimated to need, by part and by phase; :mod:`ftcli.preflight.memory.estimate` makes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ftcli.preflight.activations import Offloaded
+from ftcli.preflight.memory.activations import Offloaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftcli.config import Recipe
-from ftcli.preflight.activations import ActivationPolicy, plain_policy
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.fused_activations import fused_policy
-from ftcli.preflight.precision import DtypePlan
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.preflight.memory.activations import ActivationPolicy, plain_policy
+from ftcli.preflight.memory.fused_activations import fused_policy
 
 Work = Literal["train", "grpo", "eval", "export"]
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.families import shape_of
-from ftcli.preflight.source import bundled_configs
+from ftcli.facts.config_file import bundled_configs
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.shape import shape_of
 
 BILLIONS = {
     "google/gemma-2-9b": 9.24,
@@ -207,7 +207,7 @@ def test_a_misspelt_hub_id_gets_a_suggestion(origins: Any) -> None:
 
 
 def test_an_unreachable_hub_is_noticed_at_once() -> None:
-    from ftcli.preflight.source import _require_connection
+    from ftcli.facts.config_file import _require_connection
 
     with pytest.raises(ConnectionError, match="does not answer"):
         _require_connection("http://127.0.0.1:9")

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftcli.config import QuantizationConfig
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.families import Linear, ModelShape
-from ftcli.preflight.precision import DtypePlan
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.shape import Linear, ModelShape
 
 _BLOCK = 64
 _NESTED_BLOCK = 256

@@ -10,15 +10,15 @@ from pydantic import BaseModel
 
 from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.checkpointing import leaner_policies, on_kernels
-from ftcli.preflight.device import GPUS, DeviceFacts
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.levels import Level, level_of
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import Work
-from ftcli.preflight.precision import plan_dtypes
-from ftcli.preflight.slowdown import relative_time
+from ftcli.facts.device import GPUS, DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import plan_dtypes
+from ftcli.preflight.execution import Work
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.levels import Level, level_of
+from ftcli.preflight.memory.policy import leaner_policies, on_kernels
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.slowdown import relative_time
 
 _M = TypeVar("_M", bound=BaseModel)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ftcli.config import LoraConfig
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.flops import step_flops
+from ftcli.facts.flops import step_flops
+from ftcli.facts.model import ModelFacts, read_facts
 
 H, F, V, LAYERS = 64, 160, 96, 3
 CONFIG: dict[str, Any] = {

@@ -19,10 +19,10 @@ Gradients are there from the end of a backward pass to the optimizer's step: in 
 micro-batches are accumulated. Under autocast each trained matrix is cast once in a forward pass, and the copies live
 until its context ends; what backward needs of them it keeps, or, where layers run again, makes anew for one layer.
 
-Activations come from :mod:`ftcli.preflight.activations`; what ``gradient_checkpointing: offload`` puts into pinned host
-memory is counted beside them: what the halves of the layers are run again from, or, where that is more than the host
-has room for, the layers' inputs. The loss works on chunks of rows whose logits stay under 512 MiB, all in one buffer
-(``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
+Activations come from :mod:`ftcli.preflight.memory.activations`; what ``gradient_checkpointing: offload`` puts into
+pinned host memory is counted beside them: what the halves of the layers are run again from, or, where that is more than
+the host has room for, the layers' inputs. The loss works on chunks of rows whose logits stay under 512 MiB, all in one
+buffer (``ftkernels.linear_cross_entropy``): in place by its kernel on a GPU, with a few float32 copies on a CPU.
 
 ``kernels/bench/memory.py`` holds it against a GPU, whole models and every shipped recipe: docs/performance.md has what
 came of it. tests/gpu/test_memory_estimate.py does the same phase by phase with fewer layers.
@@ -35,7 +35,14 @@ from types import MappingProxyType
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.activations import (
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.quantization import dequantized_bytes, layers_with_room, weight_bytes
+from ftcli.facts.shape import ModelShape
+from ftcli.facts.trained import Trained, optimizer_state_bytes, trained_parameters
+from ftcli.preflight.execution import Execution, Work, execution_of
+from ftcli.preflight.memory.activations import (
     ActivationPolicy,
     Offloaded,
     Setting,
@@ -44,16 +51,9 @@ from ftcli.preflight.activations import (
     pinnable_bytes,
     plain_policy,
 )
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.families import ModelShape
-from ftcli.preflight.fused_activations import packed_rank
-from ftcli.preflight.policies import Execution, Work, execution_of
-from ftcli.preflight.precision import DtypePlan
-from ftcli.preflight.quantization import dequantized_bytes, layers_with_room, weight_bytes
-from ftcli.preflight.trained import Trained, optimizer_state_bytes, trained_parameters
-from ftcli.preflight.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
+from ftcli.preflight.memory.fused_activations import packed_rank
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
@@ -71,7 +71,7 @@ def estimate_memory(
     """The estimate for one kind of work; None for a model family that ftcli has no arithmetic for.
 
     ``work`` is ``train`` (and bench), ``grpo``, ``eval`` or ``export`` (which holds weights and adapters only). Raises
-    ValueError for training under ``gradient_checkpointing: auto``: see :mod:`ftcli.preflight.checkpointing`.
+    ValueError for training under ``gradient_checkpointing: auto``: see :mod:`ftcli.preflight.memory.policy`.
     """
     shape = facts.shape
     if shape is None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.families import Linear
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.shape import Linear
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.policies import Work
+from ftcli.preflight.execution import Work
 
 #: Time of a step over that of `false`: the means of Llama-3.1-8B and Gemma-2-9B on an H200, 2026-11-21;
 #: docs/performance.md has later runs, within 0.02 of these.

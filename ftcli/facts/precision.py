@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftcli.config import Recipe
-from ftcli.preflight.device import DeviceFacts
+from ftcli.facts.device import DeviceFacts
 
 #: Bytes of one element of each dtype that a plan can name.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

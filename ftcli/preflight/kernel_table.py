@@ -13,10 +13,10 @@ from functools import partial
 from typing import Literal
 
 from ftcli.config import Recipe
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.policies import FUSED_FAMILIES, Execution
-from ftcli.preflight.precision import DtypePlan
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.preflight.execution import FUSED_FAMILIES, Execution
 
 #: Largest padded LoRA rank whose products ride in the elementwise kernels.
 LARGEST_FUSED_RANK = 64

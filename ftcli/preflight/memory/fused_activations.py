@@ -31,8 +31,8 @@ from __future__ import annotations
 from functools import partial
 from types import MappingProxyType
 
-from ftcli.preflight.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
-from ftcli.preflight.families import ModelShape
+from ftcli.facts.shape import ModelShape
+from ftcli.preflight.memory.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
 
 _SMALLEST_RANK = 16
 _PRODUCTS = 7

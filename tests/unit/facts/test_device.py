@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.preflight import device as device_module
+from ftcli.facts import device as device_module
+from ftcli.facts.device import DEVICE_NAMES, GPUS, cpu_device, named_device, probe_device
+from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
 from ftcli.preflight.checks.base import Context
-from ftcli.preflight.device import DEVICE_NAMES, GPUS, cpu_device, named_device, probe_device
-from ftcli.preflight.precision import DtypePlan, plan_dtypes
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import Origin
-from ftcli.preflight.source import preflight_error, read_json
+from ftcli.facts.config_file import preflight_error, read_json
 
 _MAX_TOKENIZER_BYTES = 256 * 2**20
 _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

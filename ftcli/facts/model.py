@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.assets import asset
 from ftcli.config import ModelConfig
 from ftcli.errors import Origin
-from ftcli.preflight.families import ModelShape, shape_of
-from ftcli.preflight.source import (
+from ftcli.facts.config_file import (
     BUNDLED,
     ConfigSource,
     Fetch,
@@ -21,8 +20,9 @@ from ftcli.preflight.source import (
     looks_local,
     preflight_error,
 )
-from ftcli.preflight.tokenizer import TokenizerFacts, inspect_tokenizer
-from ftcli.preflight.weights import Weights, inspect_weights
+from ftcli.facts.shape import ModelShape, shape_of
+from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
+from ftcli.facts.weights import Weights, inspect_weights
 
 if TYPE_CHECKING:
     from ftcli.config.origins import Origins
@@ -77,7 +77,7 @@ class ModelFacts:
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
     """The facts of ``model``; at most one small file is downloaded, and none with ``offline``.
 
-    Raises FtcliError (exit 3): FT303-FT308 from :func:`ftcli.preflight.source.find_config`, FT305 also for values that
+    Raises FtcliError (exit 3): FT303-FT308 from :func:`ftcli.facts.config_file.find_config`, FT305 also for values that
     make no model, FT309 for a model that is not a causal language model known to transformers, FT321 for a folder
     without a tokenizer.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.policies import Execution
+from ftcli.facts.device import DeviceFacts
+from ftcli.preflight.execution import Execution
 
 # As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
 _LOSS_WORKSPACE_BYTES = 2**29

@@ -26,8 +26,8 @@ Rotary embeddings and residual additions keep nothing. With ``gradient_checkpoin
 at work and the next one's, on its way; ``selective`` is the same as ``true`` here. Checked against torch's saved-tensor
 hooks in tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
 
-Layers on ftcli's kernels keep less: :mod:`ftcli.preflight.fused_activations`. Which of them a run has is decided in
-:mod:`ftcli.preflight.policies`.
+Layers on ftcli's kernels keep less: :mod:`ftcli.preflight.memory.fused_activations`. Which of them a run has is
+decided in :mod:`ftcli.preflight.execution`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.families import Linear, ModelShape
+from ftcli.facts.shape import Linear, ModelShape
 
 #: What ``offload`` sends to the host: what each half of a layer is run again from, or each layer's input.
 Offloaded = Literal["halves", "layers"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ftcli.preflight.device import DeviceFacts
+from ftcli.facts.device import DeviceFacts
 
 Level = Literal["fits", "tight", "does not fit", "unknown"]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from ftkernels.nf4 import quantize_nf4
 
+from ftcli.facts.device import named_device
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.precision import plan_dtypes
+from ftcli.facts.quantization import nf4_bytes
+from ftcli.facts.shape import Linear
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.base import Context
-from ftcli.preflight.device import named_device
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts, read_facts
-from ftcli.preflight.families import Linear
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.precision import plan_dtypes
-from ftcli.preflight.quantization import nf4_bytes
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.result import MemoryEstimate
 
 LORA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
 

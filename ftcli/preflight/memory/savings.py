@@ -9,13 +9,21 @@ from typing import Any
 
 from ftcli.config import LoraConfig, Recipe
 from ftcli.config.training import Checkpointing
-from ftcli.preflight.advice import Change, Settings, by_time, checkpointed, shorter, smaller_batches, with_settings
-from ftcli.preflight.checkpointing import leaner_policies, on_kernels
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import Work
-from ftcli.preflight.precision import DtypePlan, plan_dtypes
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.execution import Work
+from ftcli.preflight.memory.advice import (
+    Change,
+    Settings,
+    by_time,
+    checkpointed,
+    shorter,
+    smaller_batches,
+    with_settings,
+)
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.policy import leaner_policies, on_kernels
 
 
 @dataclass(frozen=True, slots=True)

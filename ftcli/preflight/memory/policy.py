@@ -19,15 +19,15 @@ from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing, CheckpointingSetting
-from ftcli.preflight.activations import Offloaded, pinnable_bytes
-from ftcli.preflight.device import DeviceFacts
-from ftcli.preflight.estimate import MemoryEstimate
-from ftcli.preflight.facts import ModelFacts
-from ftcli.preflight.levels import TIGHT_SHARE, Level, level_of
-from ftcli.preflight.memory import estimate_memory
-from ftcli.preflight.policies import Work, execution_of
-from ftcli.preflight.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.slowdown import ON_KERNELS
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.execution import Work, execution_of
+from ftcli.preflight.memory.activations import Offloaded, pinnable_bytes
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.levels import TIGHT_SHARE, Level, level_of
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.slowdown import ON_KERNELS
 
 #: Phases of the estimate in which nothing is kept for backward.
 _WITHOUT_BACKWARD = ("evaluation", "generation")

@@ -1,0 +1,162 @@
+"""Preflight: every check that can be made before anything is built, in stages, each reporting all that it finds.
+
+====================  =================================================================================  =========
+stage                 looks at                                                                           exit
+====================  =================================================================================  =========
+file, schema          the recipe itself (made by ``ftcli.config.load`` before this module is called)     2
+cross-field           settings that contradict each other or that no code carries out yet                2
+model facts           config.json: length, layers, tokenizer, stored weights                             3
+data sample           the first rows of every file                                                       4
+machine, memory,      dtype and backends against the GPU, the estimate against its memory, what is       3
+disk                  written against free space
+====================  =================================================================================  =========
+
+A stage with errors ends preflight; warnings and notes are kept. torch is imported by the machine stage alone, and only
+when no device was named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.device import DeviceFacts, probe_device
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
+from ftcli.preflight.checks.base import Command, Context, NotMade
+from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
+from ftcli.preflight.execution import execution_of
+from ftcli.preflight.kernel_table import kernel_rows
+from ftcli.preflight.memory.advice import Verdict, judge
+from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.policy import choose_checkpointing, with_choice, within_budget
+from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.report import PreflightReport
+
+
+def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool) -> PreflightReport:
+    """All checks for ``command`` on a loaded recipe.
+
+    Args:
+        device: The device to answer for; None looks at this machine (and imports torch to do so).
+        offline: Ask no network; what that leaves unknown is reported as not made.
+
+    Raises:
+        FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
+            cross-field rules, 4 for data, 3 for everything else.
+    """
+    context = Context(loaded.recipe, loaded.origins, command)
+    kept = _Kept()
+    kept.stage(
+        ExitCode.RECIPE,
+        [
+            *support.check(context),
+            *crossfield.check(context),
+            *sources.check(context),
+            *grpo.check(context),
+            *files.check(context),
+        ],
+    )
+    facts = read_facts(loaded.recipe.model, offline=offline, origins=loaded.origins)
+    kept.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
+    if context.reads_data:
+        rows = data.check(context, facts, offline=offline)
+        kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
+    device = probe_device() if device is None else device
+    plan = plan_dtypes(loaded.recipe, device)
+    planned = within_budget(device, loaded.recipe)
+    checkpointing = choose_checkpointing(loaded.recipe, facts, plan, planned, work=context.work)
+    recipe = with_choice(loaded.recipe, checkpointing)
+    context = replace(context, recipe=recipe)
+    execution = execution_of(recipe, facts, plan, device, work=context.work)
+    estimates = _estimates(context, facts, plan, planned)
+    findings = [*machine.check(context, device, plan), *estimates.findings]
+    kept.stage(ExitCode.PREFLIGHT, findings, estimates.not_made)
+    return PreflightReport(
+        recipe=recipe,
+        facts=facts,
+        device=device,
+        plan=plan,
+        checkpointing=checkpointing,
+        attention=execution.attention,
+        kernels=execution.kernels,
+        kernel_table=kernel_rows(recipe, facts, plan, device, execution),
+        memory=estimates.memory,
+        verdict=estimates.verdict,
+        disk=estimates.disk,
+        findings=tuple(kept.findings),
+        not_made=tuple(kept.not_made),
+    )
+
+
+class _Kept:
+    """Findings and unmade checks of the stages so far; raises when a stage has errors."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.not_made: list[NotMade] = []
+
+    def stage(self, exit_code: ExitCode, findings: Iterable[Finding], not_made: Iterable[NotMade] = ()) -> None:
+        found = list(findings)
+        if any(finding.severity == "error" for finding in found):
+            raise FtcliError([*self.findings, *found], exit_code)
+        self.findings += found
+        self.not_made += not_made
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimates:
+    memory: MemoryEstimate | None
+    verdict: Verdict | None
+    disk: DiskEstimate | None
+    findings: tuple[Finding, ...]
+    not_made: tuple[NotMade, ...]
+
+
+def _estimates(context: Context, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> _Estimates:
+    findings: list[Finding] = []
+    not_made: list[NotMade] = []
+    memory = estimate_memory(context.recipe, facts, plan, device, work=context.work)
+    verdict = None
+    if memory is None:
+        not_made.append(NotMade("memory", f"ftcli has no arithmetic for model_type {facts.model_type}"))
+    else:
+        verdict = judge(memory, context.recipe, facts, device, work=context.work)
+        findings += room.memory_findings(context, memory, verdict, device)
+        findings += room.host_findings(context, memory, device.host_free_bytes)
+        if memory.pinned_host_bytes and not device.probed:
+            not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
+        if verdict.level == "unknown":
+            not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
+    disk = None
+    if context.trains:
+        disk, disk_findings, disk_not_made = _disk(context, facts, device)
+        findings += disk_findings
+        not_made += disk_not_made
+    return _Estimates(memory, verdict, disk, tuple(findings), tuple(not_made))
+
+
+def _disk(
+    context: Context, facts: ModelFacts, device: DeviceFacts
+) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
+    output = context.recipe.run.output_dir
+    output_dir = Path(output if output is not None else "runs").expanduser()
+    findings: list[Finding] = []
+    not_made: list[NotMade] = []
+    estimate = None if facts.shape is None else estimate_disk(context.recipe, facts.shape, free_bytes=None)
+    if not device.probed:
+        elsewhere = f"the run is meant for another machine ({device.name})"
+        return estimate, [], [NotMade("output directory and free disk", elsewhere)]
+    findings += room.output_findings(context, output_dir)
+    if estimate is None:
+        not_made.append(NotMade("free disk", f"ftcli has no arithmetic for model_type {facts.model_type}"))
+    elif not findings:
+        estimate = replace(estimate, free_bytes=free_bytes(existing_ancestor(output_dir)))
+        findings += room.disk_findings(context, estimate, output_dir)
+        if estimate.free_bytes is None:
+            not_made.append(NotMade("free disk", f"the system does not say for {output_dir}"))
+    return estimate, findings, not_made

@@ -1,0 +1,20 @@
+"""The tables of everything that there will be more of: one row each, and nothing else in the program knows its name.
+
+A row is a frozen value. Where it needs code it names that code as ``package.module:attribute``, and whoever needs it
+calls :func:`code_of`: so the tables stand below the whole program, import nothing of it, and cost nothing to read.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def code_of(reference: str) -> Any:
+    """What ``package.module:attribute`` names; imports the module.
+
+    Raises:
+        ImportError, AttributeError: A row that names what is not there, which is a bug.
+    """
+    module, _, attribute = reference.partition(":")
+    return getattr(import_module(module), attribute)
