@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 T = TypeVar("T")
 
@@ -20,3 +22,30 @@ class Section(BaseModel):
     """Base of all sections. Unknown keys, wrong types, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Word:
+    """Annotates a ``str`` that must be one of the names of a table: ``Annotated[str, Word(methods.names)]``.
+
+    Like a ``Literal``, in its errors and in the JSON Schema, but the table is asked each time: a new row is known
+    everywhere at once.
+    """
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        self._names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._checked, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self._names())}
+
+    def _checked(self, value: Any) -> str:
+        names = tuple(self._names())
+        if isinstance(value, str) and value in names:
+            return value
+        *first, last = (repr(name) for name in names)
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise PydanticKnownError("literal_error", {"expected": expected})
