@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section
+from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
+from ftcli.tables import optimizers
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
-Optimizer = Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]
+Optimizer = Annotated[str, Word(optimizers.names)]
 
 #: What backward computes again, as model code takes it: never ``auto``, which preflight resolves.
 Checkpointing = bool | Literal["selective", "offload"]

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
-
-#: Bytes of optimizer state for one trained parameter.
-_OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
+from ftcli.tables import optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
 
 
 def optimizer_state_bytes(optim: str, trained: Trained) -> int:
-    """Bytes of the optimizer's state: two float32 moments for AdamW, sums of rows and columns for Adafactor."""
-    if optim == "adafactor":
+    """Bytes of state that the optimizer keeps of what is trained."""
+    optimizer = optimizers.row(optim)
+    if optimizer.factored:
         return sum(4 * (rows + columns) * count for rows, columns, count in trained.matrices)
-    return _OPTIMIZER_BYTES[optim] * trained.elements
+    return optimizer.state_bytes * trained.elements

@@ -10,6 +10,7 @@ from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.memory.policy import policy_name
+from ftcli.tables import optimizers
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")
@@ -202,8 +203,8 @@ def _without_effect(context: Context) -> Findings:
     if context.says("train.memory_budget_gib") and policy != "auto":
         path = "train.memory_budget_gib"
         yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
-    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        if context.says(f"train.{name}") and not train.optim.startswith("adamw"):
+    for name in optimizers.settings():
+        if context.says(f"train.{name}") and name not in optimizers.row(train.optim).reads:
             yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
     yield from _never_reached(context)
 

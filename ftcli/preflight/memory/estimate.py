@@ -54,6 +54,7 @@ from ftcli.preflight.memory.activations import (
 from ftcli.preflight.memory.fused_activations import packed_rank
 from ftcli.preflight.memory.result import MemoryEstimate
 from ftcli.preflight.memory.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
+from ftcli.tables import optimizers
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
@@ -273,7 +274,7 @@ class _Arithmetic:
         if self.device.kind == "cpu":  # what goes to the host elsewhere stays where it is
             kept += tokens * run_again * layer.host
         trained = trained_parameters(self.recipe, self.shape)
-        foreach = self.recipe.train.optim == "adamw_torch" and self.device.kind == "cuda"
+        foreach = optimizers.row(self.recipe.train.optim).foreach and self.device.kind == "cuda"
         element = self.plan.compute_bytes
         parts = {
             "activations": int(kept) + self.shared(rows, seq_len, padded=masked or documents),
