@@ -59,6 +59,11 @@ class Finding:
     severity: Severity = "error"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; its type's name where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class FtcliError(Exception):
     """One stage's findings and the status to exit with."""
 

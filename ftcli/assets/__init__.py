@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
+#: How a recipe names what ships with ftcli.
+BUNDLED = "bundled:"
+
 
 def asset(*parts: str) -> Path:
     """The path of a file or folder below ``ftcli/assets``; it need not exist.
@@ -12,3 +15,8 @@ def asset(*parts: str) -> Path:
     ftcli is installed as plain files (hatchling wheels are always unpacked), so the path is a real one.
     """
     return Path(str(files("ftcli.assets").joinpath(*parts)))
+
+
+def bundled(name: str, folder: str) -> Path | None:
+    """What ``bundled:NAME`` means in ``assets/FOLDER``, whether or not it exists; None for any other name."""
+    return asset(folder, name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else None

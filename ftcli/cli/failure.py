@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.run.memory import is_out_of_memory
 
 
@@ -37,7 +37,7 @@ def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Fa
             "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
             "`ftcli check` estimates what fits"
         )
-        found = Finding("FT192", f"out of memory: {_first_line(error)}", help=help)
+        found = Finding("FT192", f"out of memory: {first_line(error)[:300]}", help=help)
         return Failure((found,), int(ExitCode.OUT_OF_MEMORY))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
@@ -50,7 +50,7 @@ def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Fa
 
 def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:
     text = "".join(traceback.format_exception(error))
-    message = f"this is a bug in ftcli: {type(error).__name__}: {_first_line(error)}"
+    message = f"this is a bug in ftcli: {type(error).__name__}: {first_line(error)[:300]}"
     if debug:
         print(text, file=sys.stderr)  # noqa: T201
         return Finding("FT190", message, help="please report it with the traceback above")
@@ -71,8 +71,3 @@ def _crash_file(text: str, command: Sequence[str]) -> Path | None:
             return Path(stream.name)
     except OSError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "(no message)"

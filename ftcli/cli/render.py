@@ -10,6 +10,7 @@ from typing import Any
 from ftcli.cli.plain import jsonable
 from ftcli.cli.request import Result
 from ftcli.errors import Finding, Origin
+from ftcli.units import size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 
@@ -170,11 +171,3 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return clean(str(value))
-
-
-def size(count: float) -> str:
-    """Bytes in the binary unit that fits."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"

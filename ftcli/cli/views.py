@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ftcli.cli.render import result_text, size, table
+from ftcli.cli.render import result_text, table
 from ftcli.cli.request import Result
-
-_GIB = 2**30
+from ftcli.units import gib, size
 
 
 def check_text(result: Result) -> str:
@@ -73,9 +72,9 @@ def _millions(count: int) -> str:
 
 
 def _of(verdict: dict[str, Any]) -> str:
-    needed = f"{verdict['needed_bytes'] / _GIB:.1f}"
+    needed = gib(verdict["needed_bytes"])
     available = verdict.get("available_bytes")
-    return f"{needed} of {available / _GIB:.1f} GiB" if available is not None else f"{needed} GiB"
+    return f"{needed} of {gib(available)} GiB" if available is not None else f"{needed} GiB"
 
 
 def _sizes(parts: dict[str, float]) -> list[str]:

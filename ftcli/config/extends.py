@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftcli.config.recipe_file import read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value
-from ftcli.config.source import read_text
 from ftcli.config.tree import Leaf, Section, Sequence, Tree, merge
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin

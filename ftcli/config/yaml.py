@@ -17,8 +17,8 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from ftcli.config import scalars
+from ftcli.config.recipe_file import lines_of
 from ftcli.config.secrets import mask
-from ftcli.config.source import lines_of
 from ftcli.config.syntax import syntax_finding
 from ftcli.config.tree import Entry, Leaf, Section, Sequence, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import Tokens
+from ftcli.labels import IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftcli.config.data import Format
-from ftcli.data.load import Row, data_error, raise_findings
 from ftcli.errors import Finding, FtcliError
 from ftcli.rows.formats import Example, Layout, Message, Misfit, asked, layout_of, understand
+from ftcli.rows.row import Row, data_error, raise_findings
 
 __all__ = ["Example", "Layout", "Message", "Prompt", "misfit_finding", "prompts_of", "to_examples", "to_prompt"]
 

@@ -12,7 +12,6 @@ from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
 from ftcli.data.encode import Batch, Encoder
 from ftcli.data.ledger import DatasetLedger, ledger_of, quantiles, skipped_finding
-from ftcli.data.load import Row, no_rows, raise_findings
 from ftcli.data.parallel import cores, encode_all
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
@@ -20,8 +19,8 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.formats import Layout, layout_of
 from ftcli.rows.places import files_of, is_hub
-from ftcli.rows.reading import iterate
-from ftcli.rows.row import MAX_NAMED
+from ftcli.rows.reading import iterate, no_rows
+from ftcli.rows.row import MAX_NAMED, Row, raise_findings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

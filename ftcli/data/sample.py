@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
 from ftcli.data.formats import prompts_of
-from ftcli.data.load import Row, no_rows, raise_findings
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.errors import Finding
+from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.formats import layout_of
 from ftcli.rows.places import is_hub
-from ftcli.rows.reading import iterate
+from ftcli.rows.reading import iterate, no_rows
+from ftcli.rows.row import Row, raise_findings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class SampleToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampledRow:
     """One row. ``origin`` is ``file:row``; ``tokens`` are those that reach the model, all of them if none does."""
 
     origin: str
@@ -58,7 +58,7 @@ def sample_rows(
     *,
     prompts_only: bool = False,
     offline: bool = False,
-) -> list[Sample]:
+) -> list[SampledRow]:
     """The first ``count`` rows; under ``prompts_only`` what a model is asked, of which nothing is trained.
 
     Raises FtcliError with what is wrong with these rows, as :func:`ftcli.data.prepare.prepare`.
@@ -82,20 +82,20 @@ def sample_rows(
     return [_sample(tokens, data, tokenizer, layout, rendered) for tokens in tokenized]
 
 
-def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Sample]:
+def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
     renderer = Renderer(tokenizer, data.chat_template)
     found = []
     for prompt in prompts_of(rows, data.format):
         ids = tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"]
         shown = tuple(_tokens(ids, [IGNORE_INDEX] * len(ids), tokenizer))
         rendered = template if prompt.messages is not None else None
-        found.append(Sample(str(prompt.row.origin), "prompt", rendered, "kept", shown))
+        found.append(SampledRow(str(prompt.row.origin), "prompt", rendered, "kept", shown))
     return found
 
 
 def _sample(
     tokens: Tokens, data: DataConfig, tokenizer: PreTrainedTokenizerBase, layout: str, template: str | None
-) -> Sample:
+) -> SampledRow:
     ids, labels = tokens.input_ids, tokens.labels
     fate: Fate = "kept"
     if len(ids) > data.max_seq_len:
@@ -106,7 +106,7 @@ def _sample(
             fate = "refused: longer than data.max_seq_len"
         else:
             fate = "dropped: longer than data.max_seq_len"
-    return Sample(str(tokens.row.origin), layout, template, fate, tuple(_tokens(ids, labels, tokenizer)))
+    return SampledRow(str(tokens.row.origin), layout, template, fate, tuple(_tokens(ids, labels, tokenizer)))
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:

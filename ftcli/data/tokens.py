@@ -12,7 +12,7 @@ from typing import IO, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from ftcli.data.mask import IGNORE_INDEX
+from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]

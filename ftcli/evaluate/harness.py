@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.evaluate.batching import halved, too_long
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
@@ -84,7 +84,7 @@ def _evaluate(
     except (KeyError, ValueError, OSError) as error:
         raise FtcliError.single(
             "FT766",
-            f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {_first_line(error)}",
+            f"lm-evaluation-harness cannot run {', '.join(tasks)}: {type(error).__name__}: {first_line(error)}",
             exit_code=ExitCode.RECIPE,
             help="`lm_eval ls tasks` lists the tasks; most download their data from the Hub",
         ) from error
@@ -102,7 +102,3 @@ def _metrics(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
                 if isinstance(value, int | float) and not isinstance(value, bool) and "," in key
             }
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

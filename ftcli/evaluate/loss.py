@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ftcli.data.collate import PaddingCollator, packed_batch
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
 from ftcli.facts.precision import DtypePlan
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of, hidden_states, next_token_loss
 from ftcli.reporting import Reporter
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: How rows share a batch: padded on either side, or several in one row of it with no attention across.
-Layout = Literal["right", "left", "packed"]
+BatchLayout = Literal["right", "left", "packed"]
 
 #: exp of more than this overflows a double.
 _LARGEST_EXPONENT = 700.0
@@ -68,7 +68,7 @@ def evaluate_loss(
     plan: DtypePlan,
     device: torch.device,
     reporter: Reporter,
-    layout: Layout = "right",
+    layout: BatchLayout = "right",
     pack_length: int | None = None,
 ) -> LossResult:
     """Evaluates ``sequences`` in batches of like length. No logits are kept, sums are double precision, and the result
@@ -106,7 +106,7 @@ def evaluate_loss(
     return _result(total, correct, count, len(lengths))
 
 
-def _groups(lengths: Sequence[int], layout: Layout, pack_length: int | None) -> list[list[int]]:
+def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None) -> list[list[int]]:
     """Which sequences make one row of a batch, the longest rows first: memory runs out at once or not at all."""
     if layout != "packed":
         return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
@@ -116,7 +116,7 @@ def _groups(lengths: Sequence[int], layout: Layout, pack_length: int | None) -> 
     return sorted(members, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def _batch(rows: Sequence[Sequence[Tokens]], layout: Layout, pad_token_id: int) -> dict[str, Tensor]:
+def _batch(rows: Sequence[Sequence[Tokens]], layout: BatchLayout, pad_token_id: int) -> dict[str, Tensor]:
     """What the model takes, and ``labels``.
 
     Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention

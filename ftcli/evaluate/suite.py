@@ -10,7 +10,6 @@ import torch
 
 from ftcli.config import Recipe, TaskConfig
 from ftcli.data.formats import Prompt, prompts_of
-from ftcli.data.load import read_rows
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.evaluate.generate import generate
@@ -19,6 +18,7 @@ from ftcli.evaluate.loss import evaluate_loss
 from ftcli.evaluate.tasks import Answered, Judge, judge
 from ftcli.facts.precision import DtypePlan
 from ftcli.reporting import Reporter
+from ftcli.rows.reading import read_rows
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.source import ExportSource
 from ftcli.facts.model import ModelFacts
 from ftcli.model.load import load_tokenizer, source_of
@@ -31,7 +31,7 @@ def load_written(folder: Path) -> PreTrainedModel:
     try:
         return _from_pretrained(str(folder), local_files_only=True)
     except _LOAD_ERRORS as error:
-        raise not_verified(folder, [f"transformers cannot load it: {_first_line(error)}"]) from error
+        raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
 
 
 def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
@@ -46,7 +46,7 @@ def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         raise FtcliError.single(
             "FT323",
-            f"the weights of {model.name_or_path} cannot be loaded: {_first_line(error)}",
+            f"the weights of {model.name_or_path} cannot be loaded: {first_line(error)}",
             exit_code=ExitCode.PREFLIGHT,
             origin=source.origins.at("model.name_or_path"),
             help="merging needs the base model: check the name and the network, or export the adapter alone",
@@ -93,7 +93,7 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             adapted: PeftModel = PeftModel.from_pretrained(base, str(folder))
     except _LOAD_ERRORS as error:
-        raise unusable(folder, f"PEFT cannot load it into the base model: {_first_line(error)}") from error
+        raise unusable(folder, f"PEFT cannot load it into the base model: {first_line(error)}") from error
     adapted.eval()
     return adapted
 
@@ -130,7 +130,3 @@ def not_verified(folder: Path, problems: list[str]) -> FtcliError:
     findings = [Finding("FT741", f"the export failed its verification: {problem}") for problem in problems]
     remedy = f"it was removed again from {folder.parent}; please report this with all that is said here"
     return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.BUG)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -31,6 +31,7 @@ from ftcli.export.verify import (
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.units import gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -183,7 +184,7 @@ def _require_memory(base: PreTrainedModel) -> None:
         return
     raise FtcliError.single(
         "FT748",
-        f"merging needs about {needed / 2**30:.1f} GiB of memory, and {(free + held) / 2**30:.1f} GiB are free",
+        f"merging needs about {gib(needed)} GiB of memory, and {gib(free + held)} GiB are free",
         exit_code=ExitCode.PREFLIGHT,
         help="merge on a machine with more memory, or export the adapter alone: export.formats: [adapter]",
     )

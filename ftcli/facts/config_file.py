@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from ftcli.assets import asset
+from ftcli.assets import BUNDLED, asset
 from ftcli.config import ModelConfig
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 
-BUNDLED = "bundled:"
 _MAX_CONFIG_BYTES = 16 * 2**20
 _PROBE_SECONDS = 3.0
 
@@ -209,7 +208,7 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
                 "FT304", f"{name} holds no config.json", origin, help="choose one in transformers' layout"
             )
         case _:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             return preflight_error(
                 "FT308", f"the Hub cannot be asked about {name}: {reason}", origin, help=f"try again, {elsewhere}"
             )

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.units import GIB
 
-_GIB = 2**30
 _KIB = 2**10
 
 
@@ -76,7 +76,7 @@ def _gpu(
         name=name,
         kind="cuda",
         capability=capability,
-        memory_bytes=int(gib * _GIB),
+        memory_bytes=int(gib * GIB),
         shared_memory_bytes=shared_kib * _KIB,
         multiprocessors=sms,
         dense_tflops=tflops,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.assets import asset
+from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig
 from ftcli.errors import Origin
 from ftcli.facts.config_file import (
-    BUNDLED,
     ConfigSource,
     Fetch,
     fetch_from_hub,
@@ -209,8 +208,8 @@ def _tokenizer(model: ModelConfig, found: ConfigSource, origins: Origins) -> Tok
     named = model.tokenizer
     if named == "bytes":
         folder = asset("tokenizers", "bytes")
-    elif named is not None and named.startswith(BUNDLED):
-        folder = asset("models", named.removeprefix(BUNDLED))
+    elif named is not None and (ships := bundled(named, "models")) is not None:
+        folder = ships
     elif named is not None and looks_local(named):
         folder = Path(named).expanduser()
     elif named is None and found.is_local:

@@ -15,11 +15,11 @@ import torch
 from ftkernels.linear_cross_entropy import linear_cross_entropy
 from torch import Tensor, nn
 
+from ftcli.labels import IGNORE_INDEX
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.assets import asset
+from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig, QuantizationConfig
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
@@ -17,14 +17,13 @@ from ftcli.model.streamed import Holding, load_quantized, random_quantized
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUNDLED = "bundled:"
 #: Values of ``quantization.method`` that store linear layers quantised.
 QUANTIZED_METHODS = ("nf4", "fp8")
 
 
 def source_of(name: str) -> str:
     """Path of a bundled model, or the name itself (Hub id or folder) for transformers to resolve."""
-    return str(asset("models", name.removeprefix(BUNDLED))) if name.startswith(BUNDLED) else name
+    return str(bundled(name, "models") or name)
 
 
 def attention_implementation(model: ModelConfig, facts: ModelFacts) -> str:
@@ -56,7 +55,7 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
     except (OSError, ValueError) as error:
         raise FtcliError.single(
             "FT321",
-            f"no tokenizer can be loaded from {source}: {_first_line(error)}",
+            f"no tokenizer can be loaded from {source}: {first_line(error)}",
             exit_code=ExitCode.PREFLIGHT,
             help="name one with model.tokenizer, or use `model.tokenizer: bytes`",
         ) from error
@@ -125,14 +124,14 @@ def load_model(
     except SafetensorError as error:
         raise FtcliError.single(
             "FT323",
-            f"a weight file of {source or model.name_or_path} is damaged: {_first_line(error)}",
+            f"a weight file of {source or model.name_or_path} is damaged: {first_line(error)}",
             exit_code=ExitCode.PREFLIGHT,
             help="download or copy it again; a copy that was cut short is the usual reason",
         ) from error
     except (OSError, ValueError) as error:
         raise FtcliError.single(
             "FT323",
-            f"the weights of {source or model.name_or_path} cannot be loaded: {_first_line(error)}",
+            f"the weights of {source or model.name_or_path} cannot be loaded: {first_line(error)}",
             exit_code=ExitCode.PREFLIGHT,
             help="check the name and the network, or build from the config alone with model.init: random",
         ) from error
@@ -201,7 +200,3 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         config.pad_token_id = tokenizer.pad_token_id
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = stops[0] if len(stops) == 1 else list(stops)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config import LoraConfig
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.precision import DtypePlan
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def apply_lora(model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, see
     except ValueError as error:
         raise FtcliError.single(
             "FT311",
-            f"lora.target_modules matches no layer of this model: {str(error).splitlines()[0]}",
+            f"lora.target_modules matches no layer of this model: {first_line(error)}",
             exit_code=ExitCode.PREFLIGHT,
             help="use target_modules: all-linear",
         ) from error

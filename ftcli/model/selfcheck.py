@@ -21,6 +21,7 @@ from triton.errors import TritonError
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, forward_loss
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.patch import Patch, patch
@@ -192,7 +193,7 @@ def _forward(model: PeftModel, batch: dict[str, Tensor]) -> tuple[float, list[_C
         for layer in _layers(model):
             handle = layer.register_forward_pre_hook(record, with_kwargs=True)
             stack.callback(handle.remove)
-        items = (batch["labels"][:, 1:] != -100).sum().clamp(min=1)
+        items = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().clamp(min=1)
         loss = forward_loss(model, batch, num_items=items).loss
     return float(loss), calls
 

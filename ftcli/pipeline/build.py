@@ -17,12 +17,14 @@ from ftcli.data.order import Epochs, epochs_of, padding_of
 from ftcli.data.prepare import Prepared, prepare
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenTable
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.preflight.memory.activations import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint
+from ftcli.units import gib
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -161,8 +163,8 @@ def build_base(
         f"{_stored(recipe, report)} on {device}"
     )
     if report.memory is not None and report.memory.offloaded is not None:
-        pinned = report.memory.pinned_host_bytes / 2**30
-        session.reporter.info(f"activations: offloaded by {report.memory.offloaded}, {pinned:.1f} GiB of host memory")
+        pinned = gib(report.memory.pinned_host_bytes)
+        session.reporter.info(f"activations: offloaded by {report.memory.offloaded}, {pinned} GiB of host memory")
     model = load_model(
         recipe.model,
         report.facts,
@@ -230,11 +232,16 @@ def with_kernels(built: Built, recipe: Recipe, report: PreflightReport, rows: Se
     applied = patch(built.model, recipe.model.kernels)
     if not any(entry.on for entry in applied.table):
         return KernelReport(applied.as_dicts(), None)
-    longest = sorted(rows[:LOOKED_AT], key=lambda s: sum(label != -100 for label in s.labels), reverse=True)[:ROWS]
+    longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
     batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
     on_device = {name: value.to(built.device) for name, value in batch.items()}
     check, applied = self_check(built.model, applied, recipe.model.kernels, on_device, report.plan)
     return KernelReport(applied.as_dicts(), check.as_dict())
+
+
+def _trained(tokens: Tokens) -> int:
+    """How many tokens of a row bear loss."""
+    return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
 def check_packing(built: Built, report: PreflightReport, epochs: Epochs, texts: Texts) -> None:

@@ -13,12 +13,12 @@ from typing import Any, Literal
 from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
-from ftcli.data.load import resolve_path
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.shortage import out_of_memory
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Progress, Reporter, Session
+from ftcli.rows.places import resolve_path
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Fingerprint, Inputs, fingerprint, require_same_data, require_same_inputs

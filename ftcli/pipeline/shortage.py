@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,12 @@ from ftcli.preflight.execution import Work
 from ftcli.preflight.memory.savings import Saving, savings
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.memory import asked_bytes, resident_bytes
+from ftcli.units import size
 
 if TYPE_CHECKING:
     from ftcli.trainers.base import RunTrainerMixin
 
-_GIB = 1 << 30
+_size = partial(size, smallest="MiB")
 _SUGGESTED = 3
 #: Buffers of safetensors and torch, and some more.
 _ROOM_BYTES = 4 << 20
@@ -83,7 +85,7 @@ def let_go(error: BaseException) -> None:
 
 def _error(message: str, found: Sequence[Saving], report: PreflightReport) -> FtcliError:
     if found:
-        parts = [f"{change} (saves about {change.saved_bytes / _GIB:.2f} GiB)" for change in found[:_SUGGESTED]]
+        parts = [f"{change} (saves about {_size(change.saved_bytes)})" for change in found[:_SUGGESTED]]
         help = "the cheapest changes, by what the memory estimate predicts: " + "; ".join(parts)
     else:
         weights = None if report.memory is None else report.memory.parts.get("weights")
@@ -135,7 +137,3 @@ def _parts(trainer: RunTrainerMixin) -> dict[str, int]:
         "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
         "optimizer": sum(value.nbytes for state in states for value in state.values() if hasattr(value, "nbytes")),
     }
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 100 else f"{count / (1 << 20):.2f} MiB"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config import DatasetConfig
-from ftcli.errors import FtcliError, Origin
+from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.rows.places import HUB
 from ftcli.rows.readers import without_nulls
 from ftcli.rows.row import data_error
@@ -98,7 +98,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) -> FtcliError:
     what = repository(source)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     if offline:
         return data_error(
             "FT406",

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.assets import asset
+from ftcli.assets import BUNDLED, asset, bundled
 from ftcli.config import DatasetConfig
 from ftcli.errors import Origin
 from ftcli.rows.row import data_error
 
-BUNDLED = "bundled:"
 HUB = "hub:"
 #: Each may be compressed: `.jsonl.gz`.
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -50,11 +49,11 @@ def is_hub(source: DatasetConfig) -> bool:
 
 def resolve_path(name: str) -> Path:
     """The file or folder that a ``path`` means; ``bundled:NAME`` is ``assets/data/NAME.jsonl`` or ``.jsonl.gz``."""
-    if not name.startswith(BUNDLED):
+    stem = bundled(name, "data")
+    if stem is None:
         return Path(name).expanduser()
-    stem = name.removeprefix(BUNDLED)
-    plain = asset("data", f"{stem}.jsonl")
-    return plain if plain.exists() else asset("data", f"{stem}.jsonl.gz")
+    plain = Path(f"{stem}.jsonl")
+    return plain if plain.exists() else Path(f"{stem}.jsonl.gz")
 
 
 def files_of(source: DatasetConfig) -> list[DataFile]:
@@ -88,8 +87,8 @@ def data_file(name: str, path: Path) -> DataFile | None:
 
 
 def _missing(source: DatasetConfig, path: Path) -> str:
-    bundled = source.path.startswith(BUNDLED)
-    return f"ftcli bundles no data named {source.path}" if bundled else f"no data file at {path.absolute()}"
+    ships = source.path.startswith(BUNDLED)
+    return f"ftcli bundles no data named {source.path}" if ships else f"no data file at {path.absolute()}"
 
 
 def _where(source: DatasetConfig) -> str:

@@ -7,11 +7,11 @@ from itertools import islice
 from typing import Any
 
 from ftcli.config import DatasetConfig
-from ftcli.errors import Finding, Origin
+from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.readers import Broken, kind_of, read_file
-from ftcli.rows.row import BROKEN_HELP, Row
+from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, data_error, raise_findings
 
 
 def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | Finding]:
@@ -21,6 +21,24 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
     """
     for name, number, value in islice(_values(source, offline=offline), source.max_rows):
         yield _row(source, name, number, value)
+
+
+def read_rows(source: DatasetConfig, *, offline: bool = False) -> list[Row]:
+    """All rows of one source at once, for what needs them all: prompts of tasks and of GRPO.
+
+    Raises FtcliError (exit 4): FT401, FT402, FT406, FT407 when the source cannot be read, FT403 and FT405 for broken
+    rows (all in one go), FT404 without rows.
+    """
+    items = list(iterate(source, offline=offline))
+    raise_findings([item for item in items if isinstance(item, Finding)])
+    if not items:
+        raise no_rows(source)
+    return [item for item in items if isinstance(item, Row)]
+
+
+def no_rows(source: DatasetConfig) -> FtcliError:
+    """FT404: there is a file, and no row in it."""
+    return data_error("FT404", f"{source.path} holds no rows", Origin(source.path), NO_ROWS_HELP)
 
 
 def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.run.checkpoint import Checkpoints
 
 
@@ -98,10 +98,9 @@ def no_run(path: Path, reason: str) -> FtcliError:
 
 def unreadable(path: Path, error: Exception) -> FtcliError:
     """FT727: a file of the run cannot be read."""
-    detail = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return FtcliError.single(
         "FT727",
-        f"{path} cannot be read: {detail}",
+        f"{path} cannot be read: {first_line(error)}",
         exit_code=ExitCode.RECIPE,
         help="restore the file, or start anew with --resume never, which keeps the old run beside it",
     )

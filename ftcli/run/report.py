@@ -25,6 +25,7 @@ from ftcli.run.html import Html, join, tag
 from ftcli.run.ledger import read_json_object
 from ftcli.run.metrics import read_metrics
 from ftcli.run.status import Status, read_status
+from ftcli.units import GIB
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -47,7 +48,7 @@ CHARTS = (
     Chart("Learning rate", {"learning_rate": "learning rate"}, from_zero=True),
     Chart("Gradient norm", {"grad_norm": "gradient norm before clipping"}, from_zero=True, smooth=True),
     Chart("Throughput, tokens/s", {"tokens_per_second": "tokens/s"}, from_zero=True),
-    Chart("Peak memory, GiB", {"peak_memory_bytes": "peak memory"}, from_zero=True, unit=2.0**30),
+    Chart("Peak memory, GiB", {"peak_memory_bytes": "peak memory"}, from_zero=True, unit=float(GIB)),
     Chart("Reward deviation within groups", {"reward_std": "standard deviation"}, from_zero=True, smooth=True),
     Chart("Completion length, tokens", {"completions/mean_length": "mean length"}, from_zero=True, smooth=True),
     Chart("KL to the base model", {"kl": "KL"}, from_zero=True, smooth=True),

@@ -13,6 +13,7 @@ from ftcli.config import Recipe
 from ftcli.run.charts import number, short
 from ftcli.run.html import Html, join, table, tag
 from ftcli.run.status import Status
+from ftcli.units import size
 
 #: Characters of one sample's text that are shown.
 SHOWN_CHARACTERS = 4000
@@ -85,7 +86,7 @@ def _work_facts(metrics: Sequence[Mapping[str, Any]], status: Status | None) -> 
     if rates:
         facts.append(("Median tokens/s", f"{statistics.median(rates):,.0f}"))
     if memory:
-        facts.append(("Peak memory", f"{max(memory) / 2**30:.2f} GiB"))
+        facts.append(("Peak memory", size(max(memory))))
     duration = _duration(status)
     return [*facts, ("Wall time", duration)] if duration else facts
 

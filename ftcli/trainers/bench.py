@@ -14,8 +14,9 @@ import torch
 from ftkernels.fp8 import multiply_rows, quantize_rows
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ftcli.data.load import Row
 from ftcli.data.tokens import Tokens
+from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.row import Row
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
 MATMUL_CUDA = (8192, 8192, 8192)
@@ -138,7 +139,7 @@ def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> lis
     """``rows`` sequences of ``seq_len`` random ids, every position but the first supervised."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (rows, seq_len), generator=generator).tolist()
-    return [Tokens(Row("synthetic", i + 1, {}), row, [-100, *row[1:]]) for i, row in enumerate(ids)]
+    return [Tokens(Row("synthetic", i + 1, {}), row, [IGNORE_INDEX, *row[1:]]) for i, row in enumerate(ids)]
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:

@@ -16,6 +16,7 @@ from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, plain_epochs
 from ftcli.data.tokens import Tokens
 from ftcli.facts.precision import DtypePlan
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.memory.activations import Offloaded
@@ -54,7 +55,9 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         self.count_tokens(inputs["attention_mask"] if "attention_mask" in inputs else inputs["lengths"])
         inputs = {name: value for name, value in inputs.items() if name != "lengths"}
         device = inputs["input_ids"].device
-        items = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"][:, 1:] != -100).sum()
+        items = num_items_in_batch
+        if items is None:
+            items = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         with compute_context(device, self.plan.compute, self.plan.autocast):
             loss = forward_loss(self.model, inputs, num_items=items).loss
         self.watch("the loss", loss)

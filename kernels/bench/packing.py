@@ -21,9 +21,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.data.collate import PaddingCollator, packed_batch
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import forward_loss
 from ftcli.rows.row import Row
 

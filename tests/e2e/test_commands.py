@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
 from ftcli.config import DatasetConfig
-from ftcli.data.load import read_rows
+from ftcli.rows.reading import read_rows
 from tests.e2e.conftest import User
 
 

@@ -25,7 +25,7 @@ _CHATS = ("messages", "sharegpt", "alpaca", "prompt_answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class FirstRows:
     """The first rows of one source, columns renamed. ``path`` is the recipe's key for it."""
 
     path: str
@@ -108,7 +108,7 @@ def _source_findings(
     if not items:
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
-        sample = Sample(path, source, rows)
+        sample = FirstRows(path, source, rows)
         asks = context.work == "grpo" or path.startswith("eval.tasks.")  # prompts; the answer is the model's
         bare = asks and context.recipe.data.format == "auto" and _is_bare(rows[0])
         layout = None if bare else layout_of(rows[0], context.recipe.data.format)
@@ -139,7 +139,7 @@ def _no_loss(loss_on: str, layout: Layout, is_chat: bool) -> bool:
     return loss_on not in LOSS_ON[layout] or (loss_on == "assistant" and not is_chat)
 
 
-def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: Layout | None) -> Findings:
+def _meaning(context: Context, facts: ModelFacts, sample: FirstRows, layout: Layout | None) -> Findings:
     """What the rows are used for, against what they hold. ``layout`` None: GRPO's bare prompts."""
     origin, first = sample.rows[0].origin, sample.rows[0].fields
     loss_on = context.recipe.data.loss_on
@@ -161,7 +161,7 @@ def _meaning(context: Context, facts: ModelFacts, sample: Sample, layout: Layout
         )
 
 
-def _answers(context: Context, sample: Sample) -> Findings:
+def _answers(context: Context, sample: FirstRows) -> Findings:
     grpo = context.recipe.grpo
     if grpo is None or not sample.path.startswith("data.train"):
         return

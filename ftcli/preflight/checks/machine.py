@@ -10,6 +10,7 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.kernel_table import FP8_CAPABILITY
+from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
 
@@ -107,11 +108,10 @@ def _occupied(context: Context, device: DeviceFacts) -> Findings:
     free, total = device.free_bytes, device.memory_bytes
     if device.kind != "cuda" or free is None or total is None or free >= _BUSY_SHARE * total:
         return
-    gib = 2**30
     yield context.warning(
         "FT504",
         "",
-        f"other processes hold {(total - free) / gib:.1f} of {total / gib:.1f} GiB on {device.name}",
+        f"other processes hold {gib(total - free)} of {gib(total)} GiB on {device.name}",
         help="nvidia-smi lists them",
     )
 

@@ -10,6 +10,7 @@ from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writab
 from ftcli.preflight.memory.activations import pinnable_bytes
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.units import gib
 
 _TIGHT_DISK = 0.9
 
@@ -87,9 +88,3 @@ def disk_findings(context: Context, estimate: DiskEstimate, output_dir: Path) ->
         yield context.error("FT611", "run.output_dir", message, help=help)
     else:
         yield context.warning("FT612", "run.output_dir", message, help=help)
-
-
-def gib(count: int) -> str:
-    """Bytes as GiB with one decimal, two below 1."""
-    value = count / 2**30
-    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"

@@ -28,6 +28,7 @@ from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.preflight.memory.levels import TIGHT_SHARE, Level, level_of
 from ftcli.preflight.memory.result import MemoryEstimate
 from ftcli.preflight.memory.slowdown import ON_KERNELS
+from ftcli.units import GIB, gib
 
 #: Phases of the estimate in which nothing is kept for backward.
 _WITHOUT_BACKWARD = ("evaluation", "generation")
@@ -60,9 +61,9 @@ class Tried:
     offloaded: Offloaded | None
 
     def __str__(self) -> str:
-        text = f"{policy_name(self.policy)} {_gib(self.needed_bytes)}"
+        text = f"{policy_name(self.policy)} {gib(self.needed_bytes)}"
         if self.host_has_room is False:
-            text += f" but {_gib(self.pinned_host_bytes)} on the host, which lacks it"
+            text += f" but {gib(self.pinned_host_bytes)} on the host, which lacks it"
         return text
 
 
@@ -151,7 +152,7 @@ def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
     budget = recipe.train.memory_budget_gib
     if budget is None or device.available_bytes is None or recipe.train.gradient_checkpointing != "auto":
         return device
-    return replace(device, free_bytes=min(device.available_bytes, int(budget * 2**30)))
+    return replace(device, free_bytes=min(device.available_bytes, int(budget * GIB)))
 
 
 def with_policy(recipe: Recipe, policy: Checkpointing) -> Recipe:
@@ -254,9 +255,5 @@ def _lean(recipe: Recipe) -> Recipe:
 def _reason(tried: list[Tried], chosen: Tried, device: DeviceFacts) -> str:
     assert device.available_bytes is not None
     why = "the fastest that fits" if chosen.level == "fits" else "the leanest; none fits"
-    memory = f"{TIGHT_SHARE:.0%} of {_gib(device.available_bytes)} GiB"
+    memory = f"{TIGHT_SHARE:.0%} of {gib(device.available_bytes)} GiB"
     return f"{why} in {memory} (needed: {', '.join(map(str, tried))})"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f}" if count >= 2**30 else f"{count / 2**30:.2f}"

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ftcli.cli.plain import jsonable
-from ftcli.cli.render import Style, document, findings_text, result_text, size
+from ftcli.cli.render import Style, document, findings_text, result_text
 from ftcli.cli.views import bench_text, check_text, evaluation_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, Origin
 from ftcli.facts.device import named_device
 from ftcli.preflight.stages import preflight
+from ftcli.units import size
 
 PLAIN = Style(color=False)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ftcli.config import DatasetConfig
-from ftcli.data.load import read_rows
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.rows.reading import read_rows
 
 
 def write(path: Path, *lines: str) -> DatasetConfig:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ftcli.data.collate import packed_batch
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.order import epochs_of, mixture, padding_of, plain_epochs, rows_of
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens, TokenTable
+from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
 

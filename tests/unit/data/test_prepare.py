@@ -13,9 +13,9 @@ from ftcli.assets import asset
 from ftcli.config import DataConfig
 from ftcli.data.collate import PaddingCollator
 from ftcli.data.ledger import quantiles
-from ftcli.data.mask import IGNORE_INDEX, end_at_stop, labels_of
 from ftcli.data.prepare import Prepared, prepare
 from ftcli.errors import FtcliError
+from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ftcli.data.formats import prompts_of
-from ftcli.data.load import Row
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.prepare import Prepared
 from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError
+from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.row import Row
 
 Prepare = Callable[..., Prepared]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

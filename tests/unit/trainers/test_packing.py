@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from ftcli.data.collate import PaddingCollator, packed_batch
-from ftcli.data.mask import IGNORE_INDEX
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import forward_loss, hidden_states
 from ftcli.rows.row import Row
 from ftcli.trainers.isolation import check_isolation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+#: The label of a position without loss, as in torch and transformers.
 IGNORE_INDEX = -100
 
 
@@ -12,7 +13,7 @@ def labels_of(
     offsets: Sequence[tuple[int, int]],
     spans: Sequence[tuple[int, int]],
 ) -> list[int]:
-    """Labels of the same length: the id inside a span, -100 elsewhere.
+    """Labels of the same length: the id inside a span, IGNORE_INDEX elsewhere.
 
     A token belongs to a span when it starts in it; tokens of no characters (BOS added by the tokenizer) never do.
     Position 0 has no predecessor to predict it from and is never supervised.
