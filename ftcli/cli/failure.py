@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.run.memory import is_out_of_memory
+from ftcli.run.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)

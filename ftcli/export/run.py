@@ -15,8 +15,7 @@ from ftcli.export.adapter import verify_adapter, write_adapter
 from ftcli.export.safetensors import copy_model, verify_copy, verify_merged, write_merged
 from ftcli.export.source import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import finite, replace_directory, storage_error, storage_errors, write_json
-from ftcli.run.clock import utc_now
+from ftcli.run.atomic import finite, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.directory import RunDirectory
 
 #: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.

@@ -14,8 +14,8 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.ledger import Evaluation, Sample, write_evaluation
 from ftcli.run.report import write_report
+from ftcli.run.results import AnsweredRow, Evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import Tokens
@@ -104,7 +104,7 @@ def _finished_run(run_dir: Path) -> RunDirectory:
 def _write(directory: RunDirectory, result: dict[str, Any]) -> None:
     base, tuned = result["base"], result["run"]
     samples = [
-        Sample(b["prompt"], b["reference"], b["completion"], a["completion"], name)
+        AnsweredRow(b["prompt"], b["reference"], b["completion"], a["completion"], name)
         for name, task in tuned["tasks"].items()
         for b, a in zip(base["tasks"][name]["samples"], task["samples"], strict=True)
     ]

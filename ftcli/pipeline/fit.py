@@ -12,8 +12,8 @@ from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
-from ftcli.run.memory import is_out_of_memory
 from ftcli.run.metrics import read_metrics
+from ftcli.run.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from ftcli.pipeline.build import Built, Texts

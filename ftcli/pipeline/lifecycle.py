@@ -21,10 +21,10 @@ from ftcli.reporting import Progress, Reporter, Session
 from ftcli.rows.places import resolve_path
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
-from ftcli.run.inputs import Fingerprint, Inputs, fingerprint, require_same_data, require_same_inputs
+from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.manifest import build_manifest, read_manifest, write_manifest
-from ftcli.run.memory import is_out_of_memory
 from ftcli.run.metrics import MetricsWriter
+from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
 from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of
 
@@ -256,11 +256,6 @@ def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
             found |= {f"{source.path.rstrip('/')}/{p.relative_to(path).as_posix()}": p for p in inside}
     return found
-
-
-def fingerprints(sources: Sequence[DatasetConfig]) -> list[Fingerprint]:
-    """Identity of every data file, by content."""
-    return [fingerprint(name, path) for name, path in data_files(sources).items()]
 
 
 def keep_inputs(context: RunContext, inputs: Inputs) -> None:

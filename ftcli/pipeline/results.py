@@ -1,4 +1,4 @@
-"""What commands leave in eval.json and give back."""
+"""What commands leave in eval.json and tokens.json, and give back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
+from ftcli.data.ledger import DatasetLedger
+from ftcli.data.order import Epochs, padding_of
+from ftcli.data.tokens import Ints
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
-from ftcli.run.ledger import Evaluation, Sample, Scores, TaskScore, write_evaluation
+from ftcli.run.results import (
+    AnsweredRow,
+    DatasetTokens,
+    EpochTokens,
+    Evaluation,
+    Scores,
+    TaskScore,
+    write_evaluation,
+    write_tokens,
+)
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
@@ -43,7 +55,7 @@ def scores(loss: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> S
     )
 
 
-def sample_rows(evaluator: Evaluator, model: Any) -> list[Sample]:
+def answered_rows(evaluator: Evaluator, model: Any) -> list[AnsweredRow]:
     """The first held-out rows answered by the trained model and, where adapters can be switched off, before it."""
     from ftcli.errors import FtcliError
 
@@ -56,14 +68,59 @@ def sample_rows(evaluator: Evaluator, model: Any) -> list[Sample]:
         with model.disable_adapter():
             before = evaluator.samples(model, SAMPLES)
     return [
-        Sample(a["prompt"], a["reference"], None if b is None else b["completion"], a["completion"])
+        AnsweredRow(a["prompt"], a["reference"], None if b is None else b["completion"], a["completion"])
         for a, b in zip(after, before, strict=True)
     ]
 
 
-def write_train_evaluation(directory: RunDirectory, loss: Mapping[str, Any], samples: Sequence[Sample]) -> None:
+def write_train_evaluation(directory: RunDirectory, loss: Mapping[str, Any], samples: Sequence[AnsweredRow]) -> None:
     """eval.json after training: the trained model only; `ftcli eval` adds the base model and the tasks."""
     write_evaluation(directory.eval_path, Evaluation(run=scores(loss, {}), samples=tuple(samples)))
+
+
+def write_token_counts(
+    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, lengths: Ints, batch_size: int
+) -> None:
+    """Writes tokens.json from the ledgers of each split and from the order of the first epoch.
+
+    Args:
+        lengths: Tokens of every training row.
+        batch_size: Sequences in a batch, which is padded to its longest.
+
+    Raises FtcliError FT723 or FT724 when it cannot be written.
+    """
+    datasets = tuple(_dataset(split, ledger) for split, some in ledgers.items() for ledger in some)
+    real, padding = padding_of(epochs, lengths, batch_size)
+    epoch = EpochTokens(
+        rows=len(epochs) if epochs.packs is None else len(epochs.packs.rows),
+        sequences=len(epochs),
+        packed=epochs.packs is not None,
+        tokens=real,
+        tokens_padded=padding,
+        padded_share=padding / (real + padding),
+    )
+    write_tokens(path, datasets, epoch)
+
+
+def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:
+    return DatasetTokens(
+        name=ledger.name,
+        split=split,
+        layout=ledger.layout,
+        rows=ledger.rows,
+        rows_kept=ledger.kept_rows,
+        rows_dropped=ledger.dropped_rows,
+        rows_truncated=ledger.truncated_rows,
+        rows_skipped=ledger.bad_rows,
+        skipped_by_code=ledger.bad_codes,
+        tokens=ledger.all_tokens,
+        tokens_kept=ledger.tokens,
+        tokens_cut=ledger.cut_tokens + ledger.dropped_tokens,
+        tokens_masked=ledger.masked_tokens,
+        tokens_trained=ledger.supervised_tokens,
+        longest=ledger.length_quantiles.get("max", 0),
+        length_quantiles=ledger.length_quantiles,
+    )
 
 
 def judges_of(recipe: Recipe) -> dict[str, Judge]:

@@ -13,7 +13,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.execution import Work
 from ftcli.preflight.memory.savings import Saving, savings
 from ftcli.preflight.report import PreflightReport
-from ftcli.run.memory import asked_bytes, resident_bytes
+from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.prepare import Prepared
-from ftcli.pipeline.accounting import write_tokens
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.results import complete_result, sample_rows, write_train_evaluation
+from ftcli.pipeline.results import answered_rows, complete_result, write_token_counts, write_train_evaluation
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 
@@ -42,7 +41,7 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         train_data = build.tokenized(recipe, session, texts, "train")
         eval_data = build.tokenized(recipe, session, texts, "eval")
         epochs = build.training_epochs(recipe, session, train_data)
-        write_tokens(
+        write_token_counts(
             context.directory.tokens_path,
             {"train": train_data.ledgers, "eval": eval_data.ledgers},
             epochs,
@@ -86,7 +85,7 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         if final:
             context.write_line({"step": summary["steps"], **{f"eval_{name}": value for name, value in final.items()}})
             session.reporter.info(f"held-out loss {final['loss']:.4f}, token accuracy {final['token_accuracy']:.1%}")
-        samples = sample_rows(evaluator, built.model) if recipe.data.eval else []
+        samples = answered_rows(evaluator, built.model) if recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
     return {**summary, "eval": final, "seconds": time.perf_counter() - started}
 

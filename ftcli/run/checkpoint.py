@@ -31,10 +31,10 @@ from ftcli.run.atomic import (
     rename_directory,
     storage_error,
     storage_errors,
+    utc_now,
     write_json,
     writing_into,
 )
-from ftcli.run.clock import utc_now
 
 #: The list of files that makes a folder a checkpoint.
 COMPLETE_NAME = "complete.json"

@@ -266,8 +266,8 @@ def _holds_run(run: RunDirectory) -> bool:
 
 
 def _foreign_entries(path: Path) -> list[str]:
-    """Names that a run which died in its first moments does not leave."""
-    ours = {LOCK_NAME, "run.log", "checkpoints"}
+    """Names of files and folders that no run has put there, not even one that died in its first moments."""
+    ours = {LOCK_NAME, "checkpoints", "run.log"}  # the last is where people send what a run prints
     names = (entry.name for entry in path.iterdir())
     return sorted(name for name in names if name not in ours and not name.startswith(TEMPORARY_PREFIX))
 

@@ -80,11 +80,6 @@ class RunDirectory:
         """How the run stands, for scripts."""
         return self.path / "status.json"
 
-    @property
-    def log_path(self) -> Path:
-        """Plain text of what the run printed."""
-        return self.path / "run.log"
-
 
 def no_run(path: Path, reason: str) -> FtcliError:
     """FT722: the folder is not a run."""

@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.clock import utc_now
+from ftcli.run.atomic import utc_now
 
 #: Name of the lock file. It stays behind when a run ends; what counts is the kernel's lock on it, not the file.
 LOCK_NAME = ".lock"

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ftcli import __version__
-from ftcli.run.atomic import finite, storage_errors, write_json
-from ftcli.run.clock import utc_now
+from ftcli.run.atomic import finite, read_json_object, storage_errors, utc_now, write_json
 from ftcli.run.inputs import Fingerprint
-from ftcli.run.ledger import read_json_object
 
 #: Distributions whose versions can change what a run computes.
 LIBRARIES = (

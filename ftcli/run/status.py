@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ftcli.errors import ExitCode
-from ftcli.run.atomic import storage_errors, write_json
-from ftcli.run.clock import utc_now
+from ftcli.run.atomic import storage_errors, utc_now, write_json
 
 State = Literal["running", "completed", "preempted", "failed"]
 

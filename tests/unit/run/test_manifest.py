@@ -1,4 +1,4 @@
-"""manifest.json and the ledgers."""
+"""manifest.json, and the files of results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import transformers
 
 import ftcli
 from ftcli.errors import FtcliError
+from ftcli.run.atomic import read_json_object
 from ftcli.run.inputs import (
     Fingerprint,
     Inputs,
@@ -21,15 +22,8 @@ from ftcli.run.inputs import (
     require_same_inputs,
     weights_fingerprint,
 )
-from ftcli.run.ledger import (
-    Evaluation,
-    Sample,
-    Scores,
-    TaskScore,
-    read_json_object,
-    write_evaluation,
-)
 from ftcli.run.manifest import build_manifest, git_state, read_manifest, write_manifest
+from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
 
 
 def build(folder: Path, **more: Any) -> dict[str, Any]:
@@ -163,7 +157,7 @@ def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:
 
 def test_an_evaluation_is_written_as_plain_json(tmp_path: Path) -> None:
     scores = Scores(loss=float("nan"), tasks=(TaskScore("exact_match", 0.5, 4),))
-    write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(Sample("p", "r", None, "a"),)))
+    write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(AnsweredRow("p", "r", None, "a"),)))
     raw = json.loads((tmp_path / "eval.json").read_text())
     assert raw["run"]["loss"] is None
     assert raw["run"]["tasks"] == [{"name": "exact_match", "value": 0.5, "count": 4}]

@@ -12,13 +12,13 @@ import yaml
 
 from ftcli.config import Recipe
 from ftcli.run.atomic import write_json
-from ftcli.run.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
 from ftcli.run.directory import RunDirectory, open_run
-from ftcli.run.html import Html, escape, join, tag
-from ftcli.run.ledger import Evaluation, Sample, Scores, TaskScore, write_evaluation
 from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import render_report, write_report
+from ftcli.run.report.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
+from ftcli.run.report.html import Html, escape, join, tag
+from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
 
@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> RunDirectory:
         tokens = {"tokens_kept": 90, "tokens_cut": 10, "tokens_masked": 40}
         write_json(directory.tokens_path, {"datasets": [{"name": HOSTILE, "split": "train", **counts, **tokens}]})
         scores = [Scores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))]
-        samples = (Sample(HOSTILE, "right", HOSTILE, "right", HOSTILE), Sample("p", None, "", None))
+        samples = (AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE), AnsweredRow("p", None, "", None))
         write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
         opened.finish(6, message=f"diverged {HOSTILE}")
     return directory

@@ -1,7 +1,7 @@
 """report.html: one file that opens offline and shows how a run went, built from the run directory alone.
 
 The page loads nothing and runs no script; its content security policy forbids both, and everything that models or
-data say is escaped (:mod:`ftcli.run.html`).
+data say is escaped (:mod:`ftcli.run.report.html`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import yaml
 
 from ftcli import __version__
 from ftcli.errors import FtcliError
-from ftcli.run import report_sections as sections
-from ftcli.run.atomic import storage_errors, write_text
-from ftcli.run.charts import Series, line_chart
-from ftcli.run.clock import utc_now
+from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_text
 from ftcli.run.directory import RunDirectory
-from ftcli.run.html import Html, join, tag
-from ftcli.run.ledger import read_json_object
 from ftcli.run.metrics import read_metrics
+from ftcli.run.report import sections
+from ftcli.run.report.charts import Series, line_chart
+from ftcli.run.report.html import Html, join, tag
 from ftcli.run.status import Status, read_status
 from ftcli.units import GIB
 
@@ -93,7 +91,7 @@ def render_report(run: RunDirectory) -> str:
 
 
 def _page(name: str, body: Html) -> str:
-    style = Html(files("ftcli.run").joinpath("report.css").read_text(encoding="utf-8"))
+    style = Html(files("ftcli.run.report").joinpath("report.css").read_text(encoding="utf-8"))
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ftcli.run.html import Html, escape, join, tag
+from ftcli.run.report.html import Html, escape, join, tag
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from ftcli.config import Recipe
-from ftcli.run.charts import number, short
-from ftcli.run.html import Html, join, table, tag
+from ftcli.run.report.charts import number, short
+from ftcli.run.report.html import Html, join, table, tag
 from ftcli.run.status import Status
 from ftcli.units import size
 

@@ -1,0 +1,120 @@
+"""eval.json and tokens.json: how the model did, and what became of the data. Both are read by the report.
+
+Other parts of the program fill these values in; the names in the files are those of the fields here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ftcli.run.atomic import finite, storage_errors, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """A task's result: ``value`` from 0 to 1 over ``count`` rows."""
+
+    name: str
+    value: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured.
+
+    ``datasets`` has loss, perplexity, token accuracy, tokens and rows of each held-out file; ``lm_eval`` the metrics of
+    each task of lm-evaluation-harness.
+    """
+
+    loss: float | None = None
+    perplexity: float | None = None
+    token_accuracy: float | None = None
+    tokens: int | None = None
+    tasks: tuple[TaskScore, ...] = ()
+    datasets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    lm_eval: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredRow:
+    """One held-out row: what was asked, what was expected, and what the model said before and after training."""
+
+    prompt: str
+    reference: str | None = None
+    before: str | None = None
+    after: str | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What eval.json holds: the base model against the run, and a few answered rows."""
+
+    base: Scores | None = None
+    run: Scores | None = None
+    samples: tuple[AnsweredRow, ...] = ()
+
+
+def write_evaluation(path: Path, evaluation: Evaluation) -> None:
+    """Write eval.json; NaN and infinity become null.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    with storage_errors(path):
+        write_json(path, finite(asdict(evaluation)))
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetTokens:
+    """What became of one data set's rows and tokens.
+
+    ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
+    ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
+    ``rows_skipped`` were broken, ``skipped_by_code`` says how. Lengths are in tokens, before any cut.
+    """
+
+    name: str
+    split: str
+    layout: str
+    rows: int
+    rows_kept: int
+    rows_dropped: int
+    rows_truncated: int
+    rows_skipped: int
+    skipped_by_code: Mapping[str, int]
+    tokens: int
+    tokens_kept: int
+    tokens_cut: int
+    tokens_masked: int
+    tokens_trained: int
+    longest: int
+    length_quantiles: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochTokens:
+    """What one epoch of training computes. A sequence is a row, or several rows when ``packed``.
+
+    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions.
+    """
+
+    rows: int
+    sequences: int
+    packed: bool
+    tokens: int
+    tokens_padded: int
+    padded_share: float
+
+
+def write_tokens(path: Path, datasets: tuple[DatasetTokens, ...], epoch: EpochTokens) -> None:
+    """Write tokens.json.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    with storage_errors(path):
+        write_json(path, {"datasets": [asdict(one) for one in datasets], "epoch": asdict(epoch)})
