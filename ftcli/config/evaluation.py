@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Items, Section
+from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
+from ftcli.tables import exports
 
-ExportFormat = Literal["adapter", "safetensors", "gguf", "ollama", "bitnet"]
+ExportFormat = Annotated[str, Word(exports.names)]
 
 
 class GenerateConfig(Section):

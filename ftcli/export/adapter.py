@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_verified, source_tokenizer
-from ftcli.export.source import ExportSource, unusable
-from ftcli.export.verify import compare_tensors, compare_tokenizers, read_tensors
+from ftcli.export.resolve import ExportSource, unusable
+from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, read_tensors
 from ftcli.facts.model import read_facts
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
 
 
-def write_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
-    """Copy the adapter and write its tokenizer with the template of training beside it.
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Write the adapter into ``folder`` and verify it. ``say`` is not used: this takes no time.
+
+    Raises:
+        FtcliError: FT321, FT322 or FT424 for the tokenizer; otherwise as :func:`verify_adapter`.
+        OSError: it cannot be written.
+    """
+    copy_adapter(source, folder, offline=offline)
+    return verify_adapter(source, folder, offline=offline)
+
+
+def copy_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copy the adapter and save its tokenizer, with the chat template of training, beside it.
 
     Raises:
         FtcliError: FT321, FT322 or FT424 for the tokenizer.
         OSError: it cannot be written.
     """
     for path in sorted(source.folder.iterdir()):
-        kept = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
-        if kept and not _is_blank_card(path):
+        wanted = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
+        if wanted and not _is_blank_card(path):
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
 
@@ -39,11 +50,8 @@ def _is_blank_card(path: Path) -> bool:
     )
 
 
-def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> dict[str, Any]:
+def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
     """Load the copy with plain PEFT into a model of the base's shape; every tensor must equal the source's file.
-
-    Returns:
-        What was compared, for the record beside the export.
 
     Raises:
         FtcliError: FT741 when anything differs, FT742 when the source itself is damaged, FT30x when the base's
@@ -61,7 +69,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> dict
     problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
     if problems:
         raise not_verified(folder, problems)
-    return {"compared": "every tensor, bit for bit", "tensors": len(wanted)}
+    return Verified({"compared": "every tensor, bit for bit", "tensors": len(wanted)})
 
 
 def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:

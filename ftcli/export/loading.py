@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.source import ExportSource
+from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
 from ftcli.model.load import load_tokenizer, source_of
 
@@ -84,8 +84,6 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
         FtcliError: FT742 when PEFT cannot load the adapter into this model.
     """
     from peft import PeftModel
-
-    from ftcli.export.source import unusable
 
     try:
         with warnings.catch_warnings():

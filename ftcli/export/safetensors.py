@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -18,8 +18,9 @@ from ftcli.export.adapter import finite_tensors
 from ftcli.export.loading import attach, load_base, load_own_tokenizer, load_written, not_verified, source_tokenizer
 from ftcli.export.merge import merge, stored_dtypes
 from ftcli.export.probe import Probe, logits, probe_batch
-from ftcli.export.source import ExportSource, read_adapter_config, unusable
+from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.verify import (
+    Verified,
     check_logits,
     check_stops,
     compare_tensors,
@@ -31,6 +32,7 @@ from ftcli.export.verify import (
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.tables import exports
 from ftcli.units import gib
 
 if TYPE_CHECKING:
@@ -52,6 +54,20 @@ class Reference:
     dtype: torch.dtype
     merged: int
     stops: tuple[int, ...]
+
+
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Write a complete model into ``folder`` and verify it; ``say`` is told of what takes time.
+
+    Raises:
+        FtcliError: as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`.
+        OSError: it cannot be written.
+    """
+    if source.kind == "model":
+        copy_model(source, folder, offline=offline)
+        return verify_copy(source, folder, offline=offline)
+    reference = write_merged(source, folder, offline=offline, say=say)
+    return verify_merged(source, folder, reference, offline=offline, say=say)
 
 
 def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Reference:
@@ -93,12 +109,10 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 def verify_merged(
     source: ExportSource, folder: Path, reference: Reference, *, offline: bool, say: Callable[[str], None]
-) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+) -> Verified:
     """Load what was written with plain transformers and compare weights, logits, tokenizer and stop tokens.
 
-    Returns:
-        What was compared, for the record beside the export, and warnings: FT744 when rounding took away most of
-        what the adapter does.
+    A warning (FT744) tells when rounding took away most of what the adapter does.
 
     Raises:
         FtcliError: FT741 when anything differs.
@@ -122,7 +136,7 @@ def verify_merged(
         "merged": reference.merged,
         **facts,
     }
-    return record, _rounding_warnings(report.lost, report.dtype)
+    return Verified(record, _rounding_warnings(report.lost, report.dtype))
 
 
 def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
@@ -150,7 +164,7 @@ def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
 
 
-def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> dict[str, Any]:
+def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
     """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits finite.
 
     Raises:
@@ -172,7 +186,7 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> dict[st
         problems.append("its logits are not finite")
     if problems:
         raise not_verified(folder, problems)
-    return {"compared": "every weight bit for bit, tokenizer, stop tokens", "tensors": len(wanted)}
+    return Verified({"compared": "every weight bit for bit, tokenizer, stop tokens", "tensors": len(wanted)})
 
 
 def _require_memory(base: PreTrainedModel) -> None:
@@ -186,7 +200,7 @@ def _require_memory(base: PreTrainedModel) -> None:
         "FT748",
         f"merging needs about {gib(needed)} GiB of memory, and {gib(free + held)} GiB are free",
         exit_code=ExitCode.PREFLIGHT,
-        help="merge on a machine with more memory, or export the adapter alone: export.formats: [adapter]",
+        help=f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}",
     )
 
 
@@ -196,5 +210,10 @@ def _random_base(source: ExportSource) -> FtcliError:
         "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",
         exit_code=ExitCode.RECIPE,
         origin=source.origins.at("model.init"),
-        help="export the adapter alone: export.formats: [adapter]",
+        help=f"export the adapter alone: {_unmerged()}",
     )
+
+
+def _unmerged() -> str:
+    """Formats that take the adapter as it is, as a recipe says it."""
+    return f"export.formats: [{', '.join(exports.supported(merges=False))}]"

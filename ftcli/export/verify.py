@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ftcli.errors import Finding
 from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ NAMED = 5
 
 #: Largest relative error of one rounding to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """An export that passed: what was compared, for the record beside it, and what people should know about it.
+
+    ``record["compared"]`` says in words what was compared.
+    """
+
+    record: dict[str, Any]
+    warnings: tuple[Finding, ...] = ()
 
 
 def tolerance(dtype: torch.dtype, merged: int) -> float:

@@ -11,12 +11,12 @@ from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from ftcli.export.run import ExportResult
+    from ftcli.export.writing import ExportResult
 
 
 def run(loaded: LoadedRecipe, session: Session, run_dir: Path) -> dict[str, Any]:
     """Writes each of ``export.formats`` to ``<run>/export/<format>``. Raises FtcliError as ``export_run``."""
-    from ftcli.export.run import export_run
+    from ftcli.export.writing import export_run
 
     report = preflight(loaded, command="export", device=None, offline=session.offline)
     for finding in report.findings:

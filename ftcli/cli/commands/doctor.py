@@ -89,7 +89,7 @@ def _device(device: DeviceFacts) -> dict[str, Any]:
 
 
 def _attention(device: DeviceFacts) -> list[dict[str, Any]]:
-    """Each value of model.attention: whether this version carries it out, and whether the device can."""
+    """Each value of model.attention: whether this version supports it, and whether the device can run it."""
     from ftcli.config.model import Attention
     from ftcli.preflight.checks.machine import ATTENTION_NEEDS, unmet
 
@@ -115,7 +115,7 @@ def _kernels(device: DeviceFacts) -> list[dict[str, Any]]:
 
 
 def _refused(key: str, value: str) -> str | None:
-    """Why this version does not carry out ``model.<key>: <value>``, as preflight says it."""
+    """Why this version does not support ``model.<key>: <value>``, as preflight says it."""
     from ftcli.config import ModelConfig, Recipe
     from ftcli.config.origins import Origins
     from ftcli.config.tree import Leaf
@@ -126,7 +126,7 @@ def _refused(key: str, value: str) -> str | None:
     model = ModelConfig.model_validate({"name_or_path": "any", key: value})
     context = Context(Recipe(version=1, model=model), Origins(Leaf(Origin("doctor"), None, "")), "check")
     found = any(finding.code == "FT250" for finding in support.check(context))
-    return "not carried out yet by this version of ftcli" if found else None
+    return "not supported yet by this version of ftcli" if found else None
 
 
 def _row(name: str, against: str | None, otherwise: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.memory.policy import policy_name
-from ftcli.tables import optimizers
+from ftcli.tables import exports, optimizers
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")
@@ -225,10 +225,13 @@ def _never_reached(context: Context) -> Findings:
 
 def _export(context: Context) -> Findings:
     recipe = context.recipe
-    if recipe.lora is None and "adapter" in recipe.export.formats and context.says("export.formats"):
-        yield context.error(
-            "FT269",
-            f"export.formats.{recipe.export.formats.index('adapter')}",
-            "full fine-tuning has no adapter to export",
-            help="use formats: [safetensors], or add a `lora` section",
-        )
+    if recipe.lora is not None or not context.says("export.formats"):
+        return
+    for index, name in enumerate(recipe.export.formats):
+        if exports.row(name).needs_adapter:
+            yield context.error(
+                "FT269",
+                f"export.formats.{index}",
+                "full fine-tuning has no adapter to export",
+                help=f"use formats: [{', '.join(exports.supported(needs_adapter=False))}], or add a `lora` section",
+            )

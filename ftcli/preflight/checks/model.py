@@ -9,6 +9,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stores_nf4
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.base import Context, Findings, NotMade
+from ftcli.tables import exports
 
 _TABLES = ("lm_head", "embed_tokens")
 
@@ -40,12 +41,12 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
         yield context.error(
             "FT316", path, f"{facts.name} is stored in NF4", help="set quantization.method: nf4, or name it in bfloat16"
         )
-    elif context.command == "export" and "safetensors" in context.recipe.export.formats:
+    elif context.command == "export" and any(exports.row(name).merges for name in context.recipe.export.formats):
         yield context.error(
             "FT316",
             path,
             f"{facts.name} is stored in NF4, and merging needs the base model in full precision",
-            help="use export.formats: [adapter]",
+            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
         )
 
 

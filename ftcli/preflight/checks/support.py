@@ -1,4 +1,4 @@
-"""Refuses by name what the recipe format can say and no code carries out yet. Nothing is accepted and ignored."""
+"""Refuses by name what a recipe can say and this version does not support yet. Nothing is accepted and ignored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, shown
+from ftcli.tables import exports
 
 Installed = Callable[[str], bool]
 
 _ATTENTION = ("auto", "eager", "sdpa")
 _KERNELS = ("auto", "triton", "reference", "off")
-_EXPORTS = ("adapter", "safetensors")
 _QUANTIZATION = ("none", "nf4", "fp8")
 #: Recipe key, package it needs, and the extra that installs it.
 _TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
@@ -24,7 +24,7 @@ def is_installed(package: str) -> bool:
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT250 for everything that is not carried out yet, FT252 and FT253 for what is missing or never will be."""
+    """FT250 for everything that is not supported yet, FT252 and FT253 for what is missing or never will be."""
     yield from _values(context)
     yield from _exports(context)
     yield from _code(context)
@@ -64,8 +64,8 @@ def _values(context: Context) -> Findings:
 
 def _exports(context: Context) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
-        if name not in _EXPORTS:
-            yield _not_yet(context, f"export.formats.{index}", name, _EXPORTS, key="export.formats")
+        if not exports.row(name).supported:
+            yield _not_yet(context, f"export.formats.{index}", name, exports.supported(), key="export.formats")
 
 
 def _code(context: Context) -> Findings:
@@ -94,5 +94,5 @@ def _not_yet(
 ) -> Finding:
     usable = ", ".join(shown(v) for v in instead)
     return context.error(
-        "FT250", path, f"{key or path}: {shown(value)} is not carried out yet by this version of ftcli", f"use {usable}"
+        "FT250", path, f"{key or path}: {shown(value)} is not supported yet by this version of ftcli", f"use {usable}"
     )

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export import run as exporter
 from ftcli.export import safetensors as merged_format
-from ftcli.export.run import RECORD, ExportResult, export_run
+from ftcli.export.writing import RECORD, ExportResult, export_run
 from ftcli.facts.device import cpu_device
 from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
 
@@ -234,17 +233,17 @@ def test_damage_after_writing_is_caught(
     kind: str,
 ) -> None:
     if kind == "full fine-tune":
-        made, name, write = tuned, "copy_model", exporter.copy_model
+        made, name, write = tuned, "copy_model", merged_format.copy_model
     else:
         tuned.run.path.rename(tmp_path / "other")
-        made, name, write = trained(), "write_merged", exporter.write_merged
+        made, name, write = trained(), "write_merged", merged_format.write_merged
 
     def damaged(source: Any, folder: Path, **options: Any) -> Any:
         result = write(source, folder, **options)
         damage(folder)
         return result
 
-    monkeypatch.setattr(exporter, name, damaged)
+    monkeypatch.setattr(merged_format, name, damaged)
     assert code(failure(made, "safetensors")) == "FT741"
     assert not (made.run.export_dir / "safetensors").exists()
 

@@ -10,7 +10,7 @@ import pytest
 from ftcli import pipeline
 from ftcli.config.load import load_recipe
 from ftcli.errors import Finding
-from ftcli.export import run as export
+from ftcli.export import writing as export
 from ftcli.reporting import Session
 
 

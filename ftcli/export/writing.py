@@ -1,4 +1,4 @@
-"""Exports a run: each format is written aside, verified, and only then given its name."""
+"""Writes a run's exports: each format goes into a hidden folder, is verified there, and only then gets its name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from ftcli import __version__
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.export.adapter import verify_adapter, write_adapter
-from ftcli.export.safetensors import copy_model, verify_copy, verify_merged, write_merged
-from ftcli.export.source import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
+from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
+from ftcli.export.verify import Verified
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import finite, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.directory import RunDirectory
+from ftcli.tables import code_of, exports
 
 #: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.
 RECORD = "ftcli_export.json"
 
-Format = Literal["adapter", "safetensors"]
-Say = Callable[[str], None]
-Checked = tuple[dict[str, Any], tuple[Finding, ...]]
+
+class WriteFormat(Protocol):
+    """The code of a format's row in :mod:`ftcli.tables.exports`."""
+
+    def __call__(self, source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+        """Writes ``source`` into the empty ``folder``, loads it again and compares; ``say`` is told what takes time.
+
+        Raises:
+            FtcliError: FT741 when what was written is not what it should be, FT742 when the source is damaged.
+            OSError: it cannot be written.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class ExportResult:
     """One verified export.
 
     Attributes:
-        format: ``adapter`` or ``safetensors``.
+        format: Its name in ``export.formats``.
         path: Its folder.
         bytes: Size of its files.
         verification: What was compared and what came out, as in ``ftcli_export.json``.
@@ -57,29 +66,29 @@ def export_run(
 
     Args:
         source: A run directory, or a folder with a PEFT adapter.
-        formats: ``adapter``, ``safetensors``. Of a full fine-tune there is no adapter: the format is passed over
-            with a warning (FT745), because it is among the defaults.
+        formats: Names from :mod:`ftcli.tables.exports`. A format that needs an adapter is skipped for a full
+            fine-tune, with a warning (FT745) only, since such a format is among the defaults.
         reporter: Told what is being done, and the warnings.
         offline: Download nothing.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
     Raises:
         FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
-            is damaged, FT743 the destination holds something else, FT746 a format that ftcli does not write, FT747
+            is damaged, FT743 the destination holds something else, FT746 a format that is not supported yet, FT747
             and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written.
     """
     found = resolve_source(source, destination)
-    unknown = [name for name in formats if name not in ("adapter", "safetensors")]
-    if unknown:
-        raise _unsupported(unknown[0])
-    if found.kind == "model" and set(formats) == {"adapter"}:
+    unsupported = [name for name in formats if name not in exports.supported()]
+    if unsupported:
+        raise _unsupported(unsupported[0])
+    skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
+    if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
     results = []
     for name in dict.fromkeys(formats):
-        if name == "adapter" and found.kind == "model":
-            reporter.finding(
-                Finding("FT745", "a full fine-tune has no adapter: that format is passed over", severity="warning")
-            )
+        if name in skipped:
+            message = f"a full fine-tune has no adapter: the format {name} is skipped"
+            reporter.finding(Finding("FT745", message, severity="warning"))
             continue
         result = _export(found, name, reporter, offline)
         for warning in result.warnings:
@@ -96,26 +105,16 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     def say(text: str) -> None:
         reporter.info(f"export {name}: {text}")
 
-    warnings: tuple[Finding, ...] = ()
+    reference = exports.row(name).write
+    assert reference is not None  # supported
+    write: WriteFormat = code_of(reference)
     with _staged(target) as staged:
-        if name == "adapter":
-            write_adapter(source, staged, offline=offline)
-            verification = verify_adapter(source, staged, offline=offline)
-        elif source.kind == "model":
-            copy_model(source, staged, offline=offline)
-            verification = verify_copy(source, staged, offline=offline)
-        else:
-            verification, warnings = _merged(source, staged, offline, say)
-        write_json(staged / RECORD, finite(_record(source, name, verification)))
+        verified = write(source, staged, offline=offline, say=say)
+        write_json(staged / RECORD, finite(_record(source, name, verified.record)))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())
-    return ExportResult(name, target, size, verification, warnings)
-
-
-def _merged(source: ExportSource, staged: Path, offline: bool, say: Say) -> Checked:
-    reference = write_merged(source, staged, offline=offline, say=say)
-    return verify_merged(source, staged, reference, offline=offline, say=say)
+    return ExportResult(name, target, size, verified.record, verified.warnings)
 
 
 @contextmanager
@@ -164,9 +163,9 @@ def _record(source: ExportSource, name: str, verification: dict[str, Any]) -> di
 def _unsupported(name: str) -> FtcliError:
     return FtcliError.single(
         "FT746",
-        f"export format {name} is not written by this version of ftcli",
+        f"export format {name} is not supported yet by this version of ftcli",
         exit_code=ExitCode.RECIPE,
-        help="use export.formats: [adapter, safetensors]",
+        help=f"use export.formats: [{', '.join(exports.supported())}]",
     )
 
 
@@ -175,5 +174,5 @@ def _no_adapter(source: ExportSource) -> FtcliError:
         "FT740",
         f"there is nothing to export in {source.folder.parent}: a full fine-tune has no adapter",
         exit_code=ExitCode.RECIPE,
-        help="use export.formats: [safetensors]",
+        help=f"use export.formats: [{', '.join(exports.supported(needs_adapter=False))}]",
     )

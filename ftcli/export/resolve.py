@@ -17,8 +17,15 @@ from ftcli.run.directory import RunDirectory
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Settings of PEFT's LoRA that change the formula of merging.
-_OTHER_FORMULAS = ("use_dora", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens", "target_parameters")
+#: Settings of PEFT's LoRA under which merging is another formula.
+_OTHER_FORMULAS = (
+    "use_dora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "target_parameters",
+    "arrow_config",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The adapter's config, checked to be plain LoRA, which is what merging here knows how to carry out.
+    """The adapter's config, checked to be plain LoRA: nothing else can be merged here.
 
     Raises:
         FtcliError: FT742 when it is missing, damaged or of another method.
@@ -96,14 +103,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise unusable(folder, f"{ADAPTER_CONFIG} cannot be read ({error})") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise unusable(folder, f"{ADAPTER_CONFIG} does not describe a LoRA adapter")
-    for key in (
-        "use_dora",
-        "fan_in_fan_out",
-        "lora_bias",
-        "alora_invocation_tokens",
-        "target_parameters",
-        "arrow_config",
-    ):
+    for key in _OTHER_FORMULAS:
         if config.get(key):
             raise unusable(folder, f"{key} is set, which ftcli does not export")
     if config.get("bias") not in (None, "none"):

@@ -1,0 +1,59 @@
+"""Export formats: what ``export.formats`` may name, and the code that writes each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFormat:
+    """What the rest of the program has to know of a format.
+
+    Attributes:
+        write: Code (``ftcli.export.writing.WriteFormat``) that writes an export and loads it again to verify it; None
+            for a format that recipes may name and that is not supported yet.
+        needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
+        merges: It adds a run's adapter to the base model, which must be there in full precision.
+    """
+
+    write: str | None = None
+    needs_adapter: bool = False
+    merges: bool = False
+
+    @property
+    def supported(self) -> bool:
+        """Whether this version writes it."""
+        return self.write is not None
+
+
+TABLE: Mapping[str, ExportFormat] = MappingProxyType(
+    {
+        "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True),
+        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True),
+        "gguf": ExportFormat(merges=True),
+        "ollama": ExportFormat(merges=True),
+        "bitnet": ExportFormat(merges=True),
+        "fp8": ExportFormat(merges=True),
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """What a recipe may say."""
+    return tuple(TABLE)
+
+
+def row(name: str) -> ExportFormat:
+    """The row of a format that a recipe names."""
+    return TABLE[name]
+
+
+def supported(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
+    """Formats that this version writes; with an argument only those whose attribute has this value."""
+    return tuple(
+        name
+        for name, each in TABLE.items()
+        if each.supported and needs_adapter in (None, each.needs_adapter) and merges in (None, each.merges)
+    )

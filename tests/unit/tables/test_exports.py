@@ -1,0 +1,79 @@
+"""An export format is a row and a function: the program writes, verifies and names one that it has never seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ftcli.export.loading import not_verified
+from ftcli.export.resolve import ExportSource
+from ftcli.export.verify import Verified, read_tensors
+from ftcli.export.writing import RECORD
+from ftcli.tables import code_of, exports
+from tests.e2e.conftest import User
+
+
+def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """The made-up format: the names of the adapter's tensors, a line each."""
+    say("writing names")
+    names = sorted(read_tensors(source.folder))
+    (folder / "names.txt").write_text("\n".join(names))
+    return Verified({"compared": "the number of names", "names": len(names)})
+
+
+def write_nonsense(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """One that fails its verification."""
+    (folder / "names.txt").write_text("nonsense")
+    raise not_verified(folder, ["nonsense"])
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
+    rows = {
+        "names": exports.ExportFormat(f"{__name__}:write_names", needs_adapter=True),
+        "nonsense": exports.ExportFormat(f"{__name__}:write_nonsense"),
+    }
+    monkeypatch.setattr(exports, "TABLE", {**exports.TABLE, **rows})
+    return User(tmp_path, capsys)
+
+
+def test_a_made_up_format_is_written_verified_and_named(user: User) -> None:
+    recipe = user.recipe("r", train={"max_steps": 1}, data={"eval": []}, export={"formats": ["names"]})
+    user.done("train", recipe)
+    (result,) = user.done("export", recipe)["exports"]
+    folder = user.folder / "r" / "export" / "names"
+    assert result["path"] == str(folder)
+    assert result["verification"] == {"compared": "the number of names", "names": 2 * 28}
+    assert "lora_A" in (folder / "names.txt").read_text()
+    assert json.loads((folder / RECORD).read_text())["format"] == "names"
+
+    status, document = user.run("export", recipe, "--set", "export.formats=[nonsense]")
+    assert status == 1
+    assert document["findings"][-1]["code"] == "FT741"
+    assert [path.name for path in folder.parent.iterdir()] == ["names"]
+
+
+def test_what_its_row_says_is_known_to_the_checks(user: User) -> None:
+    full = {"train": {"learning_rate": 1e-4}, "lora": None, "export": {"formats": ["safetensors", "names"]}}
+    status, document = user.run("check", user.recipe("full", **full))
+    (finding,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
+    assert status == 2
+    assert finding["code"] == "FT269"
+    assert "formats: [safetensors, nonsense]" in finding["help"]
+
+
+@pytest.mark.parametrize("name", [name for name, row in exports.TABLE.items() if not row.supported])
+def test_a_format_without_code_is_refused_by_name(user: User, name: str) -> None:
+    status, document = user.run("check", user.recipe("r", export={"formats": [name]}))
+    (finding,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
+    assert status == 2
+    assert finding["code"] == "FT250"
+    assert finding["message"] == f"export.formats: {name} is not supported yet by this version of ftcli"
+
+
+def test_every_code_reference_resolves() -> None:
+    for row in exports.TABLE.values():
+        assert row.write is None or callable(code_of(row.write))
