@@ -57,7 +57,7 @@ bench: install
 	$(FTCLI) bench recipes/llama3.1-8b.yaml
 
 docs: install
-	$(BIN)/python -m ftcli.cli.docs
+	$(BIN)/python docs/tools/recipes_page.py
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

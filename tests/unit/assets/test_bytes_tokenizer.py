@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bytes_tokenizer import FIRST_BYTE_ID, SPECIAL_TOKENS, write_tokenizer
 from transformers import AutoTokenizer
 
 from ftcli.assets import asset
-from ftcli.data.bytes_tokenizer import FIRST_BYTE_ID, SPECIAL_TOKENS, write_tokenizer
 
 TEXTS = [
     "",

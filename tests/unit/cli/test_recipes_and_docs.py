@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import recipes_page
 
-from ftcli.cli import docs
 from ftcli.cli.app import main
 from ftcli.cli.commands import recipes
 from ftcli.config.schema import RecipeSchema
@@ -65,11 +65,11 @@ def test_schema_is_all_that_stdout_gets(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_page_of_recipes_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == docs.page(), "run `make docs`"
+    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == recipes_page.page(), "run `make docs`"
 
 
 def test_page_of_recipes_has_every_key() -> None:
-    page = docs.page()
+    page = recipes_page.page()
     for key in RecipeSchema().keys():  # noqa: SIM118
         section, _, inner = key.partition(".")
         assert f"### `{section}`" in page
@@ -77,8 +77,8 @@ def test_page_of_recipes_has_every_key() -> None:
 
 
 def test_page_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
-    assert docs.main([str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == docs.page()
+    assert recipes_page.main([str(tmp_path / "page.md")]) == 0
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == recipes_page.page()
 
 
 def own_codes() -> set[str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import synthetic
 
 from ftcli.assets import asset
-from ftcli.data import synthetic
 
 KINDS = ("pretrain", "mirror", "pick")
 

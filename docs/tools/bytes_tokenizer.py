@@ -1,6 +1,6 @@
 """Builds the bundled byte-level tokenizer: one token a byte, so that any text round-trips and nothing is unknown.
 
-`python -m ftcli.data.bytes_tokenizer FOLDER` writes what lies in `ftcli/assets/tokenizers/bytes`.
+`python docs/tools/bytes_tokenizer.py FOLDER` writes what lies in `ftcli/assets/tokenizers/bytes`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+
+from ftcli.assets import asset
 
 #: Ids 0 to 7, in Gemma's order; byte b has the id 8 + b. 264 tokens, a multiple of 8.
 SPECIAL_TOKENS = (
@@ -109,7 +111,7 @@ def main() -> None:
     """Write the tokenizer with the bundled Gemma template into the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to write; made when absent")
-    template = Path(__file__).parent.parent / "assets" / "templates" / "gemma.jinja"
+    template = asset("templates", "gemma.jinja")
     write_tokenizer(parser.parse_args().folder, template.read_text(encoding="utf-8"))
 
 

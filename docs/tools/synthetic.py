@@ -1,6 +1,6 @@
 """Generated text tasks: what the bundled tiny model was pre-trained on, and what the smoke recipes teach it.
 
-`python -m ftcli.data.synthetic pretrain --rows 30000 --out train.jsonl.gz` writes chat rows; `mirror` and `pick`
+`python docs/tools/synthetic.py pretrain --rows 30000 --out train.jsonl.gz` writes chat rows; `mirror` and `pick`
 write the rows of the smoke recipes. Everything follows from the seed. Whether a prompt is held out follows from the
 prompt alone (`held_out`), so a training file and an evaluation file share no prompt, whatever their seeds and sizes.
 """
@@ -285,7 +285,7 @@ def write_rows(path: Path, content: Iterator[Row]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write one data set as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m ftcli.data.synthetic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python docs/tools/synthetic.py", description=__doc__)
     parser.add_argument("kind", choices=("pretrain", "mirror", "pick"))
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)

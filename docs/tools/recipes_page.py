@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md from the configuration models: ``python -m ftcli.cli.docs [FILE]``.
+"""Writes docs/recipes.md from the configuration models: ``python docs/tools/recipes_page.py [FILE]``.
 
 Every key, its type, default and description are those of the models; a test holds that the page is up to date.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from ftcli.config.schema import Node, RecipeSchema
 
 _INTRO = """\
-<!-- Generated from ftcli/config by `make docs` (python -m ftcli.cli.docs). Edit the models, not this page. -->
+<!-- Generated from ftcli/config by `make docs` (python docs/tools/recipes_page.py). Edit the models, not this page. -->
 
 # Recipes
 
