@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ftkernels.norm_parts import NormForm
+from ftkernels.limits import NormForm
 
 
 @dataclass(frozen=True, slots=True)

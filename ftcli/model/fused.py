@@ -26,9 +26,8 @@ from ftcli.model.families import FamilyKernels
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
-    from ftkernels.glu_kernels import Activation
+    from ftkernels.limits import Activation, NormForm
     from ftkernels.lora_mlp import Save
-    from ftkernels.norm_parts import NormForm
 
     from ftcli.model.offload import Offload
     from ftcli.preflight.memory.activations import Offloaded

@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import ftkernels as ft
 import torch
 import torch.nn.functional as F
+from ftkernels.glu import glu
+from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_qkv import lora_qkv
+from ftkernels.projection import Norm, Projection, join_weights
+from ftkernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from ftkernels.rope import apply_rope, apply_rope_reference
 from shapes import Shape
 from torch import Tensor
 
@@ -57,8 +64,8 @@ def norm_case(make: Maker, shape: Shape) -> Case:
     """RMSNorm with a frozen weight, as in LoRA training."""
     x, w = make.new(shape.tokens, shape.hidden, grad=True), make.new(shape.hidden)
     contenders = {
-        "ftkernels": lambda x: ft.rms_norm(x, w, 1e-6, form=shape.form),
-        "torch": lambda x: ft.rms_norm_reference(x, w, 1e-6, form=shape.form),
+        "ftkernels": lambda x: rms_norm(x, w, 1e-6, form=shape.form),
+        "torch": lambda x: rms_norm_reference(x, w, 1e-6, form=shape.form),
     }
     liger = _liger()
     if liger is not None:
@@ -75,9 +82,9 @@ def add_norm_case(make: Maker, shape: Shape) -> Case:
 
     def plain(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         total = x + r
-        return ft.rms_norm_reference(total, w, 1e-6, form=shape.form), total
+        return rms_norm_reference(total, w, 1e-6, form=shape.form), total
 
-    contenders = {"ftkernels": lambda x, r: ft.add_rms_norm(x, r, w, 1e-6, form=shape.form), "torch": plain}
+    contenders = {"ftkernels": lambda x, r: add_rms_norm(x, r, w, 1e-6, form=shape.form), "torch": plain}
     size = x.numel() * x.element_size()
     return Case("add_rms_norm", [x, r], contenders, 4 * size, 4 * size)
 
@@ -100,7 +107,7 @@ def rope_case(make: Maker, shape: Shape) -> Case:
         return q * c + rotate_half(q) * s, k * c + rotate_half(k) * s
 
     contenders: dict[str, Callable[..., Any]] = {
-        "ftkernels": lambda q, k: ft.apply_rope(heads(q), heads(k), cos, sin),
+        "ftkernels": lambda q, k: apply_rope(heads(q), heads(k), cos, sin),
         "torch": plain,
     }
     liger = _liger()
@@ -121,7 +128,7 @@ def glu_case(make: Maker, shape: Shape) -> Case:
         return (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     contenders: dict[str, Callable[..., Any]] = {
-        "ftkernels": lambda gate, up: ft.glu(gate, up, shape.activation),
+        "ftkernels": lambda gate, up: glu(gate, up, shape.activation),
         "torch": plain,
     }
     liger = _liger()
@@ -138,8 +145,8 @@ def cross_entropy_case(make: Maker, shape: Shape) -> Case:
     w = make.new(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5)
     labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=make.device)
     contenders: dict[str, Callable[..., Any]] = {
-        "ftkernels": lambda x: ft.linear_cross_entropy(x, w, labels, softcap=shape.softcap),
-        "torch": lambda x: ft.linear_cross_entropy_reference(x, w, labels, softcap=shape.softcap),
+        "ftkernels": lambda x: linear_cross_entropy(x, w, labels, softcap=shape.softcap),
+        "torch": lambda x: linear_cross_entropy_reference(x, w, labels, softcap=shape.softcap),
     }
     liger = _liger()
     if liger is not None:
@@ -167,7 +174,7 @@ def lora_linear_case(make: Maker, shape: Shape, rank: int) -> Case:
     a, b = make.adapter(shape.hidden, width, rank)
 
     def ours(x: Tensor, r: Tensor, a: Tensor, b: Tensor) -> Any:
-        return ft.lora_linear(x, ft.Projection(w, None, a, b, 2.0), residual=r)
+        return lora_linear(x, Projection(w, None, a, b, 2.0), residual=r)
 
     contenders = {"ftkernels": ours, "torch": lambda x, r, a, b: r + _project(x, w, a, b)}
     flops = 2 * shape.tokens * (width * shape.hidden + rank * (width + shape.hidden))
@@ -181,22 +188,22 @@ def lora_linear_case(make: Maker, shape: Shape, rank: int) -> Case:
 def lora_qkv_case(make: Maker, shape: Shape, rank: int) -> Case:
     """Norm, q, k, v and the rotary embedding."""
     z = make.new(shape.batch, shape.seq_len, shape.hidden, grad=True)
-    norm = ft.Norm(make.new(shape.hidden), 1e-6, shape.form)
+    norm = Norm(make.new(shape.hidden), 1e-6, shape.form)
     outs = [n * shape.head_dim for n in (shape.q_heads, shape.k_heads, shape.k_heads)]
     weights = [make.new(o, shape.hidden, scale=shape.hidden**-0.5) for o in outs]
-    ft.join_weights(weights)
+    join_weights(weights)
     adapters = [t for o in outs for t in make.adapter(o, shape.hidden, rank)]
     rope = (make.new(1, shape.seq_len, shape.head_dim), make.new(1, shape.seq_len, shape.head_dim))
 
     def ours(z: Tensor, *ab: Tensor) -> Any:
-        built = [ft.Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
-        return tuple(ft.lora_qkv(z, *built, head_dim=shape.head_dim, norm=norm, rope=rope))[:3]
+        built = [Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
+        return tuple(lora_qkv(z, *built, head_dim=shape.head_dim, norm=norm, rope=rope))[:3]
 
     def plain(z: Tensor, *ab: Tensor) -> Any:
-        x = ft.rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
+        x = rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
         parts = [_project(x, w, ab[2 * i], ab[2 * i + 1]) for i, w in enumerate(weights)]
         q, k, v = (p.unflatten(-1, (-1, shape.head_dim)).transpose(1, 2) for p in parts)
-        return *ft.apply_rope_reference(q, k, *rope), v
+        return *apply_rope_reference(q, k, *rope), v
 
     rows, width = shape.tokens, sum(outs)
     base = 2 * rows * width * shape.hidden
@@ -210,18 +217,18 @@ def lora_qkv_case(make: Maker, shape: Shape, rank: int) -> Case:
 def lora_mlp_case(make: Maker, shape: Shape, rank: int) -> Case:
     """Norm, gate, up, gated unit, down and the residual."""
     z = make.new(shape.batch, shape.seq_len, shape.hidden, grad=True)
-    norm = ft.Norm(make.new(shape.hidden), 1e-6, shape.form)
+    norm = Norm(make.new(shape.hidden), 1e-6, shape.form)
     sizes = [(shape.inner, shape.hidden), (shape.inner, shape.hidden), (shape.hidden, shape.inner)]
     weights = [make.new(o, i, scale=i**-0.5) for o, i in sizes]
-    ft.join_weights(weights[:2])
+    join_weights(weights[:2])
     adapters = [t for o, i in sizes for t in make.adapter(o, i, rank)]
 
     def ours(z: Tensor, *ab: Tensor) -> Any:
-        built = [ft.Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
-        return ft.lora_mlp(z, *built, activation=shape.activation, norm=norm, residual="add")
+        built = [Projection(w, None, ab[2 * i], ab[2 * i + 1], 2.0) for i, w in enumerate(weights)]
+        return lora_mlp(z, *built, activation=shape.activation, norm=norm, residual="add")
 
     def plain(z: Tensor, *ab: Tensor) -> Any:
-        x = ft.rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
+        x = rms_norm_reference(z, norm.weight, norm.eps, form=norm.form)
         g, u = (_project(x, weights[i], ab[2 * i], ab[2 * i + 1]) for i in range(2))
         act = F.silu(g) if shape.activation == "silu" else F.gelu(g, approximate="tanh")
         return z + _project(act * u, weights[2], ab[4], ab[5])

@@ -23,8 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ftkernels as ft
 from cases import Maker
+from ftkernels.linear_cross_entropy import linear_cross_entropy
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_qkv import lora_qkv
+from ftkernels.projection import Norm, Projection, join_weights
+from ftkernels.rms_norm import rms_norm_add
 from shapes import SHAPES, Shape
 
 
@@ -37,29 +42,29 @@ class Layer:
         q, k = shape.q_heads * d, shape.k_heads * d
         sizes = {"q": (q, h), "k": (k, h), "v": (k, h), "o": (h, q), "gate": (f, h), "up": (f, h), "down": (h, f)}
         weights = {name: make.new(*size, scale=size[1] ** -0.5) for name, size in sizes.items()}
-        ft.join_weights([weights[n] for n in "qkv"])
-        ft.join_weights([weights["gate"], weights["up"]])
+        join_weights([weights[n] for n in "qkv"])
+        join_weights([weights["gate"], weights["up"]])
         adapters = {name: make.adapter(*size, rank) for name, size in sizes.items()}
         self.parameters = [t for pair in adapters.values() for t in pair]
-        self.linear = {n: ft.Projection(weights[n], None, *adapters[n], 2.0) for n in sizes}
-        self.norms = [ft.Norm(make.new(h), 1e-6, shape.form) for _ in range(4)]
+        self.linear = {n: Projection(weights[n], None, *adapters[n], 2.0) for n in sizes}
+        self.norms = [Norm(make.new(h), 1e-6, shape.form) for _ in range(4)]
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
         p, gemma = self.linear, self.shape.form == "gemma"
         before, after, mlp_before, mlp_after = self.norms
-        q, k, v, x = ft.lora_qkv(x, p["q"], p["k"], p["v"], head_dim=self.shape.head_dim, norm=before, rope=rope)
+        q, k, v, x = lora_qkv(x, p["q"], p["k"], p["v"], head_dim=self.shape.head_dim, norm=before, rope=rope)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         o = o.transpose(1, 2).flatten(2)
         activation = self.shape.activation
         if not gemma:
-            x = ft.lora_linear(o, p["o"], residual=x)
-            out = ft.lora_mlp(x, p["gate"], p["up"], p["down"], activation=activation, norm=mlp_before, residual="add")
+            x = lora_linear(o, p["o"], residual=x)
+            out = lora_mlp(x, p["gate"], p["up"], p["down"], activation=activation, norm=mlp_before, residual="add")
             assert isinstance(out, Tensor)
             return out
-        x = ft.rms_norm_add(ft.lora_linear(o, p["o"]), x, after.weight, after.eps, form="gemma")
-        y, x = ft.lora_mlp(x, p["gate"], p["up"], p["down"], activation=activation, norm=mlp_before, residual="return")
-        return ft.rms_norm_add(y, x, mlp_after.weight, mlp_after.eps, form="gemma")
+        x = rms_norm_add(lora_linear(o, p["o"]), x, after.weight, after.eps, form="gemma")
+        y, x = lora_mlp(x, p["gate"], p["up"], p["down"], activation=activation, norm=mlp_before, residual="return")
+        return rms_norm_add(y, x, mlp_after.weight, mlp_after.eps, form="gemma")
 
 
 def _now(device: torch.device) -> float:
@@ -98,7 +103,7 @@ def main() -> None:
             x = layer(x, rope)
         middle = _now(device)
         kept = (torch.cuda.memory_allocated() if device.type == "cuda" else 0) - start_bytes
-        loss = ft.linear_cross_entropy(x.flatten(0, 1), head, labels, softcap=shape.softcap)
+        loss = linear_cross_entropy(x.flatten(0, 1), head, labels, softcap=shape.softcap)
         assert isinstance(loss, Tensor)
         after_head = _now(device)
         torch.autograd.grad(loss, adapters)

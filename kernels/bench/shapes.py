@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ftkernels.glu import Activation
+from ftkernels.limits import Activation
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,11 @@ measured on an H200; no other generation has been measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
-from ftkernels.device import BackendName, Choice, choose_backend, shared_memory_of
-
-Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
-
-LARGEST_HEAD_SIZE = 256
+from ftkernels.device import BackendName, Choice, choose_backend, dtype_name, gpu_of
+from ftkernels.limits import Generation, Gpu, attention_generation, why_no_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +61,17 @@ class Machine:
     capability: tuple[int, int] | None
     shared_memory_bytes: int
 
+    @property
+    def gpu(self) -> Gpu:
+        """The same without the device."""
+        return Gpu(self.capability, self.shared_memory_bytes)
+
 
 def machine_of(device: torch.device | str) -> Machine:
     """Asks torch about ``device``."""
     device = torch.device(device)
-    if device.type != "cuda":
-        return Machine(device, None, 0)
-    properties = torch.cuda.get_device_properties(device)
-    capability = (int(properties.major), int(properties.minor))
-    return Machine(device, capability, shared_memory_of(device))
+    gpu = gpu_of(device)
+    return Machine(device, gpu.capability, gpu.shared_memory_bytes)
 
 
 def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:
@@ -85,37 +83,12 @@ def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backe
     choice = choose_backend(machine.device, backend)
     if not choice.is_triton:
         return choice
-    refusal = _refusal(machine, dtype, head_size)
+    refusal = why_no_attention(machine.gpu, dtype_name(dtype), head_size)
     if refusal is None:
         return choice
     if backend == "triton":
         raise ValueError(f"backend='triton' was asked for, but {refusal}")
     return Choice("torch", refusal)
-
-
-def _refusal(machine: Machine, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why the kernels cannot run, or None."""
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the attention kernels take bfloat16, float16 and float32, not {dtype}"
-    if head_size % 16 or not 0 < head_size <= LARGEST_HEAD_SIZE:
-        return f"the attention kernels take head sizes that are multiples of 16 up to 256, not {head_size}"
-    if machine.capability is not None and machine.capability < (8, 0):
-        major, minor = machine.capability
-        return f"on sm_{major}{minor} Triton makes no tensor-core code; the attention kernels need sm_80 or newer"
-    if generation(machine) is None:
-        return f"the attention kernels need 99 KiB of shared memory, this GPU has {machine.shared_memory_bytes} bytes"
-    return None
-
-
-def generation(machine: Machine) -> Generation | None:
-    """The table's row; None for a GPU whose shared memory holds no row's tiles."""
-    if machine.capability is None:
-        return "interpreter"
-    if machine.shared_memory_bytes >= 227 * 1024 and machine.capability[0] in (9, 10):
-        return "hopper" if machine.capability[0] == 9 else "blackwell"
-    if machine.shared_memory_bytes >= 160 * 1024:
-        return "ampere"
-    return "small" if machine.shared_memory_bytes >= 99 * 1024 else None
 
 
 def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int, *, softcap: bool) -> Tiles:
@@ -124,9 +97,9 @@ def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int, *, softc
     Raises:
         ValueError: no tiles fit the machine's shared memory.
     """
-    row = generation(machine)
+    row = attention_generation(machine.gpu)
     if row is None:
-        raise ValueError(str(_refusal(machine, dtype, block_size)))
+        raise ValueError(str(why_no_attention(machine.gpu, dtype_name(dtype), block_size)))
     width = 64 if block_size <= 64 else block_size
     if row == "interpreter":
         return _INTERPRETER

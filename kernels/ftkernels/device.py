@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -16,7 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ftkernels.limits import Gpu, why_no_products
+
 BackendName = Literal["auto", "triton", "torch"]
+
+_NO_GPU = Gpu(None, 0)
+# Looked up for every product of every layer: faster than making the string.
+_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +76,29 @@ def choose_backend(device: torch.device | str, backend: BackendName = "auto") ->
 
 
 def fuses_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """True where small products inside elementwise kernels pay: half precision on tensor cores, and the interpreter.
-
-    In float32 exact products take plain arithmetic and spill, and Triton emits no tensor-core code below capability 8.
-    """
+    """True where small products ride in elementwise kernels: as ``limits.why_no_products``, and in the interpreter."""
     if device.type != "cuda":
         return interpreting()
-    return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return why_no_products(gpu_of(device), dtype_name(dtype)) is None
 
 
-def shared_memory_of(device: torch.device) -> int:
-    """The most shared memory that one program can have on a GPU, in bytes; 0 elsewhere."""
+def gpu_of(device: torch.device) -> Gpu:
+    """What the kernels' limits depend on. Each GPU is asked once; operations call this on every launch."""
     if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+        return _NO_GPU
+    return _ask(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _ask(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Gpu((int(properties.major), int(properties.minor)), int(shared_memory))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of ``dtype`` without ``torch.``, as ``ftkernels.limits`` takes it."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftkernels.device import BackendName, choose_backend
+from ftkernels.device import BackendName, choose_backend, dtype_name, gpu_of
 from ftkernels.fp8_kernels import E4M3, quantize_rows_torch, quantize_rows_triton
+from ftkernels.limits import why_no_fp8
 
 # cuBLAS and CUTLASS want rows of fp8 operands to start at multiples of 16 bytes.
 _ALIGNED = 16
@@ -86,7 +87,7 @@ class Fp8Weight:
         elif len({p.device for p in parts}) > 1:
             problem = "on one device"
         if problem is not None:
-            found = ", ".join(f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} on {p.device}" for p in parts)
+            found = ", ".join(f"{dtype_name(p.dtype)} {tuple(p.shape)} on {p.device}" for p in parts)
             raise ValueError(f"an fp8 weight is {problem}, got {found}")
 
     @property
@@ -198,8 +199,7 @@ def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
 
 
 def on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the fp8 instructions serve this product: capability 8.9, written in bfloat16, aligned rows."""
-    if not a.is_cuda or dtype != torch.bfloat16 or a.shape[0] == 0:
+    """Whether the fp8 instructions serve this product: as ``limits.why_no_fp8``, and with rows that are aligned."""
+    if a.shape[0] == 0 or why_no_fp8(gpu_of(a.device), dtype_name(dtype)) is not None:
         return False
-    fits = a.shape[1] % _ALIGNED == 0 and b.shape[0] % _ALIGNED == 0 and b.stride(0) % _ALIGNED == 0
-    return fits and torch.cuda.get_device_capability(a.device) >= (8, 9)
+    return a.shape[1] % _ALIGNED == 0 and b.shape[0] % _ALIGNED == 0 and b.stride(0) % _ALIGNED == 0

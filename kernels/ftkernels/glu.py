@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend
-from ftkernels.glu_kernels import Activation, glu_backward, glu_forward
+from ftkernels.glu_kernels import glu_backward, glu_forward
+from ftkernels.limits import Activation
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 

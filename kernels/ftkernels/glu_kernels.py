@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -12,17 +11,16 @@ from torch import Tensor
 
 from ftkernels.device import (
     accumulate_dtype,
+    gpu_of,
     on_device_of,
     rounded,
-    shared_memory_of,
     store_dtype,
     triton_dtype,
     triton_store_dtype,
 )
+from ftkernels.limits import Activation
 from ftkernels.primitives import activate
 from ftkernels.tiles import Tile, tile_for
-
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +231,7 @@ def _tile(operation: str, gate: Tensor, lowrank: GluLowRank | None) -> Tile:
     if lowrank is None:
         return tile_for(operation)
     down_rank = 16 if lowrank.a_down is None else lowrank.a_down.shape[0]
-    limit = shared_memory_of(gate.device)
+    limit = gpu_of(gate.device).shared_memory_bytes
     return lora_tile(f"{operation}_lora", limit, lowrank.b.shape[1], down_rank, gate.element_size())
 
 

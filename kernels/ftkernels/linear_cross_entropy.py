@@ -33,17 +33,9 @@ from torch.autograd.function import once_differentiable
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
 from ftkernels.gemm import compute_dtype, mm_accurate
+from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_rows
 
 Reduction = Literal["sum", "mean", "none"]
-
-# One chunk's logits stay below this: 2048 rows of Llama-3's vocabulary, 1024 of Gemma's. The products of larger chunks
-# are no faster, those of much smaller ones fill the last wave of tiles badly.
-_WORKSPACE_BYTES = 1 << 29
-# The torch form keeps several float32 copies of a chunk's logits alive, the kernel none.
-_TORCH_COPIES = 4
-_ROW_MULTIPLE = 256
-# dweight accumulates in float32 over slabs of this many vocabulary rows, so that the temporary stays small.
-_VOCAB_SLAB = 16384
 
 
 def linear_cross_entropy(
@@ -193,7 +185,7 @@ def _run_chunks(
         out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
     total = int(plan.rows.shape[0])
-    size = _chunk_size(plan, weight.shape[0])
+    size = plan.chunk_rows or loss_rows(total, weight.shape[0], plan.dtype.itemsize, on_gpu=plan.triton)
     buffer = head.new_empty((min(size, total), weight.shape[0]))  # the only logits there are, chunk after chunk
     for start in range(0, total, size):
         stop = min(start + size, total)
@@ -223,7 +215,8 @@ def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_lo
         else:
             out.d_hidden[where] = torch.mm(d_logits, head)
     if out.d_weight is not None:
-        for slab, columns in zip(out.d_weight.split(_VOCAB_SLAB), d_logits.split(_VOCAB_SLAB, dim=1), strict=True):
+        slabs = out.d_weight.split(LOSS_VOCABULARY_SLAB), d_logits.split(LOSS_VOCABULARY_SLAB, dim=1)
+        for slab, columns in zip(*slabs, strict=True):
             slab += mm_accurate(columns.t(), x)
     if out.d_bias is not None:
         out.d_bias += d_logits.sum(0, dtype=out.d_bias.dtype)
@@ -289,19 +282,6 @@ def _scaled(d_hidden: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
     """
     out = torch.empty(d_hidden.shape, dtype=dtype, device=d_hidden.device)
     return torch.mul(d_hidden, d_loss.reshape(-1, 1), out=out)
-
-
-def _chunk_size(plan: _Plan, vocabulary: int) -> int:
-    """Rows of a chunk: as given, else equal chunks whose logits fit the workspace, a multiple of 256."""
-    total = max(int(plan.rows.shape[0]), 1)
-    if plan.chunk_rows:
-        return plan.chunk_rows
-    copies = 1 if plan.triton else _TORCH_COPIES
-    most = _WORKSPACE_BYTES // (vocabulary * plan.dtype.itemsize * copies)
-    most = max(most // _ROW_MULTIPLE * _ROW_MULTIPLE, _ROW_MULTIPLE)
-    chunks = -(-total // most)
-    each = -(-total // chunks)
-    return -(-each // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def _labelled_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:

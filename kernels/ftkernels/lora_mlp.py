@@ -27,7 +27,8 @@ from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import Early
 from ftkernels.gemm import add_mm_
 from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
-from ftkernels.glu_kernels import Activation, GluLowRank, glu_backward, glu_forward
+from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
+from ftkernels.limits import Activation
 from ftkernels.lowrank import (
     Packed,
     Plan,

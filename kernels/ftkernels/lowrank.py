@@ -36,9 +36,9 @@ from ftkernels.device import BackendName, choose_backend, fuses_products
 from ftkernels.fp8 import Fp8Rows, Fp8Weight, joined_fp8
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
+from ftkernels.limits import LARGEST_FUSED_RANK, NormForm, packed_rank
 from ftkernels.norm_parts import (
     WIDEST_ROW,
-    NormForm,
     norm_backward,
     norm_backward_torch,
     norm_forward,
@@ -46,9 +46,6 @@ from ftkernels.norm_parts import (
 )
 from ftkernels.projection import Norm, Projection, dense, joint_matrix, multiplies
 from ftkernels.side_stream import Side
-
-# Kernels keep a (rows, K) and a (columns, K) tile beside the data; above this rank a GEMM of its own is the better way.
-_LARGEST_FUSED_RANK = 64
 
 
 def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
@@ -101,8 +98,7 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
     weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
     dtype = compute_dtype(x.device.type, x, *weights)
     triton = choose_backend(x.device, backend).is_triton
-    largest = max(p.rank for p in projections)
-    rank = 0 if largest == 0 else max(16, 1 << (largest - 1).bit_length())
+    rank = packed_rank(max(p.rank for p in projections))
     return Plan(
         projections=tuple(projections),
         dtype=dtype,
@@ -110,7 +106,7 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
         norm_form=None if norm is None else norm.form,
         eps=0.0 if norm is None else norm.eps,
         triton=triton,
-        fused=triton and rank <= _LARGEST_FUSED_RANK and fuses_products(x.device, dtype),
+        fused=triton and rank <= LARGEST_FUSED_RANK and fuses_products(x.device, dtype),
         seeds=tuple(
             int(torch.randint(2**62, ())) if p.dropout > 0.0 and p.a is not None else None for p in projections
         ),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ftkernels.device import choose_backend
+from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE
 from ftkernels.nf4_kernels import dequantize_triton
 
 #: The table of QLoRA (Dettmers et al., 2023): quantiles of a normal distribution scaled to [-1, 1], zero among them.
@@ -43,8 +44,6 @@ NF4_TABLE = (
     0.7229568362236023,
     1.0,
 )
-BLOCK_SIZE = 64
-NESTED_BLOCK_SIZE = 256
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 #: Elements that are quantised or dequantised at a time in plain torch: bounds the float32 temporaries. Of whole blocks.
 _CHUNK = 2**24
@@ -60,7 +59,7 @@ class NestedScales:
     absmax: Tensor
     table: Tensor
     offset: Tensor
-    block_size: int = NESTED_BLOCK_SIZE
+    block_size: int = NF4_NESTED_BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +76,7 @@ class NF4Weight:
     absmax: Tensor
     table: Tensor
     shape: torch.Size
-    block_size: int = BLOCK_SIZE
+    block_size: int = NF4_BLOCK_SIZE
     nested: NestedScales | None = None
 
     def __post_init__(self) -> None:
@@ -177,7 +176,7 @@ def block_scales(weight: NF4Weight) -> Tensor:
     return n.table[weight.absmax.int()].mul_(scales).add_(n.offset)
 
 
-def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int = BLOCK_SIZE) -> NF4Weight:
+def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int = NF4_BLOCK_SIZE) -> NF4Weight:
     """``weight`` (O, I), floating, in NF4 on its own device, in plain torch.
 
     Each element takes the nearest table entry to ``w * (1 / absmax)``; an exact tie goes to the lower one. A block of
@@ -207,7 +206,7 @@ def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int =
         return NF4Weight(data, absmax, table, weight.shape, block_size)
     offset = absmax.mean()
     nested_table = dynamic_table(weight.device)
-    codes, nested_absmax = _nearest(absmax - offset, nested_table, NESTED_BLOCK_SIZE)
+    codes, nested_absmax = _nearest(absmax - offset, nested_table, NF4_NESTED_BLOCK_SIZE)
     nested = NestedScales(nested_absmax, nested_table, offset)
     return NF4Weight(data, codes, table, weight.shape, block_size, nested)
 

@@ -18,10 +18,9 @@ from ftkernels.device import (
     triton_store_dtype,
 )
 from ftkernels.fp8_kernels import quantized_rows
+from ftkernels.limits import NormForm
 from ftkernels.rows import as_rows
 from ftkernels.tiles import Tile
-
-NormForm = Literal["llama", "gemma"]
 
 # A program holds whole rows in registers; wider rows take the torch form.
 WIDEST_ROW = 32768

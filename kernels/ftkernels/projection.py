@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkernels.gemm import compute_dtype
-from ftkernels.norm_parts import NormForm
+from ftkernels.limits import NormForm
 from ftkernels.rms_norm import rms_norm_reference
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ftkernels.device import (
     accumulate_dtype,
+    gpu_of,
     on_device_of,
     rounded,
-    shared_memory_of,
     store_dtype,
     triton_dtype,
     triton_store_dtype,
@@ -327,7 +327,7 @@ def qkv_rope_backward(
     count, half = batch * seq_len, head_dim // 2
     width = (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     k = 16 if b is None else b.shape[1]
-    tile = tile or backward_tile(shared_memory_of(dq.device), dq.shape[-1], 0 if b is None else b.shape[1])
+    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, dq.shape[-1], 0 if b is None else b.shape[1])
     splits = triton.cdiv(rotary.q_heads, tile.columns)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels import Norm, Projection
 from ftkernels.device import interpreting
+from ftkernels.projection import Norm, Projection
 from torch import Tensor
 
 

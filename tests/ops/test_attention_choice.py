@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.attention_config import Machine, Tile, Tiles, choose_attention, choose_tiles, generation
+from ftkernels.attention_config import Machine, Tile, Tiles, choose_attention, choose_tiles
 from ftkernels.attention_launch import padded_size, takes_descriptor
+from ftkernels.limits import attention_generation
 
 KIB = 1024
 CUDA = torch.device("cuda")
@@ -25,12 +26,12 @@ MACHINES = {
     ("rtx5090", "small"),
 ])  # fmt: skip
 def test_each_generation_has_its_row(name: str, row: str) -> None:
-    assert generation(MACHINES[name]) == row
+    assert attention_generation(MACHINES[name].gpu) == row
     assert choose_attention(MACHINES[name], torch.bfloat16, 256).is_triton
 
 
 @pytest.mark.parametrize(("machine", "dtype", "size", "reason"), [
-    (MACHINES["t4"], torch.float16, 128, "sm_75"),
+    (MACHINES["t4"], torch.float16, 128, "capability 7.5"),
     (MACHINES["h200"], torch.float64, 128, "float64"),
     (MACHINES["h200"], torch.bfloat16, 72, "not 72"),
     (MACHINES["h200"], torch.bfloat16, 512, "not 512"),

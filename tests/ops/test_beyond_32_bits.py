@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from ftkernels import Norm, Projection
 from ftkernels.attention import attention, attention_reference
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
@@ -25,6 +24,7 @@ from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.nf4 import NF4_TABLE, NF4Weight
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
+from ftkernels.projection import Norm, Projection
 from ftkernels.qkv_rope import Rotary, qkv_rope_backward, qkv_rope_forward
 from ftkernels.rope import _launch as rope_launch
 from ftkernels.rope import apply_rope_reference

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels import choose_backend
-from ftkernels.device import interpreting
+from ftkernels.device import choose_backend, interpreting
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
 from ftkernels.rows import as_rows
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels import Norm, Projection, lora_linear, lora_mlp, lora_qkv
 from ftkernels.fp8 import (
     Fp8Rows,
     Fp8Weight,
@@ -20,7 +19,11 @@ from ftkernels.fp8 import (
     quantize_weight,
 )
 from ftkernels.fp8_kernels import E4M3, e4m3_store, quantize_rows_torch, quantize_rows_triton
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_qkv import lora_qkv
 from ftkernels.norm_parts import norm_forward
+from ftkernels.projection import Norm, Projection
 from torch import Tensor
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

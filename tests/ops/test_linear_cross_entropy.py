@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ftkernels import limits
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
 from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
@@ -102,7 +103,7 @@ def test_ties_go_to_the_lowest_index(device: str) -> None:
 
 
 def test_evaluation_computes_no_gradient(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("ftkernels.linear_cross_entropy")  # the package's attribute of that name is the function
+    module = import_module("ftkernels.linear_cross_entropy")
     wanted: list[bool] = []
 
     def recording(*args: Any, want_grad: bool, **kwargs: Any) -> Any:
@@ -184,7 +185,7 @@ def test_twice_the_same_bits(device: str) -> None:
 
 
 def test_logits_never_exist_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("ftkernels.linear_cross_entropy")  # the package's attribute of that name is the function
+    module = import_module("ftkernels.linear_cross_entropy")
     seen: list[int] = []
     addresses: set[int] = set()
 
@@ -194,7 +195,7 @@ def test_logits_never_exist_at_once(device: str, monkeypatch: pytest.MonkeyPatch
         return cross_entropy_rows(logits, *args, **kwargs)
 
     monkeypatch.setattr(module, "cross_entropy_rows", recording)
-    monkeypatch.setattr(module, "_WORKSPACE_BYTES", 256 * 301 * 4)
+    monkeypatch.setattr(limits, "LOSS_WORKSPACE_BYTES", 256 * 301 * 4)
     x, w, b, labels = _case(device, 600)
     ours(x.requires_grad_(), w, labels, bias=b)
     assert seen == [256, 144]  # 400 labelled rows, in multiples of 256 that fit

@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels import (
-    Norm,
-    Projection,
-    join_weights,
-    lora_linear,
-    lora_linear_reference,
-    lora_mlp,
-    lora_mlp_reference,
-    lora_qkv,
-    lora_qkv_reference,
-)
+from ftkernels.lora_linear import lora_linear, lora_linear_reference
+from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
+from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.lowrank import base_forward
-from ftkernels.projection import joined
+from ftkernels.projection import Norm, Projection, join_weights, joined
 from torch.utils.checkpoint import checkpoint
 
 BF16, F32 = torch.bfloat16, torch.float32

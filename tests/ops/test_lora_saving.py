@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels import Projection, lora_linear, lora_mlp
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lowrank import base_forward
+from ftkernels.projection import Projection
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

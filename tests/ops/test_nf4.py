@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels import Norm, Projection, lora_linear, lora_mlp, lora_qkv
+from ftkernels.limits import NF4_NESTED_BLOCK_SIZE
+from ftkernels.lora_linear import lora_linear
+from ftkernels.lora_mlp import lora_mlp
+from ftkernels.lora_qkv import lora_qkv
 from ftkernels.nf4 import (
-    NESTED_BLOCK_SIZE,
     NF4_TABLE,
     NestedScales,
     NF4Weight,
@@ -19,7 +21,7 @@ from ftkernels.nf4 import (
     nf4_into_triton,
     quantize_nf4,
 )
-from ftkernels.projection import joint_matrix
+from ftkernels.projection import Norm, Projection, joint_matrix
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 #: Whole blocks, a short last block, an odd number of elements, one element, more blocks than one nested block.
@@ -109,7 +111,7 @@ def test_quantising_is_near_and_zeros_stay_zeros() -> None:
 def test_a_weight_is_half_a_byte_and_its_scales() -> None:
     elements = 512 * 1024
     stored = quantize_nf4(_weight((512, 1024))).stored_bytes
-    assert stored == elements // 2 + elements // 64 + 4 * (elements // 64 // NESTED_BLOCK_SIZE) + 4 * (16 + 256 + 1)
+    assert stored == elements // 2 + elements // 64 + 4 * (elements // 64 // NF4_NESTED_BLOCK_SIZE) + 4 * (16 + 256 + 1)
 
 
 # bitsandbytes

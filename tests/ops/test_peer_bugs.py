@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ftkernels import glu_kernels, linear_cross_entropy, rms_norm
+from ftkernels import glu_kernels
 from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
 from ftkernels.attention_config import Tile as AttentionTile
@@ -16,6 +16,8 @@ from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.glu import glu_reference
+from ftkernels.linear_cross_entropy import linear_cross_entropy
+from ftkernels.rms_norm import rms_norm
 from ftkernels.tiles import Tile
 from torch import Tensor
 

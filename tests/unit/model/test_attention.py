@@ -37,7 +37,7 @@ CPU = Machine(torch.device("cpu"), None, 0)
     (HOPPER, {"windowed": True}, "triton", "window"),
     (HOPPER, {"mask": "intervals"}, "triton", "padding"),
     (AMPERE, {"mask": "intervals", "windowed": True}, "triton", "padding"),
-    (TURING, {"mask": "intervals", "dtype": torch.float16}, "sdpa", "sm_75"),
+    (TURING, {"mask": "intervals", "dtype": torch.float16}, "sdpa", "capability 7.5"),
     (CPU, {"mask": "intervals", "dtype": torch.float32}, "sdpa", "CUDA"),
     (HOPPER, {"mask": "any"}, "sdpa", "not made of intervals"),
     (HOPPER, {"mask": "any", "decoding": True}, "sdpa", "intervals"),
@@ -49,7 +49,7 @@ CPU = Machine(torch.device("cpu"), None, 0)
     (HOPPER, {"softcap": 50.0, "decoding": True}, "eager", "one query"),
     (HOPPER, {"softcap": 50.0, "dropout": True}, "eager", "dropout"),
     (HOPPER, {"dropout": True}, "sdpa", "dropout"),
-    (TURING, {"softcap": 50.0, "dtype": torch.float16}, "eager", "sm_75"),
+    (TURING, {"softcap": 50.0, "dtype": torch.float16}, "eager", "capability 7.5"),
     (CPU, {"softcap": 50.0, "dtype": torch.float32}, "eager", "CUDA"),
 ])  # fmt: skip
 def test_the_backend_is_a_pure_function_of_machine_and_call(

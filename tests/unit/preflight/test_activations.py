@@ -18,7 +18,7 @@ from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
 from ftcli.model.patch import patch
 from ftcli.preflight.execution import FUSED_FAMILIES
 from ftcli.preflight.memory.activations import Setting, host_bytes, norm_bytes, plain_policy
-from ftcli.preflight.memory.fused_activations import fused_policy, packed_rank
+from ftcli.preflight.memory.fused_activations import fused_policy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -220,11 +220,6 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
 
 def test_the_fused_families_are_those_of_the_kernels() -> None:
     assert {name for name, kernels in KERNEL_FAMILIES.items() if kernels.block != "parts"} == FUSED_FAMILIES
-
-
-@pytest.mark.parametrize(("rank", "packed"), [(0, 0), (1, 16), (16, 16), (17, 32), (48, 64), (64, 64)])
-def test_packed_ranks(rank: int, packed: int) -> None:
-    assert packed_rank(rank) == packed
 
 
 def test_kernels_keep_far_less_than_plain_layers() -> None:

@@ -10,7 +10,7 @@ import torch
 from ftkernels.attention_config import Machine
 from ftkernels.device import fuses_products
 from ftkernels.fp8 import on_tensor_cores
-from ftkernels.lowrank import _LARGEST_FUSED_RANK
+from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
@@ -19,12 +19,16 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import plan_dtypes
 from ftcli.model.attention import AttentionCall, choose_attention
 from ftcli.preflight.execution import execution_of
-from ftcli.preflight.kernel_table import LARGEST_FUSED_RANK, KernelRow, kernel_rows
+from ftcli.preflight.kernel_table import KernelRow, kernel_rows
 from ftcli.preflight.stages import preflight
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
 GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def _gpu(device: DeviceFacts) -> Gpu:
+    return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
 def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, KernelRow]:
@@ -55,8 +59,8 @@ def test_fp8_products_run_where_the_weights_would_take_them(
     load: Any, monkeypatch: pytest.MonkeyPatch, gpu: str, dtype: str
 ) -> None:
     device = named_device(gpu)
-    operand: Any = SimpleNamespace(is_cuda=device.kind == "cuda", shape=(32, 32), device=gpu, stride=lambda _: 32)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
+    operand: Any = SimpleNamespace(shape=(32, 32), device=gpu, stride=lambda _: 32)
+    monkeypatch.setattr("ftkernels.fp8.gpu_of", lambda _: _gpu(device))
     part = "products of the frozen weights"
     rows = rows_for(load(LLAMA % (dtype, 16), "quantization.method=fp8", "model.kernels=reference"), device)
     assert (rows[part].runs == "fp8") == on_tensor_cores(operand, operand, DTYPES[dtype])
@@ -69,7 +73,7 @@ def test_low_rank_products_ride_in_kernels_where_these_would_take_them(
     load: Any, monkeypatch: pytest.MonkeyPatch, gpu: str, dtype: str
 ) -> None:
     device = named_device(gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: device.capability)
+    monkeypatch.setattr("ftkernels.device.gpu_of", lambda _: _gpu(device))
     rides = fuses_products(torch.device("cuda"), DTYPES[dtype])
     assert (rows_for(load(LLAMA % (dtype, 16)), device)["LoRA products"].runs == "triton") == rides
 
@@ -87,7 +91,6 @@ def test_a_t4_falls_back_where_triton_has_no_tensor_cores(load: Any) -> None:
 
 
 def test_large_ranks_take_products_of_their_own(load: Any) -> None:
-    assert LARGEST_FUSED_RANK == _LARGEST_FUSED_RANK
     rows = rows_for(load(LLAMA % ("bfloat16", 128)), named_device("h100"))
     assert rows["LoRA products"].runs == "torch"
     assert "128" in rows["LoRA products"].reason

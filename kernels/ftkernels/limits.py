@@ -1,0 +1,166 @@
+"""What the kernels can take, and what they allocate: the rules that need neither torch nor triton.
+
+The kernels call these rules when they run. A program that plans a run can call them on a machine without torch or GPU.
+
+Each ``why_no_...`` returns the reason for a refusal as one clause, or None where the kernels run. Dtypes are torch's
+names without ``torch.``, such as ``bfloat16``. Outside CUDA the kernels run in Triton's interpreter only, which has no
+tensor cores and no limit on shared memory, so the rules about those two do not apply there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Forms of RMSNorm: ``ftkernels.rms_norm`` has the formulas.
+NormForm = Literal["llama", "gemma"]
+#: Activations of a gated unit: ``ftkernels.glu`` has the formulas.
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+#: Rows of the table of attention tiles, ``ftkernels.attention_config``.
+Generation = Literal["hopper", "blackwell", "ampere", "small", "interpreter"]
+
+#: Lowest compute capability for elementwise and row-wise kernels.
+ELEMENTWISE_CAPABILITY = (7, 0)
+#: Lowest one for matrix products inside kernels: below it Triton emits no tensor-core code.
+PRODUCTS_CAPABILITY = (8, 0)
+#: Lowest one for products of float8 operands.
+FLOAT8_CAPABILITY = (8, 9)
+
+#: Shared memory that the elementwise and row-wise kernels need, in bytes a block: what every GPU has.
+ELEMENTWISE_SHARED_MEMORY = 48 * 1024
+#: Shared memory that the smallest tiles of the attention kernels need, in bytes a block.
+ATTENTION_SHARED_MEMORY = 99 * 1024
+#: The attention kernels take head sizes that are multiples of this ...
+HEAD_SIZE_MULTIPLE = 16
+#: ... up to this.
+LARGEST_HEAD_SIZE = 256
+
+#: Adapters of smaller ranks are padded to this one.
+SMALLEST_PACKED_RANK = 16
+#: Elementwise kernels keep tiles of (rows, rank) and (columns, rank) beside their data. Above this padded rank,
+#: products of their own are faster.
+LARGEST_FUSED_RANK = 64
+
+#: One chunk's logits stay below this: 2048 rows of Llama-3's vocabulary, 1024 of Gemma's. The products of larger
+#: chunks are no faster; those of much smaller ones fill the last wave of tiles badly.
+LOSS_WORKSPACE_BYTES = 2**29
+#: Without the kernel, so many float32 copies of a chunk's logits are alive at once; with it, none.
+LOSS_TORCH_COPIES = 4
+#: A chunk of the loss has a multiple of so many rows.
+LOSS_ROW_MULTIPLE = 256
+#: The gradient of the head accumulates in float32, so many rows of the vocabulary at a time: the temporary stays small.
+LOSS_VOCABULARY_SLAB = 16384
+
+#: Elements that share a scale in an NF4 weight, and scales that share one of their own under double quantisation.
+NF4_BLOCK_SIZE = 64
+NF4_NESTED_BLOCK_SIZE = 256
+
+_ATTENTION_DTYPES = ("bfloat16", "float16", "float32")
+_HALF_PRECISION = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the rules need to know about a GPU.
+
+    Attributes:
+        capability: CUDA compute capability (major, minor); None outside CUDA.
+        shared_memory_bytes: the most shared memory that one block can have; 0 outside CUDA.
+    """
+
+    capability: tuple[int, int] | None
+    shared_memory_bytes: int
+
+
+def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
+    """Why the attention kernels cannot run on tensors of ``dtype``, or None."""
+    if dtype not in _ATTENTION_DTYPES:
+        return f"the attention kernels take bfloat16, float16 and float32, not {dtype}"
+    if head_size % HEAD_SIZE_MULTIPLE or not 0 < head_size <= LARGEST_HEAD_SIZE:
+        return (
+            f"the attention kernels take head sizes that are multiples of {HEAD_SIZE_MULTIPLE} up to "
+            f"{LARGEST_HEAD_SIZE}, not {head_size}"
+        )
+    below = _why_no_tensor_cores(gpu)
+    if below is not None:
+        return f"{below}; the attention kernels need {_version(PRODUCTS_CAPABILITY)}"
+    if attention_generation(gpu) is None:
+        needed, available = ATTENTION_SHARED_MEMORY >> 10, gpu.shared_memory_bytes >> 10
+        return f"the attention kernels need {needed} KiB of shared memory a block, this GPU has {available} KiB"
+    return None
+
+
+def attention_generation(gpu: Gpu) -> Generation | None:
+    """The GPU's row in the table of attention tiles; None where its shared memory is too small for every row."""
+    if gpu.capability is None:
+        return "interpreter"
+    if gpu.shared_memory_bytes >= 227 * 1024 and gpu.capability[0] in (9, 10):
+        return "hopper" if gpu.capability[0] == 9 else "blackwell"
+    if gpu.shared_memory_bytes >= 160 * 1024:
+        return "ampere"
+    return "small" if gpu.shared_memory_bytes >= ATTENTION_SHARED_MEMORY else None
+
+
+def why_no_products(gpu: Gpu, dtype: str) -> str | None:
+    """Why small products do not ride in the elementwise kernels, or None.
+
+    In float32 they would take plain arithmetic, since they are exact, and spill registers.
+    """
+    if dtype not in _HALF_PRECISION:
+        return f"{dtype} products in a kernel would not use the tensor cores"
+    return _why_no_tensor_cores(gpu)
+
+
+def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
+    """Why float8 operands are not multiplied as they are for a result in ``dtype``, or None."""
+    if gpu.capability is None:
+        return "outside CUDA there are no fp8 instructions"
+    if gpu.capability < FLOAT8_CAPABILITY:
+        return f"capability {_version(gpu.capability)} has no fp8 instructions"
+    return None if dtype == "bfloat16" else f"fp8 products are written in bfloat16, not {dtype}"
+
+
+def packed_rank(rank: int) -> int:
+    """Columns that adapters of at most this rank take in the kernels' layout: a power of two; 0 without adapters."""
+    return max(SMALLEST_PACKED_RANK, 1 << (rank - 1).bit_length()) if rank else 0
+
+
+def loss_rows(tokens: int, vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:
+    """Rows of one chunk of the loss: equal chunks whose logits fit the workspace, rounded up to the row multiple.
+
+    ``element_bytes`` is the size of one logit.
+    """
+    rows = _equal_rows(max(tokens, 1), _most_rows(vocabulary, element_bytes, on_gpu=on_gpu))
+    return -(-rows // LOSS_ROW_MULTIPLE) * LOSS_ROW_MULTIPLE
+
+
+def loss_bytes(tokens: int, vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:
+    """Estimated workspace of the loss over ``tokens`` labelled rows: one buffer of logits, which all chunks share, and
+    off the GPU float32 copies of it.
+    """
+    most = _most_rows(vocabulary, element_bytes, on_gpu=on_gpu)
+    buffer = min(tokens, _equal_rows(tokens, most)) * vocabulary * element_bytes
+    return buffer if on_gpu else buffer + min(tokens, most) * vocabulary * LOSS_TORCH_COPIES * 4
+
+
+def _most_rows(vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:
+    """Rows whose logits fit the workspace, a multiple of ``LOSS_ROW_MULTIPLE`` and at least that."""
+    copies = 1 if on_gpu else LOSS_TORCH_COPIES
+    rows = LOSS_WORKSPACE_BYTES // (vocabulary * element_bytes * copies)
+    return max(rows // LOSS_ROW_MULTIPLE * LOSS_ROW_MULTIPLE, LOSS_ROW_MULTIPLE)
+
+
+def _equal_rows(tokens: int, most: int) -> int:
+    """Rows of each chunk when ``tokens`` rows are cut into as few equal chunks of at most ``most`` as possible."""
+    chunks = -(-tokens // most)
+    return -(-tokens // chunks)
+
+
+def _why_no_tensor_cores(gpu: Gpu) -> str | None:
+    if gpu.capability is None or gpu.capability >= PRODUCTS_CAPABILITY:
+        return None
+    return f"on capability {_version(gpu.capability)} Triton makes no tensor-core code"
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
