@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ftkernels.limits import (
+    ATTENTION_SHARED_MEMORY,
+    ELEMENTWISE_CAPABILITY,
+    ELEMENTWISE_SHARED_MEMORY,
+    FLOAT8_CAPABILITY,
+    PRODUCTS_CAPABILITY,
+)
+
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.preflight.checks.base import Context, Findings
-from ftcli.preflight.kernel_table import FP8_CAPABILITY
 from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
@@ -23,18 +30,19 @@ class Need:
     shared_memory_bytes: int = 0
 
 
+_TENSOR_CORE_ATTENTION = Need(PRODUCTS_CAPABILITY, ATTENTION_SHARED_MEMORY)
 #: What each attention backend needs. Shared memory is that of the smallest tile in use at head_dim 256.
 ATTENTION_NEEDS: Mapping[str, Need] = MappingProxyType(
     {
-        "flash_attention_2": Need((8, 0), 99 * 1024),
-        "flex_attention": Need((8, 0), 99 * 1024),
-        "triton": Need((8, 0), 99 * 1024),
+        "flash_attention_2": _TENSOR_CORE_ATTENTION,
+        "flex_attention": _TENSOR_CORE_ATTENTION,
+        "triton": _TENSOR_CORE_ATTENTION,
     }
 )
 #: fp8 products: Ada and Hopper have the instructions.
-FP8_NEED = Need(FP8_CAPABILITY)
+FP8_NEED = Need(FLOAT8_CAPABILITY)
 #: ftcli's own Triton kernels: elementwise and row-wise ones, without tensor cores or large tiles.
-KERNEL_NEED = Need((7, 0), 48 * 1024)
+KERNEL_NEED = Need(ELEMENTWISE_CAPABILITY, ELEMENTWISE_SHARED_MEMORY)
 
 
 def unmet(need: Need, device: DeviceFacts) -> str | None:

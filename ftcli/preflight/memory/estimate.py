@@ -33,6 +33,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
+
 from ftcli.config import Recipe
 from ftcli.config.training import Checkpointing
 from ftcli.facts.device import DeviceFacts
@@ -51,17 +53,14 @@ from ftcli.preflight.memory.activations import (
     pinnable_bytes,
     plain_policy,
 )
-from ftcli.preflight.memory.fused_activations import packed_rank
 from ftcli.preflight.memory.result import MemoryEstimate
-from ftcli.preflight.memory.workspaces import cublas_bytes, grpo_loss_bytes, loss_bytes, mask_bytes
+from ftcli.preflight.memory.workspaces import cublas_bytes, grpo_loss_bytes, mask_bytes
 from ftcli.tables import optimizers
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
-#: Rows of the vocabulary whose gradient of the head is formed at a time, as in ftkernels.linear_cross_entropy.
-_VOCAB_SLAB = 16384
 #: Parts that are there in some phases only, though they outlive what allocates them.
 _PASSING = ("gradients", "autocast copies")
 
@@ -323,7 +322,7 @@ class _Arithmetic:
         if self.plan.parameter_bytes != element:
             needed += vocabulary * self.shape.hidden_size * element  # the head, cast
         if training and self._head_is_trained():
-            needed += 4 * self.shape.hidden_size * (vocabulary + min(vocabulary, _VOCAB_SLAB))
+            needed += 4 * self.shape.hidden_size * (vocabulary + min(vocabulary, LOSS_VOCABULARY_SLAB))
         return needed
 
     def _head_is_trained(self) -> bool:

@@ -31,19 +31,15 @@ from __future__ import annotations
 from functools import partial
 from types import MappingProxyType
 
+from ftkernels.limits import packed_rank
+
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.memory.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
 
-_SMALLEST_RANK = 16
 _PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
 #: in half precision. 11 MiB at 8192 tokens and rank 16, with what ``_PRODUCTS`` counts.
 _RANK_BYTES = 64
-
-
-def packed_rank(rank: int) -> int:
-    """Columns that an adapter of this rank takes in the kernels' layout."""
-    return max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()) if rank else 0
 
 
 def fused_policy(

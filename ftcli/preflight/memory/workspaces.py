@@ -5,10 +5,6 @@ from __future__ import annotations
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.execution import Execution
 
-# As in ftkernels.linear_cross_entropy, which cannot be imported here (it needs torch).
-_LOSS_WORKSPACE_BYTES = 2**29
-_LOSS_TORCH_COPIES = 4
-_LOSS_ROW_MULTIPLE = 256
 #: Rows and columns of the one tile of logits in TRL's fused head.
 _TRL_TILE = (4096, 2048)
 #: What torch gives cuBLAS for each handle and stream, out of its own allocator; Hopper has the larger one.
@@ -24,17 +20,6 @@ def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -
         return 0
     each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
     return each * (2 if backward else 1) * (2 if execution.kernels == "fused" else 1)
-
-
-def loss_bytes(tokens: int, vocabulary: int, element: int, *, on_gpu: bool) -> int:
-    """Logits of ``ftkernels.linear_cross_entropy``, ``element`` bytes each: chunk after chunk in one buffer, and on a
-    CPU float32 copies of it.
-    """
-    most = _LOSS_WORKSPACE_BYTES // (vocabulary * element * (1 if on_gpu else _LOSS_TORCH_COPIES))
-    most = max(most // _LOSS_ROW_MULTIPLE * _LOSS_ROW_MULTIPLE, _LOSS_ROW_MULTIPLE)
-    chunks = -(-tokens // most)
-    needed = min(tokens, -(-tokens // chunks)) * vocabulary * element
-    return needed if on_gpu else needed + min(tokens, most) * vocabulary * _LOSS_TORCH_COPIES * 4
 
 
 def grpo_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
