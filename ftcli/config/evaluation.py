@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
-from ftcli.tables import exports
+from ftcli.tables import exports, judges
 
 ExportFormat = Annotated[str, Word(exports.names)]
 
@@ -24,7 +24,7 @@ class GenerateConfig(Section):
 class TaskConfig(Section):
     """A generation task: the last assistant turn (or the completion) is the reference."""
 
-    use: Literal["exact_match", "contains", "regex", "json_valid"] | None = Field(
+    use: Annotated[str, Word(judges.names)] | None = Field(
         default=None, description="How a completion is judged; `exact_match` when neither this nor `file` is there."
     )
     file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
@@ -41,7 +41,7 @@ class TaskConfig(Section):
     @property
     def kind(self) -> str:
         """The built-in judge, or "function"."""
-        return "function" if self.file is not None else self.use or "exact_match"
+        return "function" if self.file is not None else self.use or judges.DEFAULT
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
-from ftcli.tables import optimizers
+from ftcli.tables import judges, optimizers
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
 Optimizer = Annotated[str, Word(optimizers.names)]
@@ -87,12 +87,12 @@ class TrainConfig(Section):
 class RewardConfig(Section):
     """One reward: a built-in (`use`) or a function of yours (`file`)."""
 
-    use: Literal["exact_match", "regex"] | None = Field(default=None, description="A built-in reward.")
+    use: Annotated[str, Word(judges.names)] | None = Field(default=None, description="A built-in reward.")
     file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
         default=None,
         description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
     )
-    answer: str = Field(default="answer", description="exact_match: the column with the right answer.")
+    answer: str = Field(default="answer", description="exact_match, contains: the column with the right answer.")
     extract: str | None = Field(
         default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.config.data import DataConfig
-from ftcli.data.formats import Example, Layout, misfit_finding
 from ftcli.data.template import Rendered, Renderer
 from ftcli.data.tokens import Encoded, Tokens, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
 from ftcli.rows.formats import Misfit, understand
+from ftcli.rows.prompts import Example, Layout, misfit_finding
 from ftcli.rows.row import Row, data_error
 
 if TYPE_CHECKING:

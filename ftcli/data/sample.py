@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
-from ftcli.data.formats import prompts_of
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.formats import layout_of
 from ftcli.rows.places import is_hub
+from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import Row, raise_findings
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from ftcli.assets import asset
-from ftcli.data.formats import Example, Message, Prompt
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.rows.prompts import Example, Message, Prompt
 from ftcli.rows.row import Row, data_error
 
 if TYPE_CHECKING:

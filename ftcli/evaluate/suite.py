@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.config import Recipe, TaskConfig
-from ftcli.data.formats import Prompt, prompts_of
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import evaluate_loss
-from ftcli.evaluate.tasks import Answered, Judge, judge
+from ftcli.evaluate.tasks import Answered, judge
 from ftcli.facts.precision import DtypePlan
+from ftcli.judges import Function
 from ftcli.reporting import Reporter
+from ftcli.rows.prompts import Prompt, prompts_of
 from ftcli.rows.reading import read_rows
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Evaluator:
     plan: DtypePlan
     device: torch.device
     reporter: Reporter
-    functions: Mapping[str, Judge] = field(default_factory=dict)
+    functions: Mapping[str, Function] = field(default_factory=dict)
 
     def loss(self, model: PreTrainedModel | PeftModel) -> dict[str, Any]:
         """Loss, perplexity, token accuracy over all of ``data.eval``; empty without held-out data."""

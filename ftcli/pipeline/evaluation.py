@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.results import judges_of, scores
+from ftcli.judges import judges_of
+from ftcli.pipeline.results import scores
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import GrpoConfig, Recipe
 from ftcli.config.load import LoadedRecipe
-from ftcli.data.formats import Prompt, prompts_of
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.judges import judges_of
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
-from ftcli.pipeline.results import complete_result, judges_of
+from ftcli.pipeline.results import complete_result
 from ftcli.reporting import Session
+from ftcli.rows.prompts import Prompt, prompts_of
 from ftcli.rows.reading import read_rows
 
 if TYPE_CHECKING:

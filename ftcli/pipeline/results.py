@@ -25,7 +25,6 @@ from ftcli.run.results import (
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
-    from ftcli.evaluate.tasks import Judge
 
 #: Held-out rows that are shown in the report.
 SAMPLES = 4
@@ -121,10 +120,3 @@ def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:
         longest=ledger.length_quantiles.get("max", 0),
         length_quantiles=ledger.length_quantiles,
     )
-
-
-def judges_of(recipe: Recipe) -> dict[str, Judge]:
-    """The user's judges, loaded before anything that takes long."""
-    from ftcli.trainers.rewards.user import load_function
-
-    return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}

@@ -13,11 +13,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config import Recipe
 from ftcli.config.training import GrpoConfig
-from ftcli.data.formats import Prompt
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
+from ftcli.rows.prompts import Prompt
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
 from ftcli.trainers.sft import training_arguments
@@ -124,7 +125,7 @@ def build_grpo_trainer(
     Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
     """
     _check_lengths(prompts, texts, tokenizer, grpo.max_prompt_length)
-    columns = _columns(prompts)
+    columns = columns_of(prompts)
     rewards = build_rewards(grpo.rewards, columns)
     trainer = GrpoTrainer(
         model=model,
@@ -156,16 +157,6 @@ def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence
         "reward_weights": [reward.weight for reward in rewards],
         "generation_kwargs": {"eos_token_id": list(stops)},
     }
-
-
-def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Columns that rewards may ask for: those every row has, and ``answer`` from the reference where there is one."""
-    names = set.intersection(*(set(prompt.row.fields) for prompt in prompts))
-    names -= {"prompt", "completion", "messages", "conversations"}
-    columns = {name: [prompt.row.fields[name] for prompt in prompts] for name in sorted(names)}
-    if "answer" not in columns and all(prompt.reference is not None for prompt in prompts):
-        columns["answer"] = [prompt.reference for prompt in prompts]
-    return columns
 
 
 def _check_lengths(

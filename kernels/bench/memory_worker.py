@@ -24,11 +24,11 @@ import ftcli.trainers.grpo
 import ftcli.trainers.sft  # noqa: F401  # both take seconds to import, which no case should count
 from ftcli import pipeline
 from ftcli.config.load import LoadedRecipe
-from ftcli.data.formats import prompts_of
 from ftcli.data.template import Renderer
 from ftcli.facts.device import probe_device
 from ftcli.model.load import load_tokenizer
 from ftcli.reporting import Progress, Session, SilentReporter
+from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 
 #: More than this left allocated after a case would be counted in the next one's peak: the process ends instead.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from ftcli.config import TaskConfig
+from ftcli.config import RewardConfig, TaskConfig
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.memory.policy import policy_name
-from ftcli.tables import exports, optimizers
+from ftcli.tables import exports, judges, optimizers
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")
@@ -124,7 +124,7 @@ def _tasks(context: Context) -> Findings:
                 f"the task {name!r} has no data, and data.eval names no file",
                 help="name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval",
             )
-        yield from pattern_findings(context, path, uses_pattern=task.kind == "regex", pattern=task.pattern)
+        yield from pattern_findings(context, path, task)
         yield from _judge(context, path, task)
 
 
@@ -151,14 +151,17 @@ def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
         yield from function_findings(context, f"{path}.file", task.file)
 
 
-def pattern_findings(context: Context, path: str, *, uses_pattern: bool, pattern: str | None) -> Findings:
-    """FT264: a regex without pattern, a pattern that is no regular expression, or one that nothing reads."""
-    if uses_pattern and pattern is None:
-        yield context.error("FT264", path, "`use: regex` needs a pattern", help="add `pattern:`")
-    elif not uses_pattern and pattern is not None:
-        yield context.error("FT264", f"{path}.pattern", "a pattern is only read by `use: regex`", help="remove it")
-    elif pattern is not None:
-        yield from regex_findings(context, f"{path}.pattern", pattern)
+def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
+    """FT264: a pattern that is needed and missing, one that nothing reads, or one that is no regular expression."""
+    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
+    judge = judges.row(use) if use is not None and judged.file is None else None
+    if judge is not None and "pattern" in judge.needs and judged.pattern is None:
+        yield context.error("FT264", path, f"`use: {use}` needs a pattern", help="add `pattern:`")
+    elif judged.pattern is not None and (judge is None or "pattern" not in judge.reads):
+        readers = " and ".join(f"`use: {name}`" for name in judges.readers("pattern"))
+        yield context.error("FT264", f"{path}.pattern", f"a pattern is only read by {readers}", help="remove it")
+    elif judged.pattern is not None:
+        yield from regex_findings(context, f"{path}.pattern", judged.pattern)
 
 
 def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:

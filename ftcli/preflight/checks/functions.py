@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
+from ftcli.judges import file_of
 from ftcli.preflight.checks.base import Context, Findings
 
 
 def function_findings(context: Context, path: str, spec: str) -> Findings:
     """FT451 and FT452: whether the file of ``path.py:function`` defines the function, without running it."""
-    name, _, function = spec.rpartition(":")
-    file = Path(name).expanduser()
+    file, function = file_of(spec)
     if not file.is_file():
         yield context.error(
             "FT451",

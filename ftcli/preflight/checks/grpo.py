@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
 from ftcli.preflight.checks.functions import function_findings
+from ftcli.tables import judges
 
 
 def check(context: Context) -> Findings:
@@ -84,19 +87,18 @@ def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
             help="write `- use: exact_match` or `- file: rewards.py:score`",
         )
         return
-    uses_pattern = reward.use == "regex"
-    yield from pattern_findings(context, path, uses_pattern=uses_pattern, pattern=reward.pattern)
-    if reward.extract is not None and reward.use == "exact_match":
+    yield from pattern_findings(context, path, reward)
+    reads = ("args",) if reward.use is None else judges.row(reward.use).reads
+    if reward.extract is not None and "extract" in reads:
         yield from regex_findings(context, f"{path}.extract", reward.extract, group=True)
-    yield from _unread(context, path, reward)
+    yield from _unread(context, path, reward, reads)
     if reward.file is not None:
         yield from function_findings(context, f"{path}.file", reward.file)
 
 
-def _unread(context: Context, path: str, reward: RewardConfig) -> Findings:
+def _unread(context: Context, path: str, reward: RewardConfig, reads: Collection[str]) -> Findings:
     """FT265: options that this kind of reward never reads."""
     kind = "file" if reward.use is None else f"use: {reward.use}"
-    reads = {"exact_match": ("answer", "extract"), "regex": ("pattern",), None: ("args",)}[reward.use]
     for name in ("answer", "extract", "args"):
         if name not in reads and context.says(f"{path}.{name}"):
             yield context.error(

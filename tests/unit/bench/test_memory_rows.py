@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ftcli.config import DatasetConfig
-from ftcli.data.formats import prompts_of
 from ftcli.data.template import Renderer
 from ftcli.model.load import load_tokenizer
+from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import read_rows
 
 BENCH = Path(__file__).resolve().parents[3] / "kernels" / "bench"

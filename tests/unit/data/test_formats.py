@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ftcli.data.formats import prompts_of, to_examples
 from ftcli.errors import FtcliError
 from ftcli.rows.formats import detect_format
+from ftcli.rows.prompts import prompts_of, to_examples
 from ftcli.rows.row import Row
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.data.formats import prompts_of
 from ftcli.data.prepare import Prepared
 from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 
 Prepare = Callable[..., Prepared]

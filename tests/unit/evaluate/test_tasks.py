@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ftcli.config import TaskConfig
-from ftcli.data.formats import Prompt
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.tasks import Answered, is_right, judge
+from ftcli.evaluate.tasks import Answered, judge
+from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 
 
@@ -31,7 +31,8 @@ from ftcli.rows.row import Row
     ({"use": "json_valid"}, "[" * 100_000, None, False),
 ])  # fmt: skip
 def test_built_in_judges(task: dict[str, Any], completion: str, reference: str | None, right: bool) -> None:
-    assert is_right(TaskConfig(**task), completion, reference) is right
+    asked = Prompt(Row("tasks.jsonl", 1, {}), None, "q", reference)
+    assert judge(TaskConfig(**task), Answered([asked], ["q"], [completion])).score == float(right)
 
 
 def answered(*completions: str) -> Answered:

@@ -9,8 +9,7 @@ import pytest
 
 from ftcli.config import RewardConfig
 from ftcli.errors import FtcliError
-from ftcli.trainers.rewards import build_rewards
-from ftcli.trainers.rewards.build import Reward
+from ftcli.trainers.rewards import Reward, build_rewards
 
 
 def build(*configs: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> list[Reward]:

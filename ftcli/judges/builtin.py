@@ -1,0 +1,80 @@
+"""Judges that need no code of the user's. Completions are untrusted text: they are compared, never run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from ftcli.config import RewardConfig, TaskConfig
+from ftcli.tables import code_of, judges
+
+#: Expressions look at this much of a completion, so that a slow one cannot hold up training.
+MAX_MATCHED_CHARS = 20_000
+
+
+class BuiltIn(Protocol):
+    """Scores each completion: 1.0 where it passes, else 0.0. ``answers`` has one known answer for each completion."""
+
+    def __call__(self, completions: Sequence[str], answers: Sequence[str], **options: str) -> list[float]: ...
+
+
+class Bound(Protocol):
+    """A built-in judge whose options are those of a recipe."""
+
+    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[float]: ...
+
+
+def built_in(config: RewardConfig | TaskConfig, name: str) -> Bound:
+    """The judge ``name`` with the options that a reward or a task gives it."""
+    row = judges.row(name)
+    function: BuiltIn = code_of(row.code)
+    options = {key: getattr(config, key, None) for key in row.options}
+    given = {key: value for key, value in options.items() if value is not None}
+    return lambda completions, answers: function(completions, answers, **given)
+
+
+def exact_match(completions: Sequence[str], answers: Sequence[str], extract: str | None = None) -> list[float]:
+    """Passes where a completion is the answer, surrounding space aside.
+
+    With ``extract``, a regular expression, only its first group is compared (all that matches, where it has no group).
+    """
+    if extract is not None:
+        expression = re.compile(extract, re.DOTALL)
+        completions = [_extracted(expression, completion) for completion in completions]
+    return [float(text.strip() == answer.strip()) for text, answer in zip(completions, answers, strict=True)]
+
+
+def contains(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Passes where the answer, without surrounding space, is somewhere in the completion."""
+    return [float(answer.strip() in text) for text, answer in zip(completions, answers, strict=True)]
+
+
+def regex(completions: Sequence[str], answers: Sequence[str], pattern: str) -> list[float]:
+    """Passes where ``pattern`` is found in the first 20,000 characters; ``.`` matches line breaks too."""
+    expression = re.compile(pattern, re.DOTALL)
+    return [float(expression.search(text[:MAX_MATCHED_CHARS]) is not None) for text in completions]
+
+
+def json_valid(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Passes for one JSON value and nothing else; NaN and Infinity are not JSON."""
+    return [float(_is_json(text)) for text in completions]
+
+
+def _extracted(expression: re.Pattern[str], text: str) -> str:
+    found = expression.search(text[:MAX_MATCHED_CHARS])
+    if found is None:
+        return ""
+    return (found.group(1) if found.groups() else found.group(0)) or ""  # a group may take no part in the match
+
+
+def _is_json(text: str) -> bool:
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True

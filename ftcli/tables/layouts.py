@@ -1,0 +1,83 @@
+"""Layouts of rows: what ``data.format`` may name, which columns tell each, and the code that understands its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the rest of the program has to know of a layout.
+
+    Attributes:
+        columns: Columns that a row needs. ``format: auto`` takes the first layout of the table whose columns are there.
+        code: Turns a row into an example (``ftcli.rows.layouts.Understand``).
+        loss_on: Values of ``data.loss_on`` that have a meaning; the first is what `auto` means.
+        answer: The column with the known answer, which judges get as `answer`; None for rows that ask nothing.
+        conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
+    """
+
+    columns: tuple[str, ...]
+    code: str
+    loss_on: tuple[str, ...] = ("assistant", "completion", "all")
+    answer: str | None = None
+    conversation: tuple[str, ...] = ()
+
+
+#: In the order in which ``format: auto`` tries them.
+TABLE: Mapping[str, Layout] = MappingProxyType(
+    {
+        "messages": Layout(
+            ("messages",), "ftcli.rows.layouts.messages:understand", answer="messages", conversation=("messages",)
+        ),
+        "sharegpt": Layout(
+            ("conversations",),
+            "ftcli.rows.layouts.sharegpt:understand",
+            answer="conversations",
+            conversation=("conversations",),
+        ),
+        "prompt_completion": Layout(
+            ("prompt", "completion"),
+            "ftcli.rows.layouts.prompted:understand_completion",
+            loss_on=("completion", "assistant", "all"),
+            answer="completion",
+            conversation=("prompt", "completion"),
+        ),
+        "prompt_answer": Layout(
+            ("prompt", "answer"),
+            "ftcli.rows.layouts.prompted:understand_answer",
+            answer="answer",
+            conversation=("prompt",),
+        ),
+        "alpaca": Layout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand", answer="output"),
+        "text": Layout(("text",), "ftcli.rows.layouts.text:understand", loss_on=("all",)),
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """Every layout."""
+    return tuple(TABLE)
+
+
+def row(name: str) -> Layout:
+    """The row of a layout."""
+    return TABLE[name]
+
+
+def formats() -> tuple[str, ...]:
+    """What ``data.format`` may say."""
+    return ("auto", *TABLE)
+
+
+def detect(columns: Iterable[str]) -> str | None:
+    """The first layout whose columns are all there; None when no layout fits."""
+    present = set(columns)
+    return next((name for name, layout in TABLE.items() if present.issuperset(layout.columns)), None)
+
+
+def conversation_columns() -> frozenset[str]:
+    """The columns, of any layout, that hold the conversation itself."""
+    return frozenset(column for layout in TABLE.values() for column in layout.conversation)

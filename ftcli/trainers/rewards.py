@@ -1,0 +1,82 @@
+"""The recipe's rewards as functions that TRL can call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftcli.config import RewardConfig
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.judges import UserJudge, built_in, load_function
+from ftcli.tables import judges
+
+Score = Callable[..., list[float | None]]
+#: Names under which TRL hands things to a reward that no column may have.
+RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """``function(prompts, completions, **columns)`` gives one number (or None: no opinion) for each completion."""
+
+    name: str
+    weight: float
+    function: Score
+
+
+def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:
+    """All rewards, their names made unique.
+
+    Args:
+        columns: Columns of the data that are handed to each function by name.
+
+    Raises:
+        FtcliError: FT451 and FT452 for a user's function that cannot be loaded; FT453 (exit 4) when a reward needs a
+            column that the data lacks; FT454 (exit 4) for columns with reserved names. The functions raise FT455 (exit
+            4) when a user's function does not return one number, or None, for each completion.
+    """
+    clash = sorted(RESERVED & set(columns))
+    if clash:
+        raise FtcliError.single(
+            "FT454",
+            f"the data has a column named {clash[0]!r}, which GRPO uses itself",
+            exit_code=ExitCode.DATA,
+            help="rename it in the file",
+        )
+    built: list[Reward] = []
+    for config in rewards:
+        name = config.use or str(config.file).rpartition(":")[2]
+        same = sum(r.name.split("#")[0] == name for r in built)
+        name = f"{name}#{same + 1}" if same else name
+        score = _users(config) if config.use is None else _built_in(config, config.use, columns)
+        score.__name__ = name  # TRL logs rewards under the function's name
+        built.append(Reward(name, config.weight, score))
+    return built
+
+
+def _users(config: RewardConfig) -> Score:
+    spec = str(config.file)
+    judge = UserJudge(spec, load_function(spec), config.args, code="FT455", what="the reward")
+
+    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
+        return judge.scores(completions, prompts, {k: v for k, v in columns.items() if k not in RESERVED})
+
+    return score
+
+
+def _built_in(config: RewardConfig, use: str, columns: Collection[str]) -> Score:
+    compares, judge = judges.row(use).compares, built_in(config, use)
+    if compares and config.answer not in columns:
+        raise FtcliError.single(
+            "FT453",
+            f"the reward {use} compares with column {config.answer!r}, which the data does not have",
+            exit_code=ExitCode.DATA,
+            help=f"set the reward's `answer` to one of: {', '.join(sorted(columns)) or 'none'}",
+        )
+
+    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
+        answers = [str(answer) for answer in columns[config.answer]] if compares else [""] * len(completions)
+        return list(judge(completions, answers))
+
+    return score
