@@ -1,18 +1,67 @@
-"""Quantising a model that is already there, for tests; ftcli quantises while it loads (``ftcli.model.streamed``)."""
+"""What tests of quantised layers share: models and single layers, quantised and not."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+from ftkernels.nf4 import quantize_nf4
 from torch import nn
 
-from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import is_quantizable, quantize_linear
+from ftcli.assets import asset
+from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config.origins import Origins
+from ftcli.config.tree import Section
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.load import load_model
+from ftcli.model.nf4 import NF4Linear
+from ftcli.model.quantize import is_quantizable, quantize_linear
+
+NF4 = QuantizationConfig(method="nf4")
+SINGLE = QuantizationConfig(method="nf4", double_quant=False)
+TINY = asset("models", "tiny-gemma2")
+PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")
+
+
+def load(
+    source: str | Path = "bundled:tiny-gemma2", settings: QuantizationConfig = NF4, kept: int = 0, **change: Any
+) -> Any:
+    """The model as a run loads it."""
+    model = ModelConfig(name_or_path=str(source), tokenizer="bytes", **change)
+    facts = read_facts(model, offline=True, origins=Origins(Section(None, {})))
+    device = torch.device("cpu")
+    return load_model(model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings, kept_layers=kept)
 
 
 def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
-    """Puts a quantised layer in the place of each linear layer but the head; returns how many."""
+    """Puts a quantised layer in the place of each linear layer but the head; returns how many.
+
+    ftcli itself quantises while it loads (``ftcli.model.streamed``).
+    """
     names = [name for name, module in model.named_modules() if is_quantizable(name, module)]
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         model.set_submodule(name, quantize_linear(linear, settings, name))
     return len(names)
+
+
+def layer_of(settings: QuantizationConfig = NF4) -> tuple[NF4Linear, nn.Linear]:
+    """A quantised layer with a bias, and the linear layer that it stands for."""
+    model = nn.ModuleDict({"proj": nn.Linear(64, 48)})
+    weight = model["proj"].weight.detach()
+    quantize_linears(model, settings)
+    layer: Any = model["proj"]
+    assert isinstance(layer, NF4Linear)
+    dense = nn.Linear(64, 48)
+    with torch.no_grad():
+        dense.weight.copy_(quantize_nf4(weight, double_quant=settings.double_quant).dequantize(torch.float32))
+        dense.bias.copy_(layer.bias)
+    return layer, dense.requires_grad_(False)
+
+
+def same_state(one: NF4Linear, other: NF4Linear) -> bool:
+    a, b = dict(one.named_buffers()), dict(other.named_buffers())
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)

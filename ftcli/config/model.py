@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Section
+from ftcli.config.base import Count, Fraction, Items, Section, Word
+from ftcli.tables import quantizations
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention", "triton"]
@@ -50,7 +51,7 @@ class ModelConfig(Section):
 class QuantizationConfig(Section):
     """How the frozen base weights are stored."""
 
-    method: Literal["none", "nf4", "fp8", "bitnet"] = Field(default="none", description="Storage format.")
+    method: Annotated[str, Word(quantizations.names)] = Field(default="none", description="Storage format.")
     double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
     keep_dequantized: bool | Literal["auto"] = Field(
         default=False,

@@ -13,12 +13,10 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
+from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-#: Values of ``quantization.method`` that store linear layers quantised.
-QUANTIZED_METHODS = ("nf4", "fp8")
 
 
 def source_of(name: str) -> str:
@@ -103,7 +101,7 @@ def load_model(
     dtype = getattr(torch, plan.parameter)
     attention = attention_implementation(model, facts)
     holding = None
-    if quantization is not None and quantization.method in QUANTIZED_METHODS:
+    if quantization is not None and quantizations.row(quantization.method).quantize is not None:
         holding = Holding(quantization, dtype, device, kept_layers)
     if model.init == "random" and source is None:
         return _random_model(facts.raw, dtype, attention, device, seed, num_layers, holding)

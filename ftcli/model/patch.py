@@ -22,7 +22,6 @@ from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
 from ftcli.model.families import ACTIVATIONS, FAMILIES, FamilyKernels
-from ftcli.model.fp8 import Fp8Linear, join_fp8_layers, part_fp8_layers
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
 
@@ -164,13 +163,13 @@ def _join(layer: nn.Module, done: Patch) -> None:
     for names in _JOINED:
         modules: list[Any] = [layer.get_submodule(name) for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
-        fp8 = [base for base in bases if isinstance(base, Fp8Linear)]
-        if len(fp8) == len(bases):
-            join_fp8_layers(fp8)
-            done._restore.append(partial(part_fp8_layers, fp8))
+        quantized = [base for base in bases if isinstance(base, QuantizedLinear)]
+        if quantized:
+            alike = len({type(base) for base in bases}) == 1
+            part = type(quantized[0]).join(quantized) if alike else None
+            if part is not None:
+                done._restore.append(part)
             continue
-        if any(isinstance(base, QuantizedLinear) for base in bases):
-            continue  # these become neighbours when they are dequantised
         weights = [base.weight for base in bases]
         join_weights(weights)
         done._restore.append(partial(_part, weights))

@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weight is stored quantised: what all methods share, and the way into them.
+"""Linear layers whose frozen weight is stored quantised: what all methods share.
 
 A quantised layer stands where an ``nn.Linear`` stood, under its name. Its state lies in buffers, so that moving,
 copying and replicating the model takes it along; there is no ``weight`` parameter that something could multiply by
@@ -8,24 +8,25 @@ mistake.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from ftkernels.lora_linear import lora_linear
-from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
-from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
+
+if TYPE_CHECKING:
+    from ftcli.model.selfcheck import Tolerance
 
 
 class StoredWeight:
-    """What a quantised layer answers when asked for ``weight``: where it is and how large, and no numbers.
+    """What ``layer.weight`` of a quantised layer answers: device, dtype and logical shape, but no numbers.
 
-    PEFT asks for device and dtype before it places an adapter. Everything else that reads a weight (merging, scaling,
-    a product) would take packed bytes for numbers, so it is refused.
+    PEFT asks for device and dtype before it places an adapter. Whatever else reads a weight (merging, scaling, a
+    product) would take packed bytes for numbers, so it is refused.
     """
 
     def __init__(self, layer: QuantizedLinear) -> None:
@@ -70,11 +71,15 @@ class StoredWeight:
 class QuantizedLinear(nn.Linear, ABC):
     """A frozen linear layer (O, I) without a floating weight. Subclasses hold their state in buffers.
 
-    ``method`` is the recipe's name of the storage format. ``layer_name`` is where in the model the layer is.
-    ``bias`` is a frozen parameter or None.
+    Attributes:
+        method: The recipe's name of the storage format.
+        tolerance: How far the start-up self-check lets a model with such layers be off; None: as any other model.
+        layer_name: Where in the model the layer is.
+        bias: A frozen parameter, or None.
     """
 
     method: ClassVar[str]
+    tolerance: ClassVar[Tolerance | None] = None
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None, name: str) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make a weight of full size
@@ -98,6 +103,16 @@ class QuantizedLinear(nn.Linear, ABC):
             FtcliError: FT331 as :meth:`frozen_weight`, and for state that is there and was never written.
         """
         self.frozen_weight()
+
+    @classmethod
+    def join(cls, layers: Sequence[Self]) -> Callable[[], None] | None:
+        """Lays the weights of layers that read the same input one behind the other, so that they are one product.
+
+        Returns:
+            What puts them apart again. None where nothing was done: such weights become neighbours when they are
+            dequantised.
+        """
+        return None
 
     @property
     def stored_bytes(self) -> int:
@@ -139,91 +154,20 @@ class QuantizedLinear(nn.Linear, ABC):
         )
 
 
-class NF4Linear(QuantizedLinear):
-    """A frozen linear layer in NF4: the parts of an ``ftkernels.nf4.NF4Weight``, as buffers.
-
-    Off the kernels a pass dequantises the weight, multiplies and lets it go; backward does the same again.
-    """
-
-    method = "nf4"
-
-    def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
-        super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
-        self.block_size = weight.block_size
-        nested = weight.nested
-        self.nested_block_size = 0 if nested is None else nested.block_size
-        self.register_buffer("packed", weight.data)
-        self.register_buffer("absmax", weight.absmax)
-        self.register_buffer("table", weight.table)
-        self.register_buffer("nested_absmax", None if nested is None else nested.absmax)
-        self.register_buffer("nested_table", None if nested is None else nested.table)
-        self.register_buffer("nested_offset", None if nested is None else nested.offset)
-
-    @property
-    def double_quant(self) -> bool:
-        """Whether the scales are quantised as well."""
-        return self.nested_block_size > 0
-
-    def frozen_weight(self) -> NF4Weight:
-        """As the base class says; nothing is copied."""
-        state = self._buffers
-        names = ("packed", "absmax", "table") + (
-            ("nested_absmax", "nested_table", "nested_offset") if self.double_quant else ()
-        )
-        parts = [state.get(name) for name in names]
-        missing = [name for name, part in zip(names, parts, strict=True) if part is None]
-        if missing:
-            raise self.state_lost(f"{', '.join(missing)} gone")
-        packed, absmax, table, *rest = [part for part in parts if part is not None]
-        try:
-            nested = NestedScales(rest[0], rest[1], rest[2], self.nested_block_size) if rest else None
-            shape = torch.Size((self.out_features, self.in_features))
-            return NF4Weight(packed, absmax, table, shape, self.block_size, nested)
-        except ValueError as error:
-            raise self.state_lost(str(error)) from error
-
-    def check_state(self) -> None:
-        """As the base class says: the table must be NF4's and every scale finite."""
-        weight = self.frozen_weight()
-        if tuple(weight.table.tolist()) != NF4_TABLE:
-            raise self.state_lost("its table is not NF4's, so its memory was never written")
-        scales = weight.absmax if weight.nested is None else weight.nested.absmax
-        if not bool(torch.isfinite(scales).all()):
-            raise self.state_lost("its scales are not finite")
-
-
 class DequantizedLinear(nn.Linear):
-    """A plain frozen linear layer that holds the numbers a quantised one stands for: its memory is that of a layer
-    which was never quantised, and so is its speed.
+    """A plain frozen linear layer that holds the numbers which a quantised one stands for, in the compute dtype.
+
+    It takes the memory and the time of a layer that was never quantised. ``method`` is that of the quantised layer.
     """
 
-    def __init__(self, layer: NF4Linear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # no weight of its own to begin with
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.layer_name = layer.layer_name
+        self.method = layer.method
         self.weight = nn.Parameter(layer.frozen_weight().dequantize(dtype), requires_grad=False)
         self.register_parameter("bias", layer.bias)
-
-
-def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
-    """``linear``'s weight quantised by ``settings.method``, on the device where it is; its bias is shared.
-
-    Raises:
-        ValueError: a method that stores no quantised linear layers.
-        FtcliError: FT323 when the weight holds NaN or infinity.
-    """
-    if settings.method == "fp8":
-        from ftcli.model.fp8 import fp8_linear  # its base class is here
-
-        return fp8_linear(linear, name)
-    if settings.method == "nf4":
-        try:
-            weight = quantize_nf4(linear.weight, double_quant=settings.double_quant)
-        except ValueError as error:
-            raise unreadable(f"{name} {tuple(linear.weight.shape)}: {error}") from error
-        return NF4Linear(weight, linear.bias, name)
-    raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
 
 
 def unreadable(reason: str) -> FtcliError:
@@ -236,33 +180,25 @@ def unreadable(reason: str) -> FtcliError:
     )
 
 
-def is_quantizable(name: str, module: nn.Module) -> bool:
-    """Whether a module's weight is stored quantised: every plain linear layer but the head, which the loss reads."""
-    return type(module) is nn.Linear and name.rpartition(".")[2] != "lm_head"
-
-
 def quantized_layers(model: nn.Module) -> list[dict[str, Any]]:
-    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer, and whether its numbers
-    are held dequantised.
+    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer, and whether it is held
+    dequantised.
     """
-    table = []
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear | DequantizedLinear):
-            kept = isinstance(module, DequantizedLinear)
-            table.append(
-                {
-                    "layer": module.layer_name,
-                    "method": NF4Linear.method if isinstance(module, DequantizedLinear) else module.method,
-                    "shape": [module.out_features, module.in_features],
-                    "bytes": module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
-                    "dequantized": kept,
-                }
-            )
-    return table
+    return [
+        {
+            "layer": module.layer_name,
+            "method": module.method,
+            "shape": [module.out_features, module.in_features],
+            "bytes": module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
+            "dequantized": isinstance(module, DequantizedLinear),
+        }
+        for module in model.modules()
+        if isinstance(module, QuantizedLinear | DequantizedLinear)
+    ]
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuses, before anything is computed, packed numbers without what they mean.
+    """Refuses, before anything is computed, packed numbers whose scales are missing.
 
     Raises:
         FtcliError: FT331 for a quantised layer whose state is lost, and for a plain linear layer whose weight is a raw

@@ -23,8 +23,8 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, forward_loss
-from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.patch import Patch, patch
+from ftcli.model.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -42,10 +42,6 @@ class Tolerance:
     output: float
     gradient: float
 
-
-#: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
-#: an H200 with random weights: loss 1.3e-3, output 5.9e-2, gradient 7.3e-2 (Llama-3.1-8B), less for Gemma-2-9B.
-FP8_TOLERANCE = Tolerance(1e-2, 1.2e-1, 1.5e-1)
 
 #: In half precision both sides round differently; a missing or wrong term shows as tens of percent.
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -124,7 +120,7 @@ def self_check(
     model.train(training)
     model.zero_grad(set_to_none=True)
     checks = [_compare(f"layers.{i}", *pair) for i, pair in enumerate(zip(found, wanted, strict=True))]
-    tolerance = FP8_TOLERANCE if any(isinstance(m, Fp8Linear) for m in model.modules()) else TOLERANCES[plan.compute]
+    tolerance = _tolerance(model, plan)
     check = SelfCheck(
         rows=small["input_ids"].shape[0],
         tokens=small["input_ids"].numel(),
@@ -137,6 +133,12 @@ def self_check(
     if not check.passed:
         raise _failed(check)
     return check, again
+
+
+def _tolerance(model: PeftModel, plan: DtypePlan) -> Tolerance:
+    """That of the compute dtype, or of quantised layers whose products are coarser."""
+    own = (module.tolerance for module in model.modules() if isinstance(module, QuantizedLinear))
+    return next((tolerance for tolerance in own if tolerance is not None), TOLERANCES[plan.compute])
 
 
 def _failed(check: SelfCheck) -> FtcliError:

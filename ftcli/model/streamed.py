@@ -2,10 +2,8 @@
 
 The model is made without memory; each weight is drawn or read by itself on the device where it will live, quantised
 where it is a linear layer's, and its full-precision form freed before the next one. At the peak there are the quantised
-model and one layer's matrix; packed files are gathered in host memory first. Weights come from safetensors in full
-precision, or in the layout in which bitsandbytes saves NF4 (``weight``, ``weight.absmax``, ``weight.quant_map``,
-``weight.nested_absmax``, ``weight.nested_quant_map``, ``weight.quant_state.bitsandbytes__nf4``), which
-needs neither bitsandbytes nor a GPU.
+model and one layer's matrix; packed files are gathered in host memory first. Weights come from safetensors, in full
+precision or in the packed layout that the method reads.
 """
 
 from __future__ import annotations
@@ -15,35 +13,27 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import (
-    DequantizedLinear,
-    NF4Linear,
-    QuantizedLinear,
-    is_quantizable,
-    quantize_linear,
-    unreadable,
-)
+from ftcli.model.quantize import PackedReader, is_quantizable, packed_reader, quantize_linear
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
+from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_STATE = re.compile(
-    r"(?P<layer>.+)\.weight\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How a model is held: quantised by ``settings``, the rest in ``dtype`` on ``device``; of the decoder layers the
-    first ``kept_layers`` dequantised.
+    """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
+
+    The first ``kept_layers`` decoder layers are held dequantised where the method allows it.
     """
 
     settings: QuantizationConfig
@@ -54,8 +44,10 @@ class Holding:
     def held(self, layer: QuantizedLinear) -> nn.Linear:
         """The layer itself, or its numbers in ``dtype``."""
         found = _DECODER_LAYER.search(layer.layer_name)
-        kept = found is not None and int(found[1]) < self.kept_layers
-        return DequantizedLinear(layer, self.dtype) if kept and isinstance(layer, NF4Linear) else layer
+        dequantized = found is not None and int(found[1]) < self.kept_layers
+        if dequantized and quantizations.row(self.settings.method).holds_dequantized:
+            return DequantizedLinear(layer, self.dtype)
+        return layer
 
 
 def random_quantized(config: PretrainedConfig, holding: Holding, attention: str, seed: int) -> PreTrainedModel:
@@ -91,21 +83,23 @@ def load_quantized(
             _give_buffers(module, holding.device)
             model._init_weights(module)  # rotary tables and the like: computed, not stored
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    states: dict[str, dict[str, Tensor]] = {}
+    reader = packed_reader(holding.settings)
+    packed: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _tensors(source, revision, offline):
-        found = _STATE.fullmatch(key)
+        found = None if reader is None else reader.part_of(key)
         if found is not None:
-            states.setdefault(_own_name(model, found["layer"] + ".weight", names), {})[found["part"]] = tensor
+            layer, part = found
+            packed.setdefault(_own_name(model, f"{layer}.weight", names), {})[part] = tensor
             continue
         name = _own_name(model, key, names)
         if name not in names:
             _require_ignorable(model, key)
-        elif tensor.dtype.is_floating_point and not _is_packed(model, name, tensor):
-            _place(model, name, tensor, holding)
+        elif _is_packed(model, name, tensor, reader):
+            packed.setdefault(name, {})["weight"] = tensor
         else:
-            states.setdefault(name, {})["weight"] = tensor
-    for name, parts in states.items():
-        _place_packed(model, name, parts, holding)
+            _place(model, name, tensor, holding)
+    for name, parts in packed.items():
+        _place_packed(model, name, parts, holding, reader)
     model.tie_weights()
     _require_complete(model)
     model.requires_grad_(False)
@@ -177,10 +171,13 @@ def _require_ignorable(model: PreTrainedModel, key: str) -> None:
         raise unreadable(f"the model has no place for the stored tensor {key}")
 
 
-def _is_packed(model: nn.Module, name: str, tensor: Tensor) -> bool:
-    """bitsandbytes can store its bytes as any dtype; then the shape is not the matrix's."""
-    module = model.get_submodule(name.rpartition(".")[0])
-    return is_quantizable(name.rpartition(".")[0], module) and name.endswith(".weight") and tensor.shape[-1:] == (1,)
+def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader | None) -> bool:
+    """Whether a tensor that is stored under a parameter's name holds packed bytes, of integers or of another dtype."""
+    if not tensor.dtype.is_floating_point:
+        return True
+    layer, _, leaf = name.rpartition(".")
+    is_weight = leaf == "weight" and is_quantizable(layer, model.get_submodule(layer))
+    return is_weight and reader is not None and reader.is_packed(tensor)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding) -> None:
@@ -200,48 +197,22 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding) -> Non
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=False)
 
 
-def _place_packed(model: nn.Module, name: str, parts: Mapping[str, Tensor], holding: Holding) -> None:
+def _place_packed(
+    model: nn.Module, name: str, parts: Mapping[str, Tensor], holding: Holding, reader: PackedReader | None
+) -> None:
     layer = name.removesuffix(".weight")
     module = model.get_submodule(layer)
     if not is_quantizable(layer, module):
         raise unreadable(f"{layer} is stored quantized, and ftcli keeps it in full precision")
+    if reader is None:
+        method = holding.settings.method
+        raise unreadable(f"{layer} is stored quantized, and quantization.method {method} reads no such files")
     assert isinstance(module, nn.Linear)
-    shape = torch.Size((module.out_features, module.in_features))
     try:
-        weight = nf4_from_bitsandbytes({part: tensor.to(holding.device) for part, tensor in parts.items()}, shape)
+        quantized = reader.layer({part: tensor.to(holding.device) for part, tensor in parts.items()}, module, layer)
     except ValueError as error:
-        raise unreadable(f"{layer} {tuple(shape)}: {error}") from error
-    model.set_submodule(layer, holding.held(NF4Linear(weight, module.bias, layer)))
-
-
-def nf4_from_bitsandbytes(parts: Mapping[str, Tensor], shape: torch.Size) -> NF4Weight:
-    """A weight from the tensors of bitsandbytes' file layout, keyed by what follows the layer's name.
-
-    Raises:
-        ValueError: a tensor is missing, the numbers are not NF4, or the parts do not make a matrix of ``shape``.
-    """
-    states = [key for key in parts if key.startswith("quant_state.")]
-    if states and not states[0].endswith("__nf4"):
-        raise ValueError(f"it is stored as {states[0].rpartition('__')[2]}, and only nf4 is read")
-    missing = [key for key in ("weight", "absmax", "quant_map") if key not in parts]
-    if not states or missing:
-        raise ValueError(f"it is stored packed, without its {', '.join(missing) or 'quant_state'}")
-    state: dict[str, Any] = json.loads(bytes(parts[states[0]].cpu().tolist()).decode("utf-8"))
-    if tuple(parts["quant_map"].float().tolist()) != NF4_TABLE:
-        raise ValueError("its quant_map is not NF4's")
-    if tuple(state["shape"]) != tuple(shape):
-        raise ValueError(f"its state is of a matrix {tuple(state['shape'])}")
-    nested = None
-    if "nested_blocksize" in state:
-        if "nested_absmax" not in parts or "nested_quant_map" not in parts:
-            raise ValueError("its scales are quantised, and what turns them back is missing")
-        offset = torch.tensor(float(state["nested_offset"]), dtype=torch.float32, device=parts["weight"].device)
-        nested = NestedScales(
-            parts["nested_absmax"].float(), parts["nested_quant_map"].float(), offset, int(state["nested_blocksize"])
-        )
-    absmax = parts["absmax"] if nested is not None else parts["absmax"].float()
-    data = parts["weight"].contiguous().view(torch.uint8).view(-1)
-    return NF4Weight(data, absmax, parts["quant_map"].float(), shape, int(state["blocksize"]), nested)
+        raise unreadable(f"{layer} ({module.out_features}, {module.in_features}): {error}") from error
+    model.set_submodule(layer, holding.held(quantized))
 
 
 def _require_complete(model: nn.Module) -> None:

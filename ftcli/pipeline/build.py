@@ -24,6 +24,7 @@ from ftcli.preflight.memory.activations import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint
+from ftcli.tables import quantizations
 from ftcli.units import gib
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def offloaded_of(report: PreflightReport) -> Offloaded:
 
 def _stored(recipe: Recipe, report: PreflightReport) -> str:
     method, kept = recipe.quantization.method, _kept_layers(recipe, report)
-    if method == "none":
+    if quantizations.row(method).quantize is None:
         return ""
     held = "" if not kept else f" ({'all' if report.memory is None else kept} decoder layers held dequantized)"
     return f", linear layers in {method}{held}"

@@ -10,7 +10,7 @@ from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.memory.policy import policy_name
-from ftcli.tables import exports, judges, optimizers
+from ftcli.tables import exports, judges, optimizers, quantizations
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")
@@ -192,13 +192,12 @@ def _without_effect(context: Context) -> Findings:
             "eval.generate.temperature has no effect without do_sample",
             help="add `do_sample: true`, or remove it",
         )
-    if context.says("quantization.keep_dequantized") and recipe.quantization.method != "nf4":
-        path = "quantization.keep_dequantized"
-        yield context.warning("FT259", path, f"{path} has no effect without method: nf4")
-    if context.says("quantization.double_quant") and recipe.quantization.method != "nf4":
-        yield context.warning(
-            "FT259", "quantization.double_quant", "quantization.double_quant has no effect without method: nf4"
-        )
+    quantization = quantizations.row(recipe.quantization.method)
+    for name in type(recipe.quantization).model_fields:
+        path = f"quantization.{name}"
+        if name not in ("method", *quantization.reads) and context.says(path):
+            readers = " or ".join(quantizations.reading(name))
+            yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
     policy = policy_name(train.gradient_checkpointing)
     if train.uncheckpointed_layers and policy not in ("selective", "offload"):
         path = "train.uncheckpointed_layers"

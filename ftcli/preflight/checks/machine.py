@@ -10,13 +10,14 @@ from ftkernels.limits import (
     ATTENTION_SHARED_MEMORY,
     ELEMENTWISE_CAPABILITY,
     ELEMENTWISE_SHARED_MEMORY,
-    FLOAT8_CAPABILITY,
     PRODUCTS_CAPABILITY,
 )
 
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.precision import DtypePlan
+from ftcli.facts.quantization import why_dequantized
 from ftcli.preflight.checks.base import Context, Findings
+from ftcli.tables import code_of, quantizations
 from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
@@ -39,8 +40,6 @@ ATTENTION_NEEDS: Mapping[str, Need] = MappingProxyType(
         "triton": _TENSOR_CORE_ATTENTION,
     }
 )
-#: fp8 products: Ada and Hopper have the instructions.
-FP8_NEED = Need(FLOAT8_CAPABILITY)
 #: ftcli's own Triton kernels: elementwise and row-wise ones, without tensor cores or large tiles.
 KERNEL_NEED = Need(ELEMENTWISE_CAPABILITY, ELEMENTWISE_SHARED_MEMORY)
 
@@ -62,7 +61,7 @@ def unmet(need: Need, device: DeviceFacts) -> str | None:
 
 def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
     """FT501 dtype, FT502 attention backend, FT503 kernels, FT504 memory in use by others, FT505 slow on a CPU,
-    FT508 fp8.
+    FT508 products of weights as they are stored.
     """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
         capability = _version(device.capability or (0, 0))
@@ -87,28 +86,32 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
                 "FT503", "model.kernels", f"model.kernels triton: {reason}", help="use model.kernels: auto or reference"
             )
     yield from _occupied(context, device)
-    if context.recipe.quantization.method == "fp8":
-        yield from _fp8(context, device, plan)
+    yield from _stored_products(context, device, plan)
     if device.kind == "cpu" and plan.compute == "bfloat16":
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
         )
 
 
-def _fp8(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
-    """On a CPU, and in float32, the quantised numbers are multiplied as the numbers they stand for: right and slow."""
-    path, reason = "quantization.method", unmet(FP8_NEED, device)
-    if device.kind == "cuda" and reason is not None:
-        yield context.error(
-            "FT508", path, f"quantization.method fp8: {reason}", help="use quantization.method: nf4, or none"
-        )
-    elif reason is not None or plan.compute != "bfloat16":
-        where = "on a CPU" if reason is not None else f"with model.dtype {plan.compute}"
+def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
+    """A GPU without the products that a method is for is refused. On a CPU, and in another dtype, the weights are
+    dequantised for each product, which is right and slow.
+    """
+    path, quantization = "quantization.method", context.recipe.quantization
+    products = quantizations.row(quantization.method).products
+    if products is None:
+        return
+    missing = unmet(Need(code_of(products.capability)), device)
+    dequantized = why_dequantized(quantization, plan, device)
+    if device.kind == "cuda" and missing is not None:
+        others = " or ".join(name for name in quantizations.supported() if quantizations.row(name).products is None)
+        yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
+    elif dequantized is not None:
         yield context.warning(
             "FT508",
             path,
-            f"fp8 products run on a GPU and in bfloat16; {where} the same numbers are multiplied in {plan.compute}",
-            help="use it here to try a recipe out; quantization.method: none is faster",
+            f"{path} {quantization.method}: {dequantized}; here the weights are dequantised to {plan.compute} first",
+            help="use it here to try a recipe out; training without `quantization` is faster",
         )
 
 

@@ -6,10 +6,10 @@ from difflib import get_close_matches
 
 from ftcli.errors import Finding
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.quantization import stores_nf4
+from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.base import Context, Findings, NotMade
-from ftcli.tables import exports
+from ftcli.tables import exports, quantizations
 
 _TABLES = ("lm_head", "embed_tokens")
 
@@ -26,26 +26,29 @@ def check(context: Context, facts: ModelFacts) -> Findings:
 
 
 def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
-    """NF4 in bitsandbytes' layout is read as it is stored; anything else is refused."""
+    """Packed weights are read by the method that stores them so; anything else is refused."""
     if facts.quantization is None:
         return
-    path, nf4 = "model.name_or_path", stores_nf4(facts.raw)
-    if not nf4:
+    path, stored = "model.name_or_path", stored_method(facts.raw)
+    if stored is None:
         yield context.error(
             "FT316",
             path,
             f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
             help="name the model in bfloat16",
         )
-    elif context.recipe.quantization.method != "nf4" and context.recipe.model.init == "pretrained":
+    elif context.recipe.quantization.method != stored and context.recipe.model.init == "pretrained":
         yield context.error(
-            "FT316", path, f"{facts.name} is stored in NF4", help="set quantization.method: nf4, or name it in bfloat16"
+            "FT316",
+            path,
+            f"{facts.name} is stored in {stored}",
+            help=f"set quantization.method: {stored}, or name it in bfloat16",
         )
     elif context.command == "export" and any(exports.row(name).merges for name in context.recipe.export.formats):
         yield context.error(
             "FT316",
             path,
-            f"{facts.name} is stored in NF4, and merging needs the base model in full precision",
+            f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
             help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
         )
 
@@ -151,6 +154,7 @@ def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, t
 
 
 def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
+    method = context.recipe.quantization.method
     if name in _TABLES and shape.tied:
         yield context.error(
             "FT314",
@@ -166,11 +170,11 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
             f"lora.modules_to_save: {facts.name} has no module {name}",
             help=f"use some of: {', '.join(_TABLES)}, norm",
         )
-    elif context.recipe.quantization.method != "none" and name in (linear.leaf for linear in shape.linears):
+    elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
         yield context.error(
             "FT271",
             path,
-            f"lora.modules_to_save: {name} is stored in {context.recipe.quantization.method}, which cannot be trained",
+            f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained",
             help=f"name it in lora.target_modules, or keep to {', '.join(_TABLES)}, norm",
         )
 

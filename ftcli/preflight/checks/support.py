@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, shown
-from ftcli.tables import exports
+from ftcli.tables import exports, quantizations
 
 Installed = Callable[[str], bool]
 
 _ATTENTION = ("auto", "eager", "sdpa")
 _KERNELS = ("auto", "triton", "reference", "off")
-_QUANTIZATION = ("none", "nf4", "fp8")
 #: Recipe key, package it needs, and the extra that installs it.
 _TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
 
@@ -33,32 +32,34 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 
 def _values(context: Context) -> Findings:
     recipe = context.recipe
+    quantization = quantizations.row(recipe.quantization.method)
     refused = (
-        ("quantization.method", recipe.quantization.method, _QUANTIZATION),
+        ("quantization.method", recipe.quantization.method, quantizations.supported()),
         ("launch.num_processes", recipe.launch.num_processes, (1,)),
         ("launch.engine", recipe.launch.engine, ("single",)),
         ("model.attention", recipe.model.attention, _ATTENTION),
         ("model.kernels", recipe.model.kernels, _KERNELS),
     )
-    for path, value, carried_out in refused:
-        if value not in carried_out:
-            yield _not_yet(context, path, value, carried_out)
+    for path, value, supported in refused:
+        if value not in supported:
+            yield _not_yet(context, path, value, supported)
     if context.work == "grpo" and recipe.model.dtype == "float16":
         yield _not_yet(context, "model.dtype", "float16", ("auto", "bfloat16", "float32"))
     if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
         yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
-    if context.work == "grpo" and recipe.quantization.method in _QUANTIZATION[1:]:
-        yield _not_yet(context, "quantization.method", recipe.quantization.method, ("none",))
+    unquantized = quantizations.supported(freezes_base=False)
+    if context.work == "grpo" and quantization.freezes_base:
+        yield _not_yet(context, "quantization.method", recipe.quantization.method, unquantized)
     if context.work == "grpo" and recipe.train.gradient_checkpointing in ("selective", "offload"):
         # TRL switches checkpointing off for generation, and back on in transformers' form.
         path = "train.gradient_checkpointing"
         yield _not_yet(context, path, recipe.train.gradient_checkpointing, ("auto", True, False))
-    if recipe.quantization.method != "none" and recipe.lora is None and recipe.quantization.method != "bitnet":
+    if quantization.freezes_base and recipe.lora is None:
         yield context.error(
             "FT251",
             "quantization.method",
             f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train",
-            help="add a `lora` section, or use `quantization.method: none` for full fine-tuning",
+            help=f"add a `lora` section, or use `quantization.method: {' | '.join(unquantized)}` for full fine-tuning",
         )
 
 

@@ -55,7 +55,7 @@ from ftcli.preflight.memory.activations import (
 )
 from ftcli.preflight.memory.result import MemoryEstimate
 from ftcli.preflight.memory.workspaces import cublas_bytes, grpo_loss_bytes, mask_bytes
-from ftcli.tables import optimizers
+from ftcli.tables import optimizers, quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
@@ -126,7 +126,8 @@ def _within_host(arithmetic: _Arithmetic, work: Work) -> _Arithmetic:
 def _kept_layers(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, work: Work) -> int:
     """How many layers ``quantization.keep_dequantized`` comes to."""
     quantization, shape = recipe.quantization, facts.shape
-    if quantization.method != "nf4" or not quantization.keep_dequantized or shape is None or work == "export":
+    possible = quantizations.row(quantization.method).holds_dequantized
+    if not possible or not quantization.keep_dequantized or shape is None or work == "export":
         return 0
     if quantization.keep_dequantized is True:
         return shape.num_layers

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ftkernels.nf4 import quantize_nf4
 
+from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.precision import plan_dtypes
@@ -40,7 +41,8 @@ def estimate(load: Callable[..., Any]) -> Callable[..., tuple[MemoryEstimate, Mo
 @pytest.mark.parametrize("shape", [(256, 512), (33, 65)])
 def test_a_layers_bytes_are_those_of_its_tensors(shape: tuple[int, int], double_quant: bool) -> None:
     stored = quantize_nf4(torch.randn(shape), double_quant=double_quant).stored_bytes
-    assert nf4_bytes(Linear("x", shape[1], shape[0]), double_quant=double_quant) == stored
+    settings = QuantizationConfig(method="nf4", double_quant=double_quant)
+    assert nf4_bytes(Linear("x", shape[1], shape[0]), settings) == stored
 
 
 def test_llama_in_nf4_takes_a_third_of_its_bfloat16_bytes(estimate: Callable[..., Any]) -> None:

@@ -23,11 +23,11 @@ from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
-from ftcli.model.fp8 import Fp8Linear
+from ftcli.model.fp8 import FP8_TOLERANCE, Fp8Linear
 from ftcli.model.load import load_model
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear, check_weights
-from ftcli.model.selfcheck import FP8_TOLERANCE, self_check
+from ftcli.model.selfcheck import self_check
 from tests.quantised import quantize_linears
 
 FP8 = QuantizationConfig(method="fp8")

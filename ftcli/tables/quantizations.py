@@ -1,0 +1,112 @@
+"""Base quantisations: what ``quantization.method`` may name, and the code that stores and multiplies each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProducts:
+    """Products of the weights as they are stored, where GPU and compute dtype allow it.
+
+    Elsewhere the weights are dequantised for each product. Every attribute names code.
+
+    Attributes:
+        capability: The lowest compute capability of a GPU that has such products, (major, minor).
+        why_not: A function of ``ftkernels.limits.Gpu`` and the compute dtype that answers why there are none, or None.
+        measure_rate: A function of a torch device that measures how many operations it takes a second.
+    """
+
+    capability: str
+    why_not: str
+    measure_rate: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFiles:
+    """Weight files that hold the weights quantised already. Both attributes name code.
+
+    Attributes:
+        recognise: A function of a config.json's content that answers whether the model's files are of this kind.
+        read: A :class:`ftcli.model.quantize.PackedReader`, made without arguments.
+    """
+
+    recognise: str
+    read: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the rest of the program has to know of a way to store the base model's linear layers.
+
+    Attributes:
+        supported: Whether this version carries it out; recipes may name the others all the same.
+        freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
+        reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
+            ``keep_dequantized`` can hold its layers dequantised.
+        quantize: Code: a :class:`ftcli.model.quantize.QuantizeLinear`. None: layers are stored as they are.
+        stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
+            many bytes the layer's weight takes. None as for ``quantize``.
+        products: None: the weights are dequantised for each product, everywhere.
+        packed_files: None: weights are read in full precision only.
+    """
+
+    supported: bool = True
+    freezes_base: bool = True
+    reads: tuple[str, ...] = ()
+    quantize: str | None = None
+    stored_bytes: str | None = None
+    products: StoredProducts | None = None
+    packed_files: PackedFiles | None = None
+
+    @property
+    def holds_dequantized(self) -> bool:
+        """Whether its layers can be held dequantised."""
+        return "keep_dequantized" in self.reads
+
+
+TABLE: Mapping[str, Quantization] = MappingProxyType(
+    {
+        "none": Quantization(freezes_base=False),
+        "nf4": Quantization(
+            reads=("double_quant", "keep_dequantized"),
+            quantize="ftcli.model.nf4:nf4_linear",
+            stored_bytes="ftcli.facts.quantization:nf4_bytes",
+            packed_files=PackedFiles(
+                recognise="ftcli.facts.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
+            ),
+        ),
+        "fp8": Quantization(
+            quantize="ftcli.model.fp8:fp8_linear",
+            stored_bytes="ftcli.facts.quantization:fp8_bytes",
+            products=StoredProducts(
+                capability="ftkernels.limits:FLOAT8_CAPABILITY",
+                why_not="ftkernels.limits:why_no_fp8",
+                measure_rate="ftcli.trainers.bench:measure_fp8_rate",
+            ),
+        ),
+        "bitnet": Quantization(supported=False, freezes_base=False),
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """What a recipe may say."""
+    return tuple(TABLE)
+
+
+def row(name: str) -> Quantization:
+    """The row of a method that a recipe names."""
+    return TABLE[name]
+
+
+def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
+    """Methods that this version carries out; with ``freezes_base`` only those that do, or do not, freeze the base."""
+    return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
+
+
+def reading(setting: str) -> tuple[str, ...]:
+    """Methods that read a setting of the section ``quantization``."""
+    return tuple(name for name, each in TABLE.items() if setting in each.reads)
