@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftcli.config.base import Count, Items, Section
-
-Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"]
+from ftcli.config.base import Count, Items, Section, Word
+from ftcli.tables import layouts
 
 
 def _path_shorthand(value: Any) -> Any:
@@ -54,7 +53,9 @@ class DataConfig(Section):
 
     train: Items[Dataset] = Field(default=(), description="Files to train on.")
     eval: Items[Dataset] = Field(default=(), description="Held-out files.")
-    format: Format = Field(default="auto", description="Row layout; `auto` finds it from the columns and says so.")
+    format: Annotated[str, Word(layouts.formats)] = Field(
+        default="auto", description="Row layout; `auto` finds it from the columns and says so."
+    )
     chat_template: str | None = Field(
         default=None, description="A .jinja file, or the name of a bundled template; the tokenizer's own when absent."
     )

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
 from ftcli.data.template import Rendered, Renderer
 from ftcli.data.tokens import Encoded, Tokens, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
-from ftcli.rows.formats import Misfit, understand
-from ftcli.rows.prompts import Example, Layout, misfit_finding
-from ftcli.rows.row import Row, data_error
+from ftcli.rows.layouts import misfit_finding, understand
+from ftcli.rows.row import Example, Misfit, Row, data_error
+from ftcli.tables import layouts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LossOn = Literal["assistant", "completion", "all"]
 
-
-def resolve_loss_on(requested: str, layout: Layout) -> LossOn:
-    """What ``loss_on: auto`` means for a layout; an explicit value is kept."""
-    if requested in ("assistant", "completion", "all"):
-        return requested  # type: ignore[return-value]
-    return {"text": "all", "prompt_completion": "completion"}.get(layout, "assistant")  # type: ignore[return-value]
+def resolve_loss_on(requested: str, layout: str) -> str:
+    """``data.loss_on`` with `auto` resolved: "assistant", "completion" or "all"."""
+    return layouts.row(layout).loss_on[0] if requested == "auto" else requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], data: DataConfig, layout: Layout
+        self, tokenizer: PreTrainedTokenizerBase, stops: Collection[int], data: DataConfig, layout: str
     ) -> None:
         if not tokenizer.is_fast:
             raise FtcliError.single(
@@ -72,7 +68,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, data.chat_template)
         self.layout = layout
-        self.loss_on: LossOn = resolve_loss_on(data.loss_on, layout)
+        self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._stops = frozenset(stops)
         self._limit = data.max_seq_len
         self._overlong = data.overlong

@@ -17,7 +17,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.reporting import Progress, Reporter, SilentReporter
-from ftcli.rows.formats import Layout, layout_of
+from ftcli.rows.layouts import layout_of
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import MAX_NAMED, Row, raise_findings
@@ -128,7 +128,7 @@ class _Counts:
             cut_tokens=batch.cut_tokens,
         )
 
-    def ledger(self, name: str, layout: Layout) -> DatasetLedger:
+    def ledger(self, name: str, layout: str) -> DatasetLedger:
         """The account."""
         names = ("kept_rows", "dropped_rows", "truncated_rows", "tokens", "supervised_tokens", "cut_tokens")
         return DatasetLedger(

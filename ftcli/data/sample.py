@@ -13,7 +13,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
-from ftcli.rows.formats import layout_of
+from ftcli.rows.layouts import layout_of, understand
 from ftcli.rows.places import is_hub
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import iterate, no_rows
@@ -78,8 +78,8 @@ def sample_rows(
     encoder = Encoder(tokenizer, stops, data, layout)
     tokenized, findings = encoder.rows(rows)
     raise_findings(findings)
-    rendered = template if layout not in ("text", "prompt_completion") else None
-    return [_sample(tokens, data, tokenizer, layout, rendered) for tokens in tokenized]
+    templates = [template if understand(row, layout).messages is not None else None for row in rows]
+    return [_sample(t, data, tokenizer, layout, used) for t, used in zip(tokenized, templates, strict=True)]
 
 
 def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:

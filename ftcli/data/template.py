@@ -16,8 +16,8 @@ from jinja2.exceptions import TemplateError
 
 from ftcli.assets import asset
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.rows.prompts import Example, Message, Prompt
-from ftcli.rows.row import Row, data_error
+from ftcli.rows.prompts import Prompt
+from ftcli.rows.row import Example, Message, Row, data_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,20 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftcli.config.data import Format
 from ftcli.errors import Finding, FtcliError
-from ftcli.rows.formats import Example, Layout, Message, Misfit, asked, layout_of, understand
-from ftcli.rows.row import Row, data_error, raise_findings
-
-__all__ = ["Example", "Layout", "Message", "Prompt", "misfit_finding", "prompts_of", "to_examples", "to_prompt"]
-
-
-def misfit_finding(row: Row, misfit: Misfit, layout: Layout) -> Finding:
-    """FT412: why the row does not fit."""
-    return Finding("FT412", f"{misfit} (format {layout})", row.origin)
+from ftcli.rows.layouts import layout_of, misfit_finding, understand
+from ftcli.rows.layouts.prompted import asked, is_bare
+from ftcli.rows.row import Example, Message, Misfit, Row, data_error, raise_findings
 
 
-def to_examples(rows: Sequence[Row], requested: Format) -> tuple[Layout, list[Example]]:
+def to_examples(rows: Sequence[Row], requested: str) -> tuple[str, list[Example]]:
     """All rows as examples, and the layout that was used: under `auto` the first row's.
 
     Raises FtcliError: FT411 when no layout fits, FT412 naming every row that does not fit it.
@@ -63,14 +56,13 @@ def to_prompt(example: Example) -> Prompt:
     return Prompt(example.row, None, example.prompt_text, example.text.removeprefix(example.prompt_text))
 
 
-def prompts_of(rows: Sequence[Row], requested: Format) -> list[Prompt]:
+def prompts_of(rows: Sequence[Row], requested: str) -> list[Prompt]:
     """Prompts for generation and GRPO: rows with only ``prompt`` (string or messages), or any trainable layout.
 
     Raises FtcliError as :func:`to_examples`, FT413 as :func:`to_prompt`, and FT414 for a prompt that is neither string
     nor messages; every such row is named.
     """
-    fields = rows[0].fields
-    if requested == "auto" and "prompt" in fields and not {"completion", "answer"} & set(fields):
+    if is_bare(rows[0], requested):
         return _collected(rows, _bare_prompt)
     return _collected(to_examples(rows, requested)[1], to_prompt)
 

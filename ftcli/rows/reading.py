@@ -11,7 +11,7 @@ from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.readers import Broken, kind_of, read_file
-from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, data_error, raise_findings
+from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, column_names, data_error, raise_findings
 
 
 def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | Finding]:
@@ -64,8 +64,3 @@ def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Fin
         return Finding("FT405", message, Origin(name, number))
     renamed = {wanted: value[present] for wanted, present in source.columns.items()}
     return Row(name, number, {**{key: item for key, item in value.items() if key not in taken}, **renamed})
-
-
-def column_names(fields: dict[str, Any]) -> str:
-    """The columns of a row, for messages."""
-    return ", ".join(sorted(map(str, fields))) or "none"

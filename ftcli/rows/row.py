@@ -1,4 +1,4 @@
-"""A row, the place that it came from, and how its faults are collected."""
+"""A row, what it means once it is understood, and how the faults of rows are collected."""
 
 from __future__ import annotations
 
@@ -30,6 +30,36 @@ class Row:
     def origin(self) -> Origin:
         """Where to look, as ``file:row``."""
         return Origin(self.source, self.number)
+
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row, understood: either a chat (``messages``) or plain ``text``.
+
+    Attributes:
+        prompt_text: The leading part of ``text`` that is a prompt; None for text that is all one piece.
+        tools: The functions that a chat may call, as JSON schemas.
+        completion_from: The message with which the completion of a chat begins; None: its last one.
+    """
+
+    row: Row
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    prompt_text: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    completion_from: int | None = None
+
+
+class Misfit(Exception):
+    """A row that does not fit its layout; the message says how."""
+
+
+def column_names(fields: dict[str, Any]) -> str:
+    """The columns of a row, for messages."""
+    return ", ".join(sorted(map(str, fields))) or "none"
 
 
 def data_error(code: str, message: str, origin: Origin, help: str | None = None) -> FtcliError:

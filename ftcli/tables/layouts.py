@@ -15,44 +15,43 @@ class Layout:
         columns: Columns that a row needs. ``format: auto`` takes the first layout of the table whose columns are there.
         code: Turns a row into an example (``ftcli.rows.layouts.Understand``).
         loss_on: Values of ``data.loss_on`` that have a meaning; the first is what `auto` means.
-        answer: The column with the known answer, which judges get as `answer`; None for rows that ask nothing.
+        asks: Its rows end with an answer: it can be left to the model, and judges get it as `answer`.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
     """
 
     columns: tuple[str, ...]
     code: str
     loss_on: tuple[str, ...] = ("assistant", "completion", "all")
-    answer: str | None = None
+    asks: bool = True
     conversation: tuple[str, ...] = ()
+
+    def takes_loss_on(self, value: str) -> bool:
+        """Whether a recipe's ``data.loss_on`` has a meaning for rows of this layout."""
+        return value in ("auto", *self.loss_on)
 
 
 #: In the order in which ``format: auto`` tries them.
 TABLE: Mapping[str, Layout] = MappingProxyType(
     {
-        "messages": Layout(
-            ("messages",), "ftcli.rows.layouts.messages:understand", answer="messages", conversation=("messages",)
-        ),
+        "messages": Layout(("messages",), "ftcli.rows.layouts.messages:understand", conversation=("messages",)),
         "sharegpt": Layout(
             ("conversations",),
             "ftcli.rows.layouts.sharegpt:understand",
-            answer="conversations",
             conversation=("conversations",),
         ),
         "prompt_completion": Layout(
             ("prompt", "completion"),
             "ftcli.rows.layouts.prompted:understand_completion",
             loss_on=("completion", "assistant", "all"),
-            answer="completion",
             conversation=("prompt", "completion"),
         ),
         "prompt_answer": Layout(
             ("prompt", "answer"),
             "ftcli.rows.layouts.prompted:understand_answer",
-            answer="answer",
             conversation=("prompt",),
         ),
-        "alpaca": Layout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand", answer="output"),
-        "text": Layout(("text",), "ftcli.rows.layouts.text:understand", loss_on=("all",)),
+        "alpaca": Layout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand"),
+        "text": Layout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
     }
 )
 

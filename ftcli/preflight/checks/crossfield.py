@@ -5,24 +5,14 @@ from __future__ import annotations
 import re
 
 from ftcli.config import RewardConfig, TaskConfig
-from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.memory.policy import policy_name
-from ftcli.tables import exports, judges, optimizers, quantizations
+from ftcli.tables import exports, judges, layouts, optimizers, quantizations
 
 #: Commands that score `eval.tasks`, and `check`.
 _TASKED = ("eval", "grpo", "check")
-#: Which `data.loss_on` values have a meaning for rows of each layout.
-LOSS_ON = {
-    "messages": ("auto", "assistant", "completion", "all"),
-    "sharegpt": ("auto", "assistant", "completion", "all"),
-    "alpaca": ("auto", "assistant", "completion", "all"),
-    "prompt_completion": ("auto", "assistant", "completion", "all"),
-    "prompt_answer": ("auto", "assistant", "completion", "all"),
-    "text": ("auto", "all"),
-}
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -56,18 +46,13 @@ def _data(context: Context) -> Findings:
             "eval.every_steps is set, and data.eval names no file to evaluate on",
             help="name held-out rows in data.eval, or remove eval.every_steps",
         )
-    if data.format != "auto" and data.loss_on not in LOSS_ON[data.format]:
-        yield loss_on_mismatch(context, data.format)
-
-
-def loss_on_mismatch(context: Context, layout: str) -> Finding:
-    """The finding that ``data.loss_on`` has no meaning for rows of ``layout``."""
-    return context.error(
-        "FT256",
-        "data.loss_on",
-        f"data.loss_on: {context.recipe.data.loss_on} has no meaning for rows of format {layout}",
-        help=f"use one of {', '.join(LOSS_ON[layout])}",
-    )
+    if data.format != "auto" and not layouts.row(data.format).takes_loss_on(data.loss_on):
+        yield context.error(
+            "FT256",
+            "data.loss_on",
+            f"data.loss_on: {data.loss_on} has no meaning for rows of format {data.format}",
+            help=f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}",
+        )
 
 
 def _lengths(context: Context) -> Findings:

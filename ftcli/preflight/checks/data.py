@@ -12,25 +12,30 @@ from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
 from ftcli.preflight.checks.base import Context, Findings, NotMade
-from ftcli.preflight.checks.crossfield import LOSS_ON
-from ftcli.rows.formats import Layout, Misfit, asked, layout_of, understand
+from ftcli.rows.layouts import layout_of, misfit_finding, understand
+from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub
 from ftcli.rows.reading import iterate
-from ftcli.rows.row import NO_ROWS_HELP, Row
+from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row
+from ftcli.tables import judges, layouts
 
 SAMPLE_ROWS = 64
 #: A larger .json file is not parsed for a look at its first rows, nor is a compressed one that may be larger.
 MAX_DOCUMENT = 64 * 2**20
-_CHATS = ("messages", "sharegpt", "alpaca", "prompt_answer")
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """The first rows of one source, columns renamed. ``path`` is the recipe's key for it."""
+    """The first rows of one source, columns renamed.
+
+    ``path`` is the recipe's key for the source. ``layout`` is None for bare prompts. ``is_chat``: the chat template
+    renders them, or some of them.
+    """
 
     path: str
-    source: DatasetConfig
     rows: tuple[Row, ...]
+    layout: str | None
+    is_chat: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,55 +109,54 @@ def _source_findings(
     looked_at = source.model_copy(update={"max_rows": limit, "streaming": is_hub(source)})
     items = list(iterate(looked_at, offline=offline))
     broken = [item for item in items if isinstance(item, Finding)]
-    rows = tuple(item for item in items if isinstance(item, Row))
+    rows = [item for item in items if isinstance(item, Row)]
     if not items:
         yield context.error("FT404", path, f"{source.path} holds no rows", help=NO_ROWS_HELP)
     if rows:
-        sample = FirstRows(path, source, rows)
-        asks = context.work == "grpo" or path.startswith("eval.tasks.")  # prompts; the answer is the model's
-        bare = asks and context.recipe.data.format == "auto" and _is_bare(rows[0])
-        layout = None if bare else layout_of(rows[0], context.recipe.data.format)
-        broken += [finding for row in rows if (finding := _misfit(row, layout)) is not None]
-        yield from _meaning(context, facts, sample, layout)
+        first, misfits = _understood(context, path, rows)
+        broken += misfits
+        yield from _meaning(context, facts, first)
     severity: Severity = "warning" if context.recipe.data.max_bad_rows > 0 else "error"
     yield from (replace(finding, severity=severity) for finding in broken)
 
 
-def _is_bare(row: Row) -> bool:
-    """Whether a row is a prompt without an answer."""
-    return "prompt" in row.fields and not {"completion", "answer"} & set(row.fields)
+def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows, list[Finding]]:
+    """What ``rows`` come to, and why some of them do not fit."""
+    asks = context.work == "grpo" or path.startswith("eval.tasks.")  # prompts; the answer is the model's
+    requested = context.recipe.data.format
+    layout = None if asks and is_bare(rows[0], requested) else layout_of(rows[0], requested)
+    chats: list[bool] = []
+    misfits: list[Finding] = []
+    for row in rows:
+        try:
+            chats.append(_is_chat(row, layout))
+        except Misfit as misfit:
+            found = Finding("FT414", str(misfit), row.origin) if layout is None else misfit_finding(row, misfit, layout)
+            misfits.append(found)
+    return FirstRows(path, tuple(rows), layout, any(chats)), misfits
 
 
-def _misfit(row: Row, layout: Layout | None) -> Finding | None:
-    try:
-        if layout is None:
-            asked(row.fields.get("prompt"))
-        else:
-            understand(row, layout)
-    except Misfit as misfit:
-        code, suffix = ("FT414", "") if layout is None else ("FT412", f" (format {layout})")
-        return Finding(code, f"{misfit}{suffix}", row.origin)
-    return None
+def _is_chat(row: Row, layout: str | None) -> bool:
+    """Whether a row is rendered by the chat template; bare prompts are. Raises Misfit."""
+    if layout is None:
+        return bool(asked(row.fields.get("prompt")))
+    return understand(row, layout).messages is not None
 
 
-def _no_loss(loss_on: str, layout: Layout, is_chat: bool) -> bool:
-    return loss_on not in LOSS_ON[layout] or (loss_on == "assistant" and not is_chat)
-
-
-def _meaning(context: Context, facts: ModelFacts, sample: FirstRows, layout: Layout | None) -> Findings:
-    """What the rows are used for, against what they hold. ``layout`` None: GRPO's bare prompts."""
-    origin, first = sample.rows[0].origin, sample.rows[0].fields
-    loss_on = context.recipe.data.loss_on
-    is_chat = layout is None or layout in _CHATS or isinstance(first.get("prompt"), list)
+def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
+    """What the rows are used for, against what they hold."""
+    origin, loss_on = first.rows[0].origin, context.recipe.data.loss_on
+    layout = layouts.row(first.layout) if first.layout is not None else None
     if context.work == "grpo":
-        if layout == "text":
-            yield Finding("FT413", "plain text has no prompt to answer", origin, "use prompt and answer")
-        yield from _answers(context, sample)
-    elif layout is not None and not sample.path.startswith("eval.tasks.") and _no_loss(loss_on, layout, is_chat):
-        message = f"loss_on: {loss_on} has no meaning for these rows of format {layout}"
+        if layout is not None and not layout.asks:
+            message = f"rows of format {first.layout} have no prompt to answer"
+            yield Finding("FT413", message, origin, "use prompt and answer")
+        yield from _answers(context, first)
+    elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
+        message = f"loss_on: {loss_on} has no meaning for these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
-    if is_chat and not templated and context.recipe.data.chat_template is None:
+    if first.is_chat and not templated and context.recipe.data.chat_template is None:
         yield Finding(
             "FT421",
             "the tokenizer has no chat template, so a conversation has no defined text",
@@ -161,19 +165,24 @@ def _meaning(context: Context, facts: ModelFacts, sample: FirstRows, layout: Lay
         )
 
 
-def _answers(context: Context, sample: FirstRows) -> Findings:
+def _has_loss(first: FirstRows, loss_on: str) -> bool:
+    if first.layout is None:
+        return True
+    return layouts.row(first.layout).takes_loss_on(loss_on) and (loss_on != "assistant" or first.is_chat)
+
+
+def _answers(context: Context, first: FirstRows) -> Findings:
+    """FT453: rewards that compare with a column which the rows do not have."""
     grpo = context.recipe.grpo
-    if grpo is None or not sample.path.startswith("data.train"):
+    if grpo is None or not first.path.startswith("data.train"):
         return
-    columns = set.intersection(*(set(row.fields) for row in sample.rows))
-    # Layouts with an answer of their own lend it to a column of that name (ftcli.trainers.grpo).
-    answered = {"completion", "messages", "conversations", "output"} & columns
-    derived = columns | {"answer"} if answered else columns
+    columns = set.intersection(*(set(row.fields) for row in first.rows))
+    lent = {"answer"} if first.layout is not None and layouts.row(first.layout).asks else set()
     for reward in grpo.rewards:
-        if reward.use == "exact_match" and reward.answer not in derived:
+        if reward.use is not None and judges.row(reward.use).compares and reward.answer not in columns | lent:
             yield Finding(
                 "FT453",
-                f"the reward exact_match compares with column {reward.answer!r}, which the data does not have",
-                sample.rows[0].origin,
+                f"the reward {reward.use} compares with column {reward.answer!r}, which the data does not have",
+                first.rows[0].origin,
                 f"set the reward's `answer` to one of: {', '.join(sorted(columns))}",
             )

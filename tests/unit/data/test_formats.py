@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ftcli.errors import FtcliError
-from ftcli.rows.formats import detect_format
+from ftcli.rows.layouts import layout_of
 from ftcli.rows.prompts import prompts_of, to_examples
 from ftcli.rows.row import Row
 
@@ -30,7 +30,7 @@ def rows(*fields: dict[str, Any]) -> list[Row]:
     ],
 )
 def test_layouts_are_detected(fields: dict[str, Any], layout: str) -> None:
-    assert detect_format(rows(fields)[0]) == layout
+    assert layout_of(rows(fields)[0], "auto") == layout
     assert to_examples(rows(fields), "auto")[0] == layout
 
 
@@ -52,7 +52,7 @@ def test_alpaca_input_and_system() -> None:
 
 def test_unknown_columns_name_what_was_expected() -> None:
     with pytest.raises(FtcliError, match="FT411") as caught:
-        detect_format(rows({"question": "q"})[0])
+        layout_of(rows({"question": "q"})[0], "auto")
     assert "messages" in (caught.value.findings[0].help or "")
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ftcli.data.order import mixture, rows_of
 from ftcli.data.template import Renderer
-from ftcli.rows.formats import Misfit, understand
 from ftcli.rows.hub import _require_whole
-from ftcli.rows.row import Row
+from ftcli.rows.layouts import understand
+from ftcli.rows.row import Misfit, Row
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -1,4 +1,4 @@
-"""A judge is a row and a function: one that ftcli does not know scores rewards and tasks, and its options are checked."""
+"""A judge is a row and a function: a made-up one scores rewards and tasks, and its options are checked."""
 
 from __future__ import annotations
 

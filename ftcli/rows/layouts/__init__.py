@@ -1,0 +1,53 @@
+"""What a row means: each layout of ``ftcli.tables.layouts`` has code here that turns its rows into examples."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ftcli.errors import Finding, FtcliError
+from ftcli.rows.row import Example, Misfit, Row, column_names, data_error
+from ftcli.tables import code_of, layouts
+
+
+class Understand(Protocol):
+    """The code of one layout. The columns that the layout needs are there; raises Misfit when they do not fit."""
+
+    def __call__(self, row: Row) -> Example: ...
+
+
+def layout_of(row: Row, requested: str) -> str:
+    """The layout that ``data.format`` asks for; under `auto` the one that the columns of ``row`` fit.
+
+    Raises FtcliError FT411 when no layout fits, naming the columns found and those expected.
+    """
+    if requested != "auto":
+        return requested
+    found = layouts.detect(row.fields)
+    if found is None:
+        raise _unknown(row)
+    return found
+
+
+def understand(row: Row, layout: str) -> Example:
+    """The row as an example. Raises Misfit with the reason when it does not fit ``layout``."""
+    known = layouts.row(layout)
+    missing = [name for name in known.columns if name not in row.fields]
+    if missing:
+        raise Misfit(f"column {missing[0]!r} is missing")
+    code: Understand = code_of(known.code)
+    return code(row)
+
+
+def misfit_finding(row: Row, misfit: Misfit, layout: str) -> Finding:
+    """FT412: why the row does not fit."""
+    return Finding("FT412", f"{misfit} (format {layout})", row.origin)
+
+
+def _unknown(row: Row) -> FtcliError:
+    expected = "; ".join(f"{name}: {', '.join(layout.columns)}" for name, layout in layouts.TABLE.items())
+    return data_error(
+        "FT411",
+        f"the columns {column_names(row.fields)} fit no known layout",
+        row.origin,
+        help=f"rename columns with `columns`; expected one of {expected}",
+    )

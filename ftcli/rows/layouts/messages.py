@@ -1,0 +1,121 @@
+"""Conversations: messages with roles, calls and tools, as rows and other layouts hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ftcli.rows.row import Example, Message, Misfit, Row
+
+#: What templates may show of a message beside its text and calls. Other keys (ids, sources, dates) are not rendered.
+_SHOWN = ("role", "name", "tool_call_id", "reasoning_content", "thinking")
+#: Columns of a row, and keys of a message, that hold something else than text.
+_MEDIA = ("image", "images", "audio", "video", "videos")
+#: Keys of a message that are refused, because training without them would be training on something else.
+_UNSUPPORTED = ("function_call", *_MEDIA)
+
+
+def understand(row: Row) -> Example:
+    """``{"messages": [{"role": "user", "content": ...}, ...], "tools": ...}``."""
+    return conversation(row, messages_of(row.fields["messages"]))
+
+
+def conversation(row: Row, messages: Sequence[Message], completion_from: int | None = None) -> Example:
+    """The row as a chat of ``messages``, with the functions of its column `tools`.
+
+    Raises Misfit without an assistant's turn, or when the row holds images, audio or video beside them.
+    """
+    media = next((key for key in _MEDIA if row.fields.get(key)), None)
+    if media is not None:
+        raise Misfit(f"the row has {media!r}, which is not supported: only text is trained")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Misfit("the conversation has no assistant turn, so there is nothing to train on")
+    tools = _tools(row.fields.get("tools"))
+    return Example(row, messages=tuple(messages), tools=tools, completion_from=completion_from)
+
+
+def messages_of(value: Any) -> list[Message]:
+    """A list of messages in the form that chat templates take. Raises Misfit."""
+    return [_message(item, number) for number, item in enumerate(list_of(value), 1)]
+
+
+def list_of(value: Any) -> list[Any]:
+    """The turns of a conversation: a list that is not empty, or the JSON text of one. Raises Misfit."""
+    if isinstance(value, str) and value.lstrip().startswith("["):  # CSV and many Parquet files hold JSON as text
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Misfit(f"the conversation is text that is no JSON: {error}") from error
+    if not isinstance(value, list) or not value:
+        raise Misfit("the conversation must be a list with at least one message")
+    return value
+
+
+def _message(item: Any, number: int) -> Message:
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        raise Misfit(f"message {number} has no 'role'")
+    refuse_unsupported(item, number)
+    message = {key: item[key] for key in _SHOWN if item.get(key) is not None}
+    if item.get("tool_calls"):
+        calls = item["tool_calls"]
+        if not isinstance(calls, list):
+            raise Misfit(f"message {number}: 'tool_calls' must be a list")
+        message["tool_calls"] = [call_of(call, number) for call in calls]
+    message["content"] = _content(item.get("content"), number, optional="tool_calls" in message)
+    return message
+
+
+def refuse_unsupported(turn: dict[str, Any], number: int) -> None:
+    """Raises Misfit for a turn that says something which training would ignore."""
+    found = next((key for key in _UNSUPPORTED if turn.get(key)), None)
+    if found is not None:
+        raise Misfit(f"message {number} has {found!r}, which is not supported: text and `tool_calls` are")
+    if turn.get("weight", 1) not in (None, 1) or turn.get("train") is False:
+        raise Misfit(f"message {number} is not to be trained: choosing single turns is not supported yet")
+
+
+def _content(content: Any, number: int, *, optional: bool) -> str:
+    if content is None and optional:
+        return ""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise Misfit(f"message {number} holds something else than text, and only text is trained")
+        return "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise Misfit(f"message {number} has no text in 'content'")
+    return content
+
+
+def call_of(call: Any, number: int) -> dict[str, Any]:
+    """One call as templates take it: ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Misfit(f"message {number} calls a function without a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise Misfit(f"message {number}: the arguments of {function['name']} are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise Misfit(f"message {number}: the arguments of {function['name']} must be a JSON object")
+    kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
+    return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise Misfit(f"column 'tools' is text that is no JSON: {error}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise Misfit("column 'tools' must be a list of JSON schemas")
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    if not all(isinstance(tool["function"], dict) and tool["function"].get("name") for tool in tools):
+        raise Misfit("column 'tools' holds a function without a name")
+    return tuple(tools)

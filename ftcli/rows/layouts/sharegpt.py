@@ -1,0 +1,53 @@
+"""Rows of ShareGPT: turns with `from` and `value`."""
+
+from __future__ import annotations
+
+import json
+
+from ftcli.rows.layouts.messages import call_of, conversation, list_of, refuse_unsupported
+from ftcli.rows.layouts.plain import text_of
+from ftcli.rows.row import Example, Message, Misfit, Row
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+}
+
+
+def understand(row: Row) -> Example:
+    """``{"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}``."""
+    fields = row.fields
+    messages: list[Message] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": text_of(fields["system"], "system")})
+    for number, turn in enumerate(list_of(fields["conversations"]), 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+            raise Misfit(f"message {number} has no 'from'")
+        role = _ROLES.get(turn["from"])
+        if role is None:
+            raise Misfit(f"message {number} has the unknown role {turn['from']!r}; known are {', '.join(_ROLES)}")
+        refuse_unsupported(turn, number)
+        text = turn.get("value")
+        if not isinstance(text, str):
+            raise Misfit(f"message {number} has no text in 'value'")
+        messages.append(_called(text, number) if role == "function_call" else {"role": role, "content": text})
+    return conversation(row, messages)
+
+
+def _called(text: str, number: int) -> Message:
+    """A turn of JSON: one call, or several."""
+    try:
+        calls = json.loads(text)
+    except ValueError as error:
+        raise Misfit(f"message {number} is a function call and no JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}
