@@ -43,7 +43,9 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fitted:
+class Fitted:
+    """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
+
     tokens: Tokens | None
     length: int
     overlong: Finding | None = None
@@ -76,7 +78,7 @@ class Encoder:
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Tokenizes ``rows``; raises FtcliError FT421 only, which concerns all of them."""
         tokenized, findings = self.rows(rows)
-        fitted = [self._fit(tokens) for tokens in tokenized]
+        fitted = [self.fit(tokens) for tokens in tokenized]
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
@@ -188,15 +190,16 @@ class Encoder:
             "use the template that belongs to the model, or add its stop token to yours",
         )
 
-    def _fit(self, tokens: Tokens) -> _Fitted:
+    def fit(self, tokens: Tokens) -> Fitted:
+        """What ``data.overlong`` makes of a row."""
         length = len(tokens.input_ids)
         if length <= self._limit:
-            return _Fitted(tokens, length)
+            return Fitted(tokens, length)
         if self._overlong == "error":
             message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
             remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
-            return _Fitted(None, length, Finding("FT431", message, tokens.row.origin, remedy))
+            return Fitted(None, length, Finding("FT431", message, tokens.row.origin, remedy))
         labels = tokens.labels[: self._limit]
         if self._overlong == "drop" or all(label == IGNORE_INDEX for label in labels):
-            return _Fitted(None, length)
-        return _Fitted(Tokens(tokens.row, tokens.input_ids[: self._limit], labels), length)
+            return Fitted(None, length)
+        return Fitted(Tokens(tokens.row, tokens.input_ids[: self._limit], labels), length)

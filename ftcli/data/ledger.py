@@ -1,4 +1,4 @@
-"""Counts what became of every row and token, so that nothing is cut or masked without a word."""
+"""Counts what became of every row and token, so that nothing is cut or masked silently."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def skipped_finding(ledger: DatasetLedger, examples: Sequence[Finding]) -> Findi
     kinds = ", ".join(f"{count:,} of {code}" for code, count in sorted(ledger.bad_codes.items()))
     first = "\n".join(f"{f.origin}: {f.code}: {f.message}" for f in examples[:3])
     message = f"{ledger.name}: {ledger.bad_rows:,} of {ledger.rows:,} rows are broken and skipped ({kinds})"
-    return Finding("FT441", message, None, f"data.max_bad_rows allows it; mend or remove them\n{first}", "warning")
+    return Finding("FT441", message, None, f"data.max_bad_rows allows it; fix or remove them\n{first}", "warning")
 
 
 def mostly_untrained(ledgers: Sequence[DatasetLedger], loss_on: str) -> Finding | None:

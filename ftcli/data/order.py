@@ -15,7 +15,7 @@ from ftcli.data.tokens import Ints, Tokens, TokenTable
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Rows of each source in an epoch: ``sizes`` that there are, ``counts`` that are seen, never fewer."""
+    """How often an epoch shows each source: ``sizes`` rows that it has, ``counts`` that are shown, never fewer."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]

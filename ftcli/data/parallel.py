@@ -111,9 +111,9 @@ class _Worker:
         self._process.join(timeout=10)
         return FtcliError.single(
             "FT436",
-            f"a tokenizing process ended by itself (exit code {self._process.exitcode})",
+            f"a tokenizing process ended unexpectedly (exit code {self._process.exitcode})",
             exit_code=ExitCode.DATA,
-            help="a negative code is a signal, -9 mostly the system's reaction to full memory: set data.num_proc: 1",
+            help="a negative code is a signal; -9 usually means that memory ran out: set data.num_proc: 1",
         )
 
 

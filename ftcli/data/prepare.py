@@ -33,9 +33,10 @@ LARGE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Tokenized sources in recipe order, and one ledger for each. ``findings`` are warnings about them.
+    """Tokenized sources in recipe order, and one ledger for each.
 
-    ``cache`` keeps the files of what could not be cached alive.
+    ``findings`` are warnings; ``from_cache`` says of each source whether it was tokenized before. ``cache`` is held
+    because rows that could not be cached lie in files that go away with it.
     """
 
     sequences: TokenTable
@@ -205,7 +206,7 @@ class _Job:
         ledger = counts.ledger(source.path, layout)
         if not ledger.kept_rows:
             message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
-            help = "raise data.max_seq_len or choose data.overlong: truncate; mend the broken rows"
+            help = "raise data.max_seq_len or choose data.overlong: truncate; fix the broken rows"
             raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path), help=help)
         return {"ledger": ledger.as_dict(), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
 

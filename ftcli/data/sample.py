@@ -59,7 +59,7 @@ def sample_rows(
     prompts_only: bool = False,
     offline: bool = False,
 ) -> list[SampledRow]:
-    """The first ``count`` rows; under ``prompts_only`` what a model is asked, of which nothing is trained.
+    """The first ``count`` rows; with ``prompts_only`` the prompts of GRPO, of which nothing is trained.
 
     Raises FtcliError with what is wrong with these rows, as :func:`ftcli.data.prepare.prepare`.
     """
@@ -79,7 +79,7 @@ def sample_rows(
     tokenized, findings = encoder.rows(rows)
     raise_findings(findings)
     templates = [template if understand(row, layout).messages is not None else None for row in rows]
-    return [_sample(t, data, tokenizer, layout, used) for t, used in zip(tokenized, templates, strict=True)]
+    return [_sampled(t, encoder, tokenizer, used) for t, used in zip(tokenized, templates, strict=True)]
 
 
 def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
@@ -93,20 +93,15 @@ def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBa
     return found
 
 
-def _sample(
-    tokens: Tokens, data: DataConfig, tokenizer: PreTrainedTokenizerBase, layout: str, template: str | None
-) -> SampledRow:
-    ids, labels = tokens.input_ids, tokens.labels
-    fate: Fate = "kept"
-    if len(ids) > data.max_seq_len:
-        cut = labels[: data.max_seq_len]
-        if data.overlong == "truncate" and any(label != IGNORE_INDEX for label in cut):
-            ids, labels, fate = ids[: data.max_seq_len], cut, "truncated"
-        elif data.overlong == "error":
-            fate = "refused: longer than data.max_seq_len"
-        else:
-            fate = "dropped: longer than data.max_seq_len"
-    return SampledRow(str(tokens.row.origin), layout, template, fate, tuple(_tokens(ids, labels, tokenizer)))
+def _sampled(tokens: Tokens, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, template: str | None) -> SampledRow:
+    fitted = encoder.fit(tokens)
+    shown = fitted.tokens or tokens
+    fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"
+    if fitted.tokens is None:
+        refused = fitted.overlong is not None
+        fate = "refused: longer than data.max_seq_len" if refused else "dropped: longer than data.max_seq_len"
+    texts = tuple(_tokens(shown.input_ids, shown.labels, tokenizer))
+    return SampledRow(str(tokens.row.origin), encoder.layout, template, fate, texts)
 
 
 def _tokens(ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> list[SampleToken]:

@@ -60,8 +60,8 @@ class Renderer:
 
     @property
     def identity(self) -> str | None:
-        """All that what a template renders depends on: its text, every one of a tokenizer that has several, and today's
-        date where it asks for that."""
+        """Everything that rendered text depends on: the template (all of them, where a tokenizer has several), and
+        today's date if a template shows it."""
         template = self._template or self._tokenizer.chat_template
         if template is None:
             return None
@@ -92,7 +92,7 @@ class Renderer:
         if omitted is not None:
             raise data_error(
                 "FT426",
-                f"the chat template leaves out {omitted}, so it would be lost without a word",
+                f"the chat template leaves out {omitted}, which would be lost silently",
                 row.origin,
                 "use a template that shows it (data.chat_template), or remove it from the row",
             )

@@ -47,7 +47,7 @@ class Evaluator:
         return self.loss_of(model, self.sequences) if self.sequences else {}
 
     def loss_by_dataset(self, model: PreTrainedModel | PeftModel) -> dict[str, dict[str, Any]]:
-        """The same for each held-out file; :func:`ftcli.evaluate.loss.combine` makes the whole of them."""
+        """:meth:`loss` for each held-out file; :func:`ftcli.evaluate.loss.combine` adds them up."""
         parts: dict[str, list[Tokens]] = {}
         for tokens in self.sequences:
             parts.setdefault(tokens.row.source, []).append(tokens)
@@ -88,7 +88,7 @@ class Evaluator:
         ]
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[Tokens]) -> dict[str, Any]:
-        """The same for these sequences."""
+        """Loss, perplexity and token accuracy of ``sequences``."""
         result = evaluate_loss(
             model,
             sequences,

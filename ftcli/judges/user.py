@@ -104,7 +104,7 @@ def load_function(spec: str) -> Function:
         module_spec.loader.exec_module(module)
     except Exception as error:
         message = f"{path} fails when it is run: {type(error).__name__}: {error}"
-        raise _unusable("FT452", message, spec, f"run `python {path}` and mend what it says") from error
+        raise _unusable("FT452", message, spec, f"run `python {path}` and fix what it says") from error
     found = getattr(module, function, None)
     if not callable(found):
         names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))

@@ -71,7 +71,7 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
     if found is None:
         raise data_error(
             "FT402",
-            f"{path.name} is none of the layouts that ftcli reads",
+            f"{path.name} is not a kind of file that ftcli reads",
             Origin(source.path),
             f"convert it to one of {', '.join(KINDS)}, each also as .gz",
         )

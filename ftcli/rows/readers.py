@@ -53,7 +53,7 @@ def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
 
 
 def _unreadable(file: DataFile, error: object) -> FtcliError:
-    help = "check that the file is whole, of the kind that its name says, and readable for you"
+    help = "check that the file is complete, that its name says what it is, and that you may read it"
     return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name), help)
 
 
@@ -80,7 +80,7 @@ def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     try:
         values = json.loads(stream.read().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
-        yield error.lineno, Broken(f"not JSON: {error}; one object a line wants the ending .jsonl")
+        yield error.lineno, Broken(f"not JSON: {error}; a file with one object per line must be named .jsonl")
         return
     except RecursionError as error:
         raise _unreadable(file, error) from error
@@ -106,7 +106,7 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
     if header is None:
         return
     if len(set(header)) != len(header) or not all(header):
-        raise _unreadable(file, "the first line must name every column, each by another name")
+        raise _unreadable(file, "the first line must name every column, and no two alike")
     begin = reader.line_num + 1
     for values in reader:
         number, begin = begin, reader.line_num + 1

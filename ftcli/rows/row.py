@@ -12,7 +12,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 #: Faults of rows that are named one by one; more are counted by code. The command line shows the first hundred.
 MAX_NAMED = 1000
 NO_ROWS_HELP = "the file is empty, or `max_rows`, `split` or `name` leaves nothing of it: name another one"
-BROKEN_HELP = "mend the row or remove it; data.max_bad_rows skips and counts a few of them"
+BROKEN_HELP = "fix the row or remove it; data.max_bad_rows skips and counts a few of them"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError) as error:
         message = f"{file} is not Python that can be run: {error}"
-        yield context.error("FT452", path, message, help=f"run `python {file}` and mend what it says")
+        yield context.error("FT452", path, message, help=f"run `python {file}` and fix what it says")
         return
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     if function in functions:

@@ -62,13 +62,13 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
         yield context.error(
             "FT257",
             f"data.train.{index}",
-            f"{sources[index].path} has no weight, and another source has one: a share of what?",
+            f"{sources[index].path} has no weight, but another source has one",
             "give every source of data.train a weight, or none",
         )
     elif any(weighted) and context.work == "grpo":
         yield context.error(
             "FT257",
             "data.train.0.weight",
-            "weights are not carried out in grpo",
+            "weights are not supported in grpo yet",
             "repeat rows in the file, or remove it",
         )
