@@ -1,4 +1,4 @@
-"""Loads for export as a user of the result would: plain transformers and PEFT, on the CPU, in the stored dtype."""
+"""Loads models and tokenizers as a user of an export would: with plain transformers and PEFT, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
-from ftcli.model.load import load_tokenizer, source_of
+from ftcli.model.load import config_of, load_tokenizer, source_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -23,7 +23,7 @@ _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
 def load_written(folder: Path) -> PreTrainedModel:
-    """A model from a local folder, with nothing but that folder.
+    """The model in a local folder, made of that folder's files alone, in the dtype that they are stored in.
 
     Raises:
         FtcliError: FT741 when transformers cannot load it.
@@ -64,21 +64,20 @@ def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
 
 
 def hollow_base(facts: ModelFacts) -> PreTrainedModel:
-    """A model of the right shape whose weights were never written: enough to load an adapter into, and costs nothing.
+    """A model of the base's shape with unwritten float32 weights, to load an adapter into.
 
-    The memory is reserved and not touched, so the system does not provide it. Float32 holds every stored dtype exactly.
+    It costs no memory: the system provides reserved pages only once they are written. Float32 holds every stored dtype
+    exactly.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = {key: value for key, value in facts.raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
-    config = AutoConfig.for_model(facts.model_type, **values)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(facts.raw), dtype=torch.float32)
     return model.to_empty(device="cpu")
 
 
 def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """``base`` with the adapter in ``folder``, not merged; the adapter in float32 whatever the base is.
+    """``base`` with the adapter in ``folder``, not merged. The adapter is in float32, whatever the base's dtype.
 
     Raises:
         FtcliError: FT742 when PEFT cannot load the adapter into this model.
@@ -109,7 +108,7 @@ def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer it was trained with, carrying the template its data was rendered by.
+    """The tokenizer of training, with the chat template that the data was rendered with.
 
     Raises:
         FtcliError: FT321 or FT322 when the run kept none and the base model's cannot be used; FT424 when the
@@ -124,7 +123,7 @@ def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokeni
 
 
 def not_verified(folder: Path, problems: list[str]) -> FtcliError:
-    """FT741: what was written does not do what it should; it has been removed again."""
+    """FT741: what was written differs from what it should be. Whoever raises it leaves nothing behind."""
     findings = [Finding("FT741", f"the export failed its verification: {problem}") for problem in problems]
     remedy = f"it was removed again from {folder.parent}; please report this with all that is said here"
     return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.BUG)

@@ -1,7 +1,7 @@
 """Adds an adapter to its base model: ``W' = cast(float32(W) + s · B A)``, one rounding, into the dtype W is stored in.
 
-Adding a delta that was itself rounded to bfloat16, as PEFT's own merge does, rounds twice. s is ``alpha / r``, or
-``alpha / sqrt(r)`` with rsLoRA. A is (r, in), B is (out, r), W is (out, in); A and B are float32.
+s is ``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA. A is (r, in), B is (out, r), W is (out, in); A and B are
+float32. PEFT's own merge rounds twice: it rounds s B A to bfloat16 before it adds it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def stored_dtypes(model: PreTrainedModel) -> Dtypes:
 
 @torch.no_grad()
 def merge(adapted: PeftModel, dtypes: Dtypes) -> PreTrainedModel:
-    """Merge the only adapter and take PEFT's layers out; ``adapted`` is used up.
+    """Merge the only adapter and remove PEFT's layers. ``adapted`` cannot be used afterwards.
 
     Args:
         adapted: Base and adapter, both in float32.
         dtypes: What each tensor of the result is cast to: :func:`stored_dtypes` of the base.
 
-    Embeddings that were tied and of which one side was adapted or trained whole come out untied, and the config says
-    so: otherwise loading the result would copy one side over the other.
+    Tied embeddings of which only one side was adapted, or trained whole, are untied, and the config says so. Otherwise
+    loading the result would copy one side over the other.
     """
     from peft.tuners.lora import LoraLayer
 

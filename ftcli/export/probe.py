@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Said to the model in its chat template, or plainly where it has none.
+#: A user's messages, rendered in the model's chat template; plain text where it has none.
 TEXTS = ("Name three rivers of Europe, and say where each one ends.", "def add(a, b):\n    return a + b\n")
 ROW_TOKENS = 40
 
@@ -59,10 +59,13 @@ def logits(model: PreTrainedModel | PeftModel, probe: Probe) -> Tensor:
 class LogitsComparison:
     """How far logits are from their reference.
 
-    ``relative_error`` is the root mean square of the difference over that of the reference (both with each
-    position's mean removed, which softmax does not see). ``top1_agreement`` is the share of positions with the same
-    likeliest token; ``firm_disagreements`` counts those among the others where the reference's lead over its second
-    was larger than ``4 · tolerance`` times its root mean square, which rounding cannot explain.
+    Each position's mean is removed first, since softmax does not see it.
+
+    Attributes:
+        relative_error: Root mean square of the difference, over that of the reference.
+        top1_agreement: Share of positions with the same likeliest token.
+        firm_disagreements: Positions with another likeliest token that rounding cannot explain: the reference's best
+            is ahead of its second by more than ``4 · tolerance`` times its root mean square.
     """
 
     relative_error: float

@@ -1,4 +1,4 @@
-"""What is exported: a run's adapter or model, or an adapter that lies anywhere."""
+"""Finds what is to be exported: a run's adapter or model, or an adapter in any folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Proves that what was written is what was trained, by loading it as anybody would.
+"""Checks that what was written is what was trained, by loading it as any user would.
 
-A merged model is held to three things. Every tensor equals the base's, or ``cast(W + s · B A)`` worked out here from
-the adapter's file without PEFT. Its logits, computed in float32 so that only the rounding of the stored weights
-counts, are close to those of base and adapter unmerged. Tokenizer, template and stop tokens are the same.
+Three things must hold for a merged model:
+
+- Every tensor equals the base's, or ``cast(W + s · B A)``, computed here from the adapter's file without PEFT.
+- Its logits are close to those of base and adapter before merging. They are computed in float32, so that only the
+  rounding of the stored weights counts.
+- Tokenizer, chat template and stop tokens are the same.
 """
 
 from __future__ import annotations
@@ -43,16 +46,18 @@ class Verified:
 def tolerance(dtype: torch.dtype, merged: int) -> float:
     """Allowed relative error of the logits when ``merged`` matrices were rounded once to ``dtype``.
 
-    Each rounding moves a layer's output by at most the unit roundoff u, in directions that have nothing to do with
-    each other, so that the errors of n layers add up like ``u sqrt(n)``; twice that is allowed. Below 1e-5 the order
-    of float32 sums is what differs.
+    Each rounding moves a layer's output by at most the unit roundoff u. The errors of n matrices are independent and
+    add up like ``u sqrt(n)``; twice that is allowed. It is never below 1e-5, which the order of float32 sums can make.
     """
     return max(1e-5, 2 * UNIT_ROUNDOFF[dtype] * math.sqrt(max(1, merged)))
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an adapter's file says of one weight: ``scale · b @ a`` is added, or ``whole`` replaces it."""
+    """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
+
+    ``a`` is (r, in), ``b`` is (out, r).
+    """
 
     a: Tensor | None = None
     b: Tensor | None = None
@@ -104,13 +109,15 @@ def _scale(config: Mapping[str, Any], module: str) -> float:
 
 @torch.no_grad()
 def compare_weights(merged: PreTrainedModel, base: PreTrainedModel, changes: Mapping[str, Update]) -> list[str]:
-    """Problems found tensor by tensor. Those that the adapter does not touch must be equal bit for bit; merged ones
-    may differ by one unit in the last place, for sums of another order.
+    """Problems found tensor by tensor; empty when there are none.
+
+    Tensors that the adapter does not change must be equal bit for bit. Merged ones may differ by one unit in the last
+    place, since the order of sums may be another.
     """
     problems: list[str] = []
     found, expected = merged.state_dict(), base.state_dict()
-    untouched = set(changes) - set(expected)
-    problems += [f"the adapter changes {name}, which the base model does not have" for name in sorted(untouched)]
+    unknown = set(changes) - set(expected)
+    problems += [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
     problems += [f"{name} is missing" for name in sorted(set(expected) - set(found))]
     problems += [f"{name} is not in the base model" for name in sorted(set(found) - set(expected))]
     for name in sorted(set(expected) & set(found)):
@@ -202,7 +209,7 @@ def compare_tokenizers(written: PreTrainedTokenizerBase | None, wanted: PreTrain
 
 
 def check_stops(model: PreTrainedModel, stops: Iterable[int]) -> list[str]:
-    """Problems with where generation ends: the configs must name every stop token."""
+    """Stop tokens that config.json or generation_config.json does not name: generation would not end there."""
     problems = []
     for label, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
         named = getattr(config, "eos_token_id", None)

@@ -1,13 +1,8 @@
-"""What quantised weights take, and how they are multiplied. Pure arithmetic.
+"""How many bytes quantised weights take, and whether they are multiplied as they are stored. Pure arithmetic.
 
-NF4 stores half a byte an element, and for each block of 64 a scale: one byte and, for each 256 of them, a float32 with
-``double_quant``, else a float32. Tables of 16 and 256 float32 belong to each layer. Embeddings, head, norms and biases
-stay in the parameters' dtype.
-
-fp8 stores each element twice, as e4m3: by output and by input feature, each copy with a float32 scale a row.
-
-Where weights are not multiplied as they are stored, a pass over a layer dequantises the matrices of one product: on
-the kernels those that share an input are one product.
+Only the decoder layers' linear layers are quantised: embeddings, head, norms and biases stay in the parameters' dtype.
+Weights that are not multiplied as they are stored are dequantised for one product at a time. On the kernels the
+matrices that share an input are one product.
 """
 
 from __future__ import annotations
@@ -27,8 +22,6 @@ _BLOCK = 64
 _NESTED_BLOCK = 256
 #: Linear layers that share an input, by what their names end in: one product on the kernels.
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 #: Share of a device's memory up to which ``keep_dequantized: auto`` spends it.
 _AMPLE = 0.8
 
@@ -36,7 +29,7 @@ _AMPLE = 0.8
 def weight_bytes(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, kept_layers: int = 0
 ) -> int:
-    """Bytes of the base model as it is held, ``kept_layers`` of its decoder layers dequantised."""
+    """Bytes of the base model in memory, with ``kept_layers`` of its decoder layers held dequantised."""
     reference = quantizations.row(quantization.method).stored_bytes
     if reference is None:
         return shape.parameters * parameter_bytes
@@ -49,8 +42,11 @@ def weight_bytes(
 def layers_with_room(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, needed: int, available: int | None
 ) -> int:
-    """How many layers ``keep_dequantized: auto`` dequantises once and for all, where the run needs ``needed`` bytes
-    without any.
+    """How many decoder layers ``keep_dequantized: auto`` holds dequantised.
+
+    Args:
+        needed: Bytes that the run needs with no layer held dequantised.
+        available: Bytes that the device has; None when that is not known, which gives 0 layers.
     """
     if available is None:
         return 0
@@ -62,7 +58,11 @@ def layers_with_room(
 
 
 def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
-    """Bytes that one layer's weight takes in NF4, scales and tables included."""
+    """Bytes that one layer's weight takes in NF4.
+
+    Half a byte an element, a scale for each block of 64, and a table of 16 float32. A scale is a float32, or with
+    ``double_quant`` one byte, with a float32 for each 256 of them, a table of 256 float32 and an offset.
+    """
     elements = linear.in_features * linear.out_features
     blocks = -(-elements // _BLOCK)
     scales = 4 * blocks
@@ -72,7 +72,9 @@ def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
 
 
 def fp8_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
-    """Bytes that one layer's weight takes in e4m3, both copies and their scales."""
+    """Bytes that one layer's weight takes in e4m3: two copies, by output and by input feature, each with a float32
+    scale a row.
+    """
     return 2 * linear.in_features * linear.out_features + 4 * (linear.in_features + linear.out_features)
 
 
@@ -93,7 +95,7 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
 def dequantized_bytes(
     quantization: QuantizationConfig, shape: ModelShape, plan: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
-    """Bytes of the largest matrix that a pass dequantises at a time; 0 where it dequantises none."""
+    """Bytes of the largest product's weights, dequantised; 0 where nothing is dequantised."""
     if why_dequantized(quantization, plan, device) is None:
         return 0
     return plan.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))

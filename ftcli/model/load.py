@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def source_of(name: str) -> str:
@@ -88,7 +89,7 @@ def load_model(
 
     Args:
         quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
-        kept_layers: Of the decoder layers so many are held dequantised.
+        kept_layers: How many decoder layers, from the first on, are held dequantised.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
 
@@ -145,20 +146,32 @@ def _random_model(
     num_layers: int | None,
     holding: Holding | None,
 ) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
-    if num_layers is not None:
-        values["num_hidden_layers"] = num_layers
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"][:num_layers]
-    config = AutoConfig.for_model(raw["model_type"], **values)
+    config = config_of(raw, num_layers)
     if holding is not None:
         return random_quantized(config, holding, attention, seed)
     torch.manual_seed(seed)
     with device:  # weights are drawn where they will live: 9 billion numbers on a CPU would take minutes
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model
+
+
+def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> PretrainedConfig:
+    """transformers' config of a config.json's content, without the dtype that it names.
+
+    Args:
+        num_layers: So many layers in place of the model's.
+    """
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    if num_layers is not None:
+        values["num_hidden_layers"] = num_layers
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"][:num_layers]
+    config: PretrainedConfig = AutoConfig.for_model(raw["model_type"], **values)
+    return config
 
 
 def _load_quantized(

@@ -42,7 +42,7 @@ class Quantization:
     """What the rest of the program has to know of a way to store the base model's linear layers.
 
     Attributes:
-        supported: Whether this version carries it out; recipes may name the others all the same.
+        supported: Whether this version can use it; a recipe that names another is told that it is not supported yet.
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
             ``keep_dequantized`` can hold its layers dequantised.
@@ -103,7 +103,7 @@ def row(name: str) -> Quantization:
 
 
 def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
-    """Methods that this version carries out; with ``freezes_base`` only those that do, or do not, freeze the base."""
+    """Methods that this version can use; with ``freezes_base`` only those that do, or do not, freeze the base."""
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
