@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import Tile, Tiles, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles, machine_of
 from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem, padded_size
 from ftkernels.attention_mask import AttentionMask, TokenRanges
@@ -112,19 +112,19 @@ class Bench:
         self.q, self.k, self.v = (torch.randn(s, device=device, dtype=dtype).transpose(1, 2) for s in shapes)
         self.d_out = torch.randn(shapes[0], device=device, dtype=dtype).transpose(1, 2)
         self.problem = case.problem(dtype)
-        self.tiles = choose_tiles(machine_of(device), dtype, padded_size(case.size), softcap=case.softcap > 0)
+        self.tiles = choose_tiles(machine_of(device), dtype, padded_size(case.size))
 
     def ranges(self, window: int | None) -> TokenRanges:
         """Causal, with a window where one is given."""
         return AttentionMask.causal_mask(window).ranges(self.case.seq_len, self.case.seq_len, self.device)
 
-    def kernels(self, ranges: TokenRanges) -> dict[str, Callable[[Tile], tuple[Tensor | None, ...]]]:
+    def kernels(self, ranges: TokenRanges) -> dict[str, Callable[[AttentionTile], tuple[Tensor | None, ...]]]:
         """Kernel name -> function of a tile that launches it and returns what it computes."""
         out, lse = attention_forward(self.q, self.k, self.v, ranges, self.problem, self.tiles.forward)
         saved = (self.q, self.k, self.v, out, lse)
         _, delta = query_backward(saved, self.d_out, ranges, self.problem, self.tiles.d_query)
 
-        def keys(*, dk: bool, dv: bool) -> Callable[[Tile], tuple[Tensor | None, ...]]:
+        def keys(*, dk: bool, dv: bool) -> Callable[[AttentionTile], tuple[Tensor | None, ...]]:
             return lambda t: key_backward(saved, self.d_out, delta, ranges, self.problem, t, want_dk=dk, want_dv=dv)
 
         return {
@@ -168,13 +168,13 @@ def error(results: tuple[Tensor | None, ...], exact: tuple[Tensor | None, ...]) 
     return worst
 
 
-def tile_of(tiles: Tiles, kernel: str) -> Tile | None:
+def tile_of(tiles: AttentionTiles, kernel: str) -> AttentionTile | None:
     """The table's tile of a kernel."""
     named = {"fwd": tiles.forward, "dq": tiles.d_query, "dk": tiles.d_key, "dv": tiles.d_value}
     return named.get(kernel, tiles.d_key_value)
 
 
-def show(tile: Tile) -> str:
+def show(tile: AttentionTile) -> str:
     """A tile in one word."""
     return f"{tile.queries}x{tile.keys},{tile.warps},{tile.stages}{',tma' if tile.tma else ''}"
 
@@ -205,7 +205,7 @@ def tune(bench: Bench, kernels: list[str], *, tiny: bool) -> dict[str, Any]:
     launch, exact = bench.kernels(ranges), bench.exact(ranges)
     found: dict[str, Any] = {}
     for kernel in kernels:
-        rows: list[tuple[float, Tile, str]] = []
+        rows: list[tuple[float, AttentionTile, str]] = []
         for tile in candidates(kernel, bench.case.size, tiny=tiny):
             try:
                 wrong = error(launch[kernel](tile), exact[kernel])
@@ -226,12 +226,12 @@ def tune(bench: Bench, kernels: list[str], *, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def candidates(kernel: str, size: int, *, tiny: bool) -> list[Tile]:
+def candidates(kernel: str, size: int, *, tiny: bool) -> list[AttentionTile]:
     """The tiles to try."""
-    return [Tile(*values) for values in (TINY_CANDIDATES if tiny else CANDIDATES[kernel, size])]
+    return [AttentionTile(*values) for values in (TINY_CANDIDATES if tiny else CANDIDATES[kernel, size])]
 
 
-def compile_one(work: tuple[Case, str, Tile]) -> None:
+def compile_one(work: tuple[Case, str, AttentionTile]) -> None:
     """Compiles one kernel in a process of its own, on few tokens; the disk cache then serves the timing process."""
     case, kernel, tile = work
     bench = Bench(replace(case, seq_len=256), "cuda")

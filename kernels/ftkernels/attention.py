@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.attention_backward import attention_backward
-from ftkernels.attention_config import Tiles, choose_attention, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTiles, choose_attention, choose_tiles, machine_of
 from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem, loadable, padded_size, takes_descriptor
 from ftkernels.attention_mask import AttentionMask, TokenRanges
@@ -37,7 +37,7 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     backend: BackendName = "auto",
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
     kept: Kept | None = None,
 ) -> Tensor:
     """Attention of ``q`` over ``k`` and ``v``; the module docstring has the formula.
@@ -70,7 +70,7 @@ def attention(
         with without_autocast(q):
             return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
     problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
-    tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]), softcap=softcap > 0)
+    tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]))
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         loadable(q), loadable(k), loadable(v), ranges, problem, tiles, kept
     )
@@ -144,7 +144,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         ranges: TokenRanges,
         problem: Problem,
-        tiles: Tiles,
+        tiles: AttentionTiles,
         kept: Kept | None,
     ) -> Any:
         known = None if kept is None else kept.take()

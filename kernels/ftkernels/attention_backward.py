@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.attention_config import Tile, Tiles
-from ftkernels.attention_launch import Problem, common_constants, strides, tile_source
+from ftkernels.attention_config import AttentionTile, AttentionTiles
+from ftkernels.attention_launch import Problem, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
-from ftkernels.attention_parts import LOG2E, bounded, load_tile, store_tile, tile_span
-from ftkernels.device import on_device_of, rounded, store_dtype
+from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
+from ftkernels.device import on_device_of, rounded
 
 
 @triton.jit
@@ -79,15 +79,9 @@ def _query_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     row = tile * QUERIES
-    row_last = tl.minimum(row + QUERIES, q_len) - 1
-    key_lo = key_lo_ptr + batch * ranges_stride
-    key_hi = key_hi_ptr + batch * ranges_stride
-    first, full, full_count, masked_count = tile_span(
-        tl.load(key_lo + row), tl.load(key_lo + row_last), tl.load(key_hi + row), tl.load(key_hi + row_last), KEYS
+    rows, lo, hi, first, full, full_count, masked_count = intervals(
+        key_lo_ptr, key_hi_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS
     )
-    rows = row + tl.arange(0, QUERIES)
-    lo = tl.load(key_lo + rows, mask=rows < q_len, other=0)
-    hi = tl.load(key_hi + rows, mask=rows < q_len, other=0)
     q = load_tile(
         q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
     )
@@ -105,11 +99,7 @@ def _query_kernel(
     dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     for MASKED in tl.static_range(2):
         for i in range(masked_count if MASKED else full_count):
-            index = full + i
-            if MASKED:
-                index = first + i
-                index = tl.where(index >= full, index + full_count, index)
-            col = index * KEYS
+            col = visited_tile(i, first, full, full_count, MASKED) * KEYS
             k = load_tile(
                 k_src, batch, head // GROUP, col, k_stride_b, k_stride_h, k_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
                 CD, TMA,
@@ -186,19 +176,9 @@ def _key_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     col = (pid // batch_heads) * KEYS
-    col_last = tl.minimum(col + KEYS, k_len) - 1
-    query_lo = query_lo_ptr + batch * ranges_stride
-    query_hi = query_hi_ptr + batch * ranges_stride
-    first, full, full_count, masked_count = tile_span(
-        tl.load(query_lo + col),
-        tl.load(query_lo + col_last),
-        tl.load(query_hi + col),
-        tl.load(query_hi + col_last),
-        QUERIES,
+    _, lo, hi, first, full, full_count, masked_count = intervals(
+        query_lo_ptr, query_hi_ptr, ranges_stride, batch, col, k_len, KEYS, QUERIES
     )
-    cols = col + tl.arange(0, KEYS)
-    lo = tl.load(query_lo + cols, mask=cols < k_len, other=0)
-    hi = tl.load(query_hi + cols, mask=cols < k_len, other=0)
     k = load_tile(k_src, batch, head, col, k_stride_b, k_stride_h, k_stride_s, k_len, True, D, BLOCK_D, KEYS, CD, TMA)
     dv = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
@@ -212,11 +192,7 @@ def _key_kernel(
         each = tl.maximum(count, 1)
         for i in range(count * GROUP):
             q_head = head * GROUP + i // each
-            index = full + i % each
-            if MASKED:
-                index = first + i % each
-                index = tl.where(index >= full, index + full_count, index)
-            row = index * QUERIES
+            row = visited_tile(i % each, first, full, full_count, MASKED) * QUERIES
             rows = row + tl.arange(0, QUERIES)
             per_query = (batch * heads * GROUP + q_head).to(tl.int64) * q_len + rows
             q = load_tile(
@@ -248,24 +224,17 @@ def _key_kernel(
         store_tile(dk_ptr, dk * SCALE, batch, head, col, dk_stride_b, dk_stride_h, dk_stride_s, k_len, D, BLOCK_D, KEYS)
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
-    """(B, H, S, D), a view of a contiguous (B, S, H, D): as the projections, which read it next, lay it out."""
-    batch, heads, length, size = tensor.shape
-    dtype = store_dtype(tensor.dtype)
-    return torch.empty((batch, length, heads, size), dtype=dtype, device=tensor.device).transpose(1, 2)
-
-
 def query_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     d_out: Tensor,
     ranges: TokenRanges,
     problem: Problem,
-    tile: Tile,
+    tile: AttentionTile,
 ) -> tuple[Tensor, Tensor]:
     """(dq, delta) from ``saved`` = (q, k, v, out, lse): dq as q, delta (B, Hq, Sq) float32."""
     q, k, v, out, lse = saved
     batch, heads, q_len, _ = q.shape
-    dq = _empty_like(q)
+    dq = token_major_like(q)
     delta = torch.empty_like(lse)
     if dq.numel():
         with on_device_of(q):
@@ -297,7 +266,7 @@ def key_backward(
     delta: Tensor,
     ranges: TokenRanges,
     problem: Problem,
-    tile: Tile,
+    tile: AttentionTile,
     *,
     want_dk: bool,
     want_dv: bool,
@@ -305,8 +274,8 @@ def key_backward(
     """(dk, dv), None where not wanted, in one launch. ``delta`` is read for dk only."""
     q, k, v, _, lse = saved
     batch, heads, k_len, _ = k.shape
-    dk = _empty_like(k) if want_dk else None
-    dv = _empty_like(v) if want_dv else None
+    dk = token_major_like(k) if want_dk else None
+    dv = token_major_like(v) if want_dv else None
     dk_target, dv_target = k if dk is None else dk, v if dv is None else dv
     if k.numel():
         with on_device_of(q):
@@ -339,7 +308,7 @@ def attention_backward(
     d_out: Tensor,
     ranges: TokenRanges,
     problem: Problem,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dk, dv), None where not ``wanted``; ``saved`` is (q, k, v, out, lse)."""

@@ -15,7 +15,7 @@ from ftkernels.limits import Generation, Gpu, attention_generation, why_no_atten
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """A kernel's block: queries x keys, warps a program, stages of the software pipeline, loads by TMA or not."""
 
     queries: int
@@ -26,19 +26,19 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionTiles:
     """One tile a kernel. ``d_key_value`` None: dk and dv come from two launches, with ``d_key`` and ``d_value``."""
 
-    forward: Tile
-    d_query: Tile
-    d_key: Tile
-    d_value: Tile
-    d_key_value: Tile | None
+    forward: AttentionTile
+    d_query: AttentionTile
+    d_key: AttentionTile
+    d_value: AttentionTile
+    d_key_value: AttentionTile | None
 
-    def without_tma(self) -> Tiles:
+    def without_tma(self) -> AttentionTiles:
         """The same tiles with plain loads, for tensors that TMA cannot address."""
         joint = self.d_key_value
-        return Tiles(
+        return AttentionTiles(
             forward=replace(self.forward, tma=False),
             d_query=replace(self.d_query, tma=False),
             d_key=replace(self.d_key, tma=False),
@@ -91,7 +91,7 @@ def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backe
     return Choice("torch", refusal)
 
 
-def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int, *, softcap: bool) -> Tiles:
+def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int) -> AttentionTiles:
     """The tiles for heads padded to ``block_size``, on a machine that ``choose_attention`` sends to Triton.
 
     Raises:
@@ -105,104 +105,106 @@ def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int, *, softc
         return _INTERPRETER
     if dtype == torch.float32:
         return _FLOAT32[width]
-    return (_CAPPED.get((row, width)) if softcap else None) or _TILES[row, width]
+    return _TILES[row, width]
 
 
-_INTERPRETER = Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None)
+def _two_tiles(forward: AttentionTile, backward: AttentionTile) -> AttentionTiles:
+    """One tile for the forward, one for every kernel of the backward; dk and dv from two launches."""
+    return AttentionTiles(forward, backward, backward, backward, None)
 
-_TILES: dict[tuple[Generation, int], Tiles] = {
-    ("hopper", 256): Tiles(
-        forward=Tile(128, 64, 8, 2, tma=True),
-        d_query=Tile(128, 32, 8, 3, tma=True),
-        d_key=Tile(32, 64, 4, 4, tma=True),
-        d_value=Tile(64, 128, 8, 2, tma=True),
+
+_INTERPRETER = _two_tiles(AttentionTile(32, 32, 4, 1), AttentionTile(32, 32, 4, 1))
+
+_TILES: dict[tuple[Generation, int], AttentionTiles] = {
+    ("hopper", 256): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2, tma=True),
+        d_query=AttentionTile(128, 32, 8, 3, tma=True),
+        d_key=AttentionTile(32, 64, 4, 4, tma=True),
+        d_value=AttentionTile(64, 128, 8, 2, tma=True),
         d_key_value=None,
     ),
-    ("hopper", 128): Tiles(
-        forward=Tile(128, 128, 8, 2, tma=True),
-        d_query=Tile(128, 64, 8, 2, tma=True),
-        d_key=Tile(64, 128, 8, 2, tma=True),
-        d_value=Tile(64, 128, 8, 2, tma=True),
-        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ("hopper", 128): AttentionTiles(
+        forward=AttentionTile(128, 128, 8, 2, tma=True),
+        d_query=AttentionTile(128, 64, 8, 2, tma=True),
+        d_key=AttentionTile(64, 128, 8, 2, tma=True),
+        d_value=AttentionTile(64, 128, 8, 2, tma=True),
+        d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
     ),
-    ("hopper", 64): Tiles(
-        forward=Tile(128, 128, 8, 2, tma=True),
-        d_query=Tile(128, 128, 8, 2, tma=True),
-        d_key=Tile(64, 128, 8, 2, tma=True),
-        d_value=Tile(64, 128, 8, 2, tma=True),
-        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ("hopper", 64): AttentionTiles(
+        forward=AttentionTile(128, 128, 8, 2, tma=True),
+        d_query=AttentionTile(128, 128, 8, 2, tma=True),
+        d_key=AttentionTile(64, 128, 8, 2, tma=True),
+        d_value=AttentionTile(64, 128, 8, 2, tma=True),
+        d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
     ),
-    ("blackwell", 256): Tiles(
-        forward=Tile(128, 64, 8, 2, tma=True),
-        d_query=Tile(128, 32, 8, 2, tma=True),
-        d_key=Tile(64, 64, 4, 2, tma=True),
-        d_value=Tile(64, 64, 4, 2, tma=True),
+    ("blackwell", 256): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2, tma=True),
+        d_query=AttentionTile(128, 32, 8, 2, tma=True),
+        d_key=AttentionTile(64, 64, 4, 2, tma=True),
+        d_value=AttentionTile(64, 64, 4, 2, tma=True),
         d_key_value=None,
     ),
-    ("blackwell", 128): Tiles(
-        forward=Tile(128, 64, 8, 2, tma=True),
-        d_query=Tile(128, 64, 8, 2, tma=True),
-        d_key=Tile(64, 128, 8, 2, tma=True),
-        d_value=Tile(64, 128, 8, 2, tma=True),
-        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ("blackwell", 128): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2, tma=True),
+        d_query=AttentionTile(128, 64, 8, 2, tma=True),
+        d_key=AttentionTile(64, 128, 8, 2, tma=True),
+        d_value=AttentionTile(64, 128, 8, 2, tma=True),
+        d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
     ),
-    ("blackwell", 64): Tiles(
-        forward=Tile(128, 64, 8, 2, tma=True),
-        d_query=Tile(128, 64, 8, 2, tma=True),
-        d_key=Tile(64, 128, 8, 2, tma=True),
-        d_value=Tile(64, 128, 8, 2, tma=True),
-        d_key_value=Tile(64, 128, 8, 2, tma=True),
+    ("blackwell", 64): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2, tma=True),
+        d_query=AttentionTile(128, 64, 8, 2, tma=True),
+        d_key=AttentionTile(64, 128, 8, 2, tma=True),
+        d_value=AttentionTile(64, 128, 8, 2, tma=True),
+        d_key_value=AttentionTile(64, 128, 8, 2, tma=True),
     ),
-    ("ampere", 256): Tiles(
-        forward=Tile(64, 64, 8, 2),
-        d_query=Tile(64, 32, 8, 2),
-        d_key=Tile(32, 64, 8, 2),
-        d_value=Tile(64, 64, 8, 2),
+    ("ampere", 256): AttentionTiles(
+        forward=AttentionTile(64, 64, 8, 2),
+        d_query=AttentionTile(64, 32, 8, 2),
+        d_key=AttentionTile(32, 64, 8, 2),
+        d_value=AttentionTile(64, 64, 8, 2),
         d_key_value=None,
     ),
-    ("ampere", 128): Tiles(
-        forward=Tile(128, 64, 8, 2),
-        d_query=Tile(64, 64, 8, 2),
-        d_key=Tile(64, 64, 8, 2),
-        d_value=Tile(64, 64, 8, 2),
-        d_key_value=Tile(64, 64, 8, 2),
+    ("ampere", 128): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2),
+        d_query=AttentionTile(64, 64, 8, 2),
+        d_key=AttentionTile(64, 64, 8, 2),
+        d_value=AttentionTile(64, 64, 8, 2),
+        d_key_value=AttentionTile(64, 64, 8, 2),
     ),
-    ("ampere", 64): Tiles(
-        forward=Tile(128, 64, 4, 3),
-        d_query=Tile(128, 64, 8, 2),
-        d_key=Tile(64, 128, 8, 2),
-        d_value=Tile(64, 128, 8, 2),
-        d_key_value=Tile(64, 128, 8, 2),
+    ("ampere", 64): AttentionTiles(
+        forward=AttentionTile(128, 64, 4, 3),
+        d_query=AttentionTile(128, 64, 8, 2),
+        d_key=AttentionTile(64, 128, 8, 2),
+        d_value=AttentionTile(64, 128, 8, 2),
+        d_key_value=AttentionTile(64, 128, 8, 2),
     ),
-    ("small", 256): Tiles(
-        forward=Tile(64, 32, 8, 2),
-        d_query=Tile(64, 32, 8, 1),
-        d_key=Tile(32, 64, 8, 1),
-        d_value=Tile(32, 64, 8, 2),
+    ("small", 256): AttentionTiles(
+        forward=AttentionTile(64, 32, 8, 2),
+        d_query=AttentionTile(64, 32, 8, 1),
+        d_key=AttentionTile(32, 64, 8, 1),
+        d_value=AttentionTile(32, 64, 8, 2),
         d_key_value=None,
     ),
-    ("small", 128): Tiles(
-        forward=Tile(128, 64, 8, 2),
-        d_query=Tile(64, 32, 4, 2),
-        d_key=Tile(64, 64, 8, 2),
-        d_value=Tile(64, 64, 8, 2),
-        d_key_value=Tile(32, 64, 8, 2),
+    ("small", 128): AttentionTiles(
+        forward=AttentionTile(128, 64, 8, 2),
+        d_query=AttentionTile(64, 32, 4, 2),
+        d_key=AttentionTile(64, 64, 8, 2),
+        d_value=AttentionTile(64, 64, 8, 2),
+        d_key_value=AttentionTile(32, 64, 8, 2),
     ),
-    ("small", 64): Tiles(
-        forward=Tile(128, 64, 4, 3),
-        d_query=Tile(128, 64, 8, 2),
-        d_key=Tile(64, 128, 8, 2),
-        d_value=Tile(64, 128, 8, 2),
-        d_key_value=Tile(64, 128, 8, 2),
+    ("small", 64): AttentionTiles(
+        forward=AttentionTile(128, 64, 4, 3),
+        d_query=AttentionTile(128, 64, 8, 2),
+        d_key=AttentionTile(64, 128, 8, 2),
+        d_value=AttentionTile(64, 128, 8, 2),
+        d_key_value=AttentionTile(64, 128, 8, 2),
     ),
 }
 
-# Where a softcap's tanh wants other tiles than plain scores.
-_CAPPED: dict[tuple[Generation, int], Tiles] = {}
-
 # Without tensor cores: every product runs on the ordinary units, and operands live in registers.
-_FLOAT32: dict[int, Tiles] = {
-    256: Tiles(Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), None),
-    128: Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), None),
-    64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), None),
+_FLOAT32: dict[int, AttentionTiles] = {
+    256: _two_tiles(AttentionTile(32, 32, 8, 1), AttentionTile(16, 16, 8, 1)),
+    128: _two_tiles(AttentionTile(32, 32, 8, 1), AttentionTile(32, 32, 8, 1)),
+    64: _two_tiles(AttentionTile(32, 32, 4, 1), AttentionTile(32, 32, 4, 1)),
 }

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.attention_config import Tile
-from ftkernels.attention_launch import Problem, common_constants, strides, tile_source
+from ftkernels.attention_config import AttentionTile
+from ftkernels.attention_launch import Problem, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
-from ftkernels.attention_parts import LOG2E, bounded, load_tile, store_tile, tile_span
-from ftkernels.device import on_device_of, rounded, store_dtype
+from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
+from ftkernels.device import on_device_of, rounded
 
 # exp(60) * 1e6 keys * values of 1e4 is 1e36, and exp(-60) is 1e-26: both well inside float32.
 _LARGEST_FIXED_CAP = 60.0
@@ -75,15 +75,9 @@ def _forward_kernel(
     batch = (pid % batch_heads) // heads
     head = (pid % batch_heads) % heads
     row = tile * QUERIES
-    row_last = tl.minimum(row + QUERIES, q_len) - 1
-    key_lo = key_lo_ptr + batch * ranges_stride
-    key_hi = key_hi_ptr + batch * ranges_stride
-    first, full, full_count, masked_count = tile_span(
-        tl.load(key_lo + row), tl.load(key_lo + row_last), tl.load(key_hi + row), tl.load(key_hi + row_last), KEYS
+    rows, lo, hi, first, full, full_count, masked_count = intervals(
+        key_lo_ptr, key_hi_ptr, ranges_stride, batch, row, q_len, QUERIES, KEYS
     )
-    rows = row + tl.arange(0, QUERIES)
-    lo = tl.load(key_lo + rows, mask=rows < q_len, other=0)
-    hi = tl.load(key_hi + rows, mask=rows < q_len, other=0)
     q = load_tile(
         q_src, batch, head, row, q_stride_b, q_stride_h, q_stride_s, q_len, True, D, BLOCK_D, QUERIES, CD, TMA
     )
@@ -92,11 +86,7 @@ def _forward_kernel(
     peak = tl.zeros((QUERIES,), tl.float32) if FIXED_MAX else tl.full((QUERIES,), float("-inf"), tl.float32)
     for MASKED in tl.static_range(2):
         for i in range(masked_count if MASKED else full_count):
-            index = full + i
-            if MASKED:
-                index = first + i
-                index = tl.where(index >= full, index + full_count, index)
-            col = index * KEYS
+            col = visited_tile(i, first, full, full_count, MASKED) * KEYS
             k = load_tile(
                 k_src, batch, head // GROUP, col, k_stride_b, k_stride_h, k_stride_s, k_len, MASKED, D, BLOCK_D, KEYS,
                 CD, TMA,
@@ -131,13 +121,13 @@ def _forward_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, problem: Problem, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, problem: Problem, tile: AttentionTile
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) without autograd: out (B, Hq, Sq, D), a view of a contiguous (B, Sq, Hq, D) in q's dtype; lse
     (B, Hq, Sq) float32 in base 2, -inf for a query that sees nothing.
     """
-    batch, heads, q_len, size = q.shape
-    out = torch.empty((batch, q_len, heads, size), dtype=store_dtype(q.dtype), device=q.device).transpose(1, 2)
+    batch, heads, q_len, _ = q.shape
+    out = token_major_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     fixed = 0.0 < problem.softcap <= _LARGEST_FIXED_CAP and q.dtype != torch.float16
     if out.numel():

@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ftkernels.attention_config import Tile
-from ftkernels.device import interpreting, triton_store_dtype
+from ftkernels.attention_config import AttentionTile
+from ftkernels.device import interpreting, store_dtype, triton_store_dtype
 
 # No tile is longer.
 _MOST_ROWS = 256
@@ -33,7 +33,7 @@ def padded_size(head_size: int) -> int:
     return max(16, int(triton.next_power_of_2(head_size)))
 
 
-def common_constants(problem: Problem, tile: Tile) -> dict[str, Any]:
+def common_constants(problem: Problem, tile: AttentionTile) -> dict[str, Any]:
     """The constexpr arguments, and the launch options, that all kernels take."""
     return {
         "GROUP": problem.group,
@@ -55,6 +55,13 @@ def common_constants(problem: Problem, tile: Tile) -> dict[str, Any]:
 def strides(*tensors: Tensor) -> list[int]:
     """Batch, head and sequence strides of (B, H, S, D) tensors, one after the other."""
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1, 2)]
+
+
+def token_major_like(tensor: Tensor) -> Tensor:
+    """An empty (B, H, S, D) for an output: a view of a contiguous (B, S, H, D), the layout that projections read."""
+    batch, heads, length, size = tensor.shape
+    dtype = store_dtype(tensor.dtype)
+    return torch.empty((batch, length, heads, size), dtype=dtype, device=tensor.device).transpose(1, 2)
 
 
 def loadable(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def tanh_approx(x):
 
 @triton.jit
 def bounded(dot, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr):
-    """q.k as it leaves the tensor core, or tanh(scale * q.k / softcap). Times ``base2_factor`` it is z."""
+    """q.k as it leaves the tensor core, or tanh(scale * q.k / softcap). Times the kernels' ``FACTOR`` it is z."""
     if SOFTCAP == 0.0:
         x = dot
     elif FAST_TANH:
@@ -55,6 +55,35 @@ def tile_span(lo_first, lo_last, hi_first, hi_last, BLOCK: tl.constexpr):
     full_end = tl.minimum(tl.maximum(hi_first // BLOCK, full), last)
     full_count = full_end - full
     return first, full, full_count, last - first - full_count
+
+
+@triton.jit
+def intervals(lo_ptr, hi_ptr, stride, batch, row, length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """What the rows [row, row + ROWS) see of the other side, which is walked over in tiles of ``BLOCK``.
+
+    Returns (rows, lo, hi), each (ROWS,), with one interval [lo, hi) a row, empty past ``length``; and then the four
+    numbers of ``tile_span``.
+    """
+    last = tl.minimum(row + ROWS, length) - 1
+    lo_ptr += batch * stride
+    hi_ptr += batch * stride
+    first, full, full_count, masked_count = tile_span(
+        tl.load(lo_ptr + row), tl.load(lo_ptr + last), tl.load(hi_ptr + row), tl.load(hi_ptr + last), BLOCK
+    )
+    rows = row + tl.arange(0, ROWS)
+    lo = tl.load(lo_ptr + rows, mask=rows < length, other=0)
+    hi = tl.load(hi_ptr + rows, mask=rows < length, other=0)
+    return rows, lo, hi, first, full, full_count, masked_count
+
+
+@triton.jit
+def visited_tile(i, first, full, full_count, MASKED: tl.constexpr):
+    """The ``i``-th of the tiles that need a mask, which lie on both sides of the full ones, or of the full ones."""
+    index = full + i
+    if MASKED:
+        index = first + i
+        index = tl.where(index >= full, index + full_count, index)
+    return index
 
 
 @triton.jit

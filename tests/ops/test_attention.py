@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.attention import attention, attention_reference
-from ftkernels.attention_config import Tile, Tiles
+from ftkernels.attention_config import AttentionTile, AttentionTiles
 from ftkernels.attention_mask import AttentionMask
 from torch import Tensor
 
 CAUSAL = AttentionMask.causal_mask()
 # Longer one way than the other, and smaller or larger than the windows below; dk and dv in one launch.
-OBLONG = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1))
+OBLONG = AttentionTiles(
+    AttentionTile(32, 16, 4, 1),
+    AttentionTile(16, 32, 4, 1),
+    AttentionTile(16, 32, 4, 1),
+    AttentionTile(32, 16, 4, 1),
+    AttentionTile(16, 32, 4, 1),
+)
 
 
 def inputs(
@@ -41,7 +47,7 @@ def call(function: Callable[..., Tensor], mask: AttentionMask, **options: Any) -
     return run
 
 
-def check(tools: Any, tensors: tuple[Tensor, ...], mask: AttentionMask, tiles: Tiles | None = None, **options: Any) -> None:  # fmt: skip  # noqa: E501
+def check(tools: Any, tensors: tuple[Tensor, ...], mask: AttentionMask, tiles: AttentionTiles | None = None, **options: Any) -> None:  # fmt: skip  # noqa: E501
     kernels = call(attention, mask, backend="triton", tiles=tiles, **options)
     tools.assert_float32(kernels, call(attention_reference, mask, **options), tensors)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.attention_config import Machine, Tile, Tiles, choose_attention, choose_tiles
+from ftkernels.attention_config import AttentionTile, AttentionTiles, Machine, choose_attention, choose_tiles
 from ftkernels.attention_launch import padded_size, takes_descriptor
 from ftkernels.limits import attention_generation
 
@@ -47,7 +47,7 @@ def test_a_refusal_has_a_reason(machine: Machine, dtype: torch.dtype, size: int,
     assert choose_attention(machine, dtype, size, "torch").reason == "plain torch was asked for"
 
 
-def _shared_memory(tiles: Tiles, size: int, itemsize: int) -> int:
+def _shared_memory(tiles: AttentionTiles, size: int, itemsize: int) -> int:
     """The least that any kernel needs: the tiles of one step of its loop."""
     row = size * itemsize
     loops = [
@@ -61,27 +61,26 @@ def _shared_memory(tiles: Tiles, size: int, itemsize: int) -> int:
 
 @pytest.mark.parametrize("name", [name for name in MACHINES if name != "t4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("softcap", [True, False])
-def test_every_head_size_has_tiles_that_fit(name: str, dtype: torch.dtype, softcap: bool) -> None:
+def test_every_head_size_has_tiles_that_fit(name: str, dtype: torch.dtype) -> None:
     for size in range(16, 257, 16):
-        tiles = choose_tiles(MACHINES[name], dtype, padded_size(size), softcap=softcap)
+        tiles = choose_tiles(MACHINES[name], dtype, padded_size(size))
         assert _shared_memory(tiles, padded_size(size), dtype.itemsize) <= MACHINES[name].shared_memory_bytes
         every = [tiles.forward, tiles.d_query, tiles.d_key, tiles.d_value, tiles.d_key_value]
         for tile in filter(None, every):
             assert tile.queries >= 16
             assert tile.keys >= 16
             assert not tile.tma or name in ("h200", "b200"), "only Hopper and Blackwell have TMA"
-    assert choose_tiles(MACHINES[name], dtype, 256, softcap=softcap).d_key_value is None
+    assert choose_tiles(MACHINES[name], dtype, 256).d_key_value is None
 
 
 def test_tiles_are_the_same_every_time() -> None:
-    first = choose_tiles(MACHINES["h200"], torch.bfloat16, 256, softcap=True)
-    assert first == choose_tiles(MACHINES["h200"], torch.bfloat16, 256, softcap=True)
+    first = choose_tiles(MACHINES["h200"], torch.bfloat16, 256)
+    assert first == choose_tiles(MACHINES["h200"], torch.bfloat16, 256)
 
 
 def test_without_tma_nothing_else_changes() -> None:
-    tiles = Tiles(*[Tile(64, 32, 4, 2, tma=True)] * 5)
-    assert tiles.without_tma() == Tiles(*[Tile(64, 32, 4, 2)] * 5)
+    tiles = AttentionTiles(*[AttentionTile(64, 32, 4, 2, tma=True)] * 5)
+    assert tiles.without_tma() == AttentionTiles(*[AttentionTile(64, 32, 4, 2)] * 5)
 
 
 def test_tma_takes_aligned_rows_of_a_power_of_two() -> None:

@@ -95,7 +95,7 @@ def test_many_runs_give_the_same_bits(tools: Any, size: int, softcap: float) -> 
 
 @pytest.mark.parametrize("size", [256, 128])
 def test_loads_by_tma_change_nothing(tools: Any, size: int) -> None:
-    tiles = choose_tiles(machine_of("cuda"), torch.bfloat16, size, softcap=True)
+    tiles = choose_tiles(machine_of("cuda"), torch.bfloat16, size)
     if tiles == tiles.without_tma():
         pytest.skip("this GPU's tiles load without TMA")
     tensors = _inputs(2, 4, 2, LENGTH, size)
