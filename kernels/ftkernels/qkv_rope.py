@@ -15,6 +15,7 @@ dxa is float32: a partial sum a program over its heads, the programs' sums added
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,6 +31,7 @@ from ftkernels.device import (
     triton_dtype,
     triton_store_dtype,
 )
+from ftkernels.rope import load_rotation, rotate, rotation_arguments
 from ftkernels.tiles import Tile, tile_for
 
 
@@ -81,12 +83,9 @@ def _forward_kernel(
     d_ok = d[None, :] < HALF
     mask = row_ok & d_ok
     k = tl.arange(0, K)
-    c_at = cos_ptr + (row64 // S) * cos_batch + (row64 % S) * cos_token + d[None, :]
-    s_at = sin_ptr + (row64 // S) * sin_batch + (row64 % S) * sin_token + d[None, :]
-    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
-    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
-    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
-    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
+    c1, c2, s1, s2 = load_rotation(
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
+    )
     heads = q_heads + 2 * k_heads
     first = tl.program_id(1) * heads_each
     y_at = y_ptr + row64 * N + d[None, :]
@@ -114,8 +113,9 @@ def _forward_kernel(
             b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
             x1 += tl.dot(xa, b1, input_precision="ieee")
             x2 += tl.dot(xa, b2, input_precision="ieee")
-        y1 = tl.where(turned, x1 * c1 - x2 * s1, x1)
-        y2 = tl.where(turned, x2 * c2 + x1 * s2, x2)
+        y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED=False)
+        y1 = tl.where(turned, y1, x1)
+        y2 = tl.where(turned, y2, x2)
         tl.store(y_at + column, y1.to(y_ptr.dtype.element_ty), mask=mask & live)
         tl.store(y_at + column + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
 
@@ -166,8 +166,7 @@ def _heads_back(
         g1 = tl.load(dy_at, mask=mask & live, other=0.0).to(ACC)
         g2 = tl.load(dy_at + HALF, mask=mask & live, other=0.0).to(ACC)
         if TURNED:
-            x1 = g1 * c1 + g2 * s2
-            x2 = g2 * c2 - g1 * s1
+            x1, x2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
         else:
             x1 = g1
             x2 = g2
@@ -230,12 +229,9 @@ def _backward_kernel(
     row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK)
     mask = row_ok & (d[None, :] < HALF)
-    c_at = cos_ptr + (row64 // S) * cos_batch + (row64 % S) * cos_token + d[None, :]
-    s_at = sin_ptr + (row64 // S) * sin_batch + (row64 % S) * sin_token + d[None, :]
-    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
-    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
-    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
-    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
+    c1, c2, s1, s2 = load_rotation(
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
+    )
     q_width = q_heads * (2 * HALF)
     k_width = k_heads * (2 * HALF)
     dxa_q = _heads_back(
@@ -257,8 +253,19 @@ def _backward_kernel(
         tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
 
 
-def _batch_stride(x: Tensor) -> int:
-    return x.stride(0) if x.shape[0] > 1 else 0
+def _constants(head_dim: int, b: Tensor | None, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    """The constexpr arguments and the launch options that both kernels take."""
+    half = head_dim // 2
+    return {
+        "DELTA": b is not None,
+        "HALF": half,
+        "BLOCK": max(16, triton.next_power_of_2(half)),
+        "K": 16 if b is None else b.shape[1],
+        "ACC": triton_dtype(dtype),
+        "DOT": triton_store_dtype(dtype),
+        "BM": tile.rows,
+        "num_warps": tile.warps,
+    }
 
 
 def qkv_rope_forward(
@@ -270,7 +277,6 @@ def qkv_rope_forward(
     """
     count, width = y.shape
     heads = rotary.q_heads + 2 * rotary.k_heads
-    half = rotary.head_dim // 2
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
     tile = tile or tile_for("qkv_rope_forward")
     each = min(tile.columns, heads)
@@ -280,26 +286,14 @@ def qkv_rope_forward(
                 stored,
                 stored if xa is None else xa,
                 stored if b is None else b,
-                rotary.cos,
-                _batch_stride(rotary.cos),
-                rotary.cos.stride(1),
-                rotary.sin,
-                _batch_stride(rotary.sin),
-                rotary.sin.stride(1),
+                *rotation_arguments(rotary.cos, rotary.sin),
                 count,
                 rotary.cos.shape[1],
                 rotary.q_heads,
                 rotary.k_heads,
                 width,
                 each,
-                DELTA=xa is not None,
-                HALF=half,
-                BLOCK=max(16, triton.next_power_of_2(half)),
-                K=16 if b is None else b.shape[1],
-                ACC=triton_dtype(y.dtype),
-                DOT=triton_store_dtype(y.dtype),
-                BM=tile.rows,
-                num_warps=tile.warps,
+                **_constants(rotary.head_dim, b, y.dtype, tile),
             )
     return rounded(stored, y.dtype)
 
@@ -324,15 +318,14 @@ def qkv_rope_backward(
     """(d (M, N) in ``dtype``, dxa (M, 3 * K) in the accumulation dtype or None) from dq, dk, dv (B, heads, S, D)."""
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     batch, _, seq_len, head_dim = dq.shape
-    count, half = batch * seq_len, head_dim // 2
+    count = batch * seq_len
     width = (rotary.q_heads + 2 * rotary.k_heads) * head_dim
-    k = 16 if b is None else b.shape[1]
-    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, dq.shape[-1], 0 if b is None else b.shape[1])
+    rank = 0 if b is None else b.shape[1]
+    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, head_dim, rank)
     splits = triton.cdiv(rotary.q_heads, tile.columns)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty(
-        (splits, count, 3 * k) if b is not None else (1,), dtype=accumulate_dtype(dtype), device=dq.device
-    )
+    sums = (1,) if b is None else (splits, count, 3 * rank)
+    dxa = torch.empty(sums, dtype=accumulate_dtype(dtype), device=dq.device)
     if count:
         with on_device_of(dq):
             _backward_kernel[(triton.cdiv(count, tile.rows), splits)](
@@ -345,12 +338,7 @@ def qkv_rope_backward(
                 out,
                 out if b is None else b,
                 dxa,
-                rotary.cos,
-                _batch_stride(rotary.cos),
-                rotary.cos.stride(1),
-                rotary.sin,
-                _batch_stride(rotary.sin),
-                rotary.sin.stride(1),
+                *rotation_arguments(rotary.cos, rotary.sin),
                 count,
                 seq_len,
                 rotary.q_heads,
@@ -358,13 +346,6 @@ def qkv_rope_backward(
                 width,
                 triton.cdiv(rotary.q_heads, splits),
                 triton.cdiv(rotary.k_heads, splits),
-                DELTA=b is not None,
-                HALF=half,
-                BLOCK=max(16, triton.next_power_of_2(half)),
-                K=k,
-                ACC=triton_dtype(dtype),
-                DOT=triton_store_dtype(dtype),
-                BM=tile.rows,
-                num_warps=tile.warps,
+                **_constants(head_dim, b, dtype, tile),
             )
     return rounded(out, dtype), None if b is None else dxa.sum(0)

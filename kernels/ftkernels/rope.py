@@ -73,6 +73,43 @@ def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
+def load_rotation(
+    cos_ptr,
+    cos_batch,
+    cos_token,
+    sin_ptr,
+    sin_batch,
+    sin_token,
+    row,
+    S,
+    d,
+    mask,
+    HALF: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The halves (c1, c2, s1, s2) of cos and sin for ``row`` of B * S, at the features ``d`` of a half."""
+    c_at = cos_ptr + (row // S) * cos_batch + (row % S) * cos_token + d
+    s_at = sin_ptr + (row // S) * sin_batch + (row % S) * sin_token + d
+    c1 = tl.load(c_at, mask=mask, other=0.0).to(ACC)
+    c2 = tl.load(c_at + HALF, mask=mask, other=0.0).to(ACC)
+    s1 = tl.load(s_at, mask=mask, other=0.0).to(ACC)
+    s2 = tl.load(s_at + HALF, mask=mask, other=0.0).to(ACC)
+    return c1, c2, s1, s2
+
+
+@triton.jit
+def rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
+    """The two halves turned, or turned back: the formulas of the module docstring."""
+    if TRANSPOSED:
+        y1 = x1 * c1 + x2 * s2
+        y2 = x2 * c2 - x1 * s1
+    else:
+        y1 = x1 * c1 - x2 * s1
+        y2 = x2 * c2 + x1 * s2
+    return y1, y2
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr,
     y_ptr,
@@ -101,12 +138,7 @@ def _rotate_heads(
     y_at = y_base + h.to(tl.int64) * y_head + d
     x1 = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(ACC)
     x2 = tl.load(x_ptr + x_at + HALF, mask=mask, other=0.0).to(ACC)
-    if TRANSPOSED:
-        y1 = x1 * c1 + x2 * s2
-        y2 = x2 * c2 - x1 * s1
-    else:
-        y1 = x1 * c1 - x2 * s1
-        y2 = x2 * c2 + x1 * s2
+    y1, y2 = rotate(x1, x2, c1, c2, s1, s2, TRANSPOSED)
     tl.store(y_ptr + y_at, y1.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(y_ptr + y_at + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask)
     if TAIL > 0:
@@ -157,12 +189,9 @@ def _rope_kernel(
     b = token // S
     s = token % S
     d = tl.arange(0, BLOCK)[None, :]
-    c_at = cos_ptr + b * cos_batch + s * cos_token + d
-    s_at = sin_ptr + b * sin_batch + s * sin_token + d
-    c1 = tl.load(c_at, mask=d < HALF, other=0.0).to(ACC)
-    c2 = tl.load(c_at + HALF, mask=d < HALF, other=0.0).to(ACC)
-    s1 = tl.load(s_at, mask=d < HALF, other=0.0).to(ACC)
-    s2 = tl.load(s_at + HALF, mask=d < HALF, other=0.0).to(ACC)
+    c1, c2, s1, s2 = load_rotation(
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, token, S, d, d < HALF, HALF, ACC
+    )
     q_at = b * q_batch + s * q_token
     oq_at = b * oq_batch + s * oq_token
     k_at = b * k_batch + s * k_token
@@ -175,6 +204,14 @@ def _rope_kernel(
         k_ptr, ok_ptr, k_at, ok_at, k_head, ok_head, k_heads, c1, c2, s1, s2,
         HALF, D, TRANSPOSED, K_HEADS, BLOCK, TAIL, ACC,
     )  # fmt: skip
+
+
+def rotation_arguments(cos: Tensor, sin: Tensor) -> tuple[Tensor | int, ...]:
+    """What kernels take of cos and sin (B or 1, S, R): each with its strides by batch and token."""
+    # Each stride is 0 where one row of cos or sin serves the whole batch.
+    cos_batch = cos.stride(0) if cos.shape[0] > 1 else 0
+    sin_batch = sin.stride(0) if sin.shape[0] > 1 else 0
+    return cos, cos_batch, cos.stride(1), sin, sin_batch, sin.stride(1)
 
 
 def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -197,12 +234,7 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool)
                 out_k,
                 *out_k.stride()[:3],
                 k.shape[1],
-                cos,
-                cos.stride(0) if cos.shape[0] > 1 else 0,
-                cos.stride(1),
-                sin,
-                sin.stride(0) if sin.shape[0] > 1 else 0,
-                sin.stride(1),
+                *rotation_arguments(cos, sin),
                 seq_len,
                 HALF=half,
                 D=head,
