@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +38,34 @@ class GluLowRank:
 
 
 @triton.jit
+def _own_rows(M, BM: tl.constexpr):
+    """(first row (64 bits), offsets from it (BM, 1), which of them are there (BM, 1)) of this program's rows."""
+    first = tl.program_id(0) * BM
+    row_ok = (first + tl.arange(0, BM) < M)[:, None]
+    # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
+    rows = tl.minimum(tl.arange(0, BM), M - 1 - first)[:, None]
+    return first.to(tl.int64), rows, row_ok
+
+
+@triton.jit
+def _load_xa(xa_ptr, row0, rows, k, K: tl.constexpr, DOT: tl.constexpr):
+    """The gate's and the up's products with A, (BM, K) each."""
+    xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
+    return tl.load(xa_at).to(DOT), tl.load(xa_at + K).to(DOT)
+
+
+@triton.jit
+def _add_low_rank(g, u, xa_g, xa_u, b_ptr, up_b, col0, n, k, col_ok, K: tl.constexpr, DOT: tl.constexpr):
+    """``g + xa_g @ B_g.T`` and ``u + xa_u @ B_u.T`` of one column tile; B_u lies ``up_b`` elements behind B_g."""
+    b_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[None, :] * K + k[:, None])
+    b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
+    b_u = tl.load(b_at + up_b, mask=col_ok[None, :], other=0.0).to(DOT)
+    g += tl.dot(xa_g, b_g, input_precision="ieee")
+    u += tl.dot(xa_u, b_u, input_precision="ieee")
+    return g, u
+
+
+@triton.jit
 def _forward_kernel(
     gate_ptr,
     gate_stride,
@@ -63,19 +92,13 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     """Rows of a block times ``tiles`` column tiles; ha_ptr is (splits, M, KD)."""
-    first = tl.program_id(0) * BM
-    row_ok = (first + tl.arange(0, BM) < M)[:, None]
-    # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
-    rows = tl.minimum(tl.arange(0, BM), M - 1 - first)[:, None]
-    row0 = first.to(tl.int64)
+    row0, rows, row_ok = _own_rows(M, BM)
     split = tl.program_id(1)
     n = tl.arange(0, BN)
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
-        xa_g = tl.load(xa_at).to(DOT)
-        xa_u = tl.load(xa_at + K).to(DOT)
+        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, K, DOT)
     # A tile's addresses are a 64-bit scalar and 32-bit offsets that do not change from tile to tile: fewer registers.
     gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
     up_row, up_off = up_ptr + row0 * up_stride, rows * up_stride + n[None, :]
@@ -89,11 +112,7 @@ def _forward_kernel(
         g = tl.load(gate_row + col0 + gate_off, mask=col_ok[None, :], other=0.0).to(ACC)
         u = tl.load(up_row + col0 + up_off, mask=col_ok[None, :], other=0.0).to(ACC)
         if DELTA:
-            b_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[None, :] * K + k[:, None])
-            b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
-            b_u = tl.load(b_at + up_b, mask=col_ok[None, :], other=0.0).to(DOT)
-            g += tl.dot(xa_g, b_g, input_precision="ieee")
-            u += tl.dot(xa_u, b_u, input_precision="ieee")
+            g, u = _add_low_rank(g, u, xa_g, xa_u, b_ptr, up_b, col0, n, k, col_ok, K, DOT)
         value, _ = activate(g, ACT)
         h = value * u
         tl.store(h_row + col0 + h_off, h.to(h_ptr.dtype.element_ty), mask=mask)
@@ -141,19 +160,13 @@ def _backward_kernel(
     """As the forward; dxa_ptr is (splits, M, 2 * K). h may be dh, and dg and du may be gate and up: each element is
     read before it is written.
     """
-    first = tl.program_id(0) * BM
-    row_ok = (first + tl.arange(0, BM) < M)[:, None]
-    # Rows past the end read the last one and are never stored: every address that is formed lies inside its tensor.
-    rows = tl.minimum(tl.arange(0, BM), M - 1 - first)[:, None]
-    row0 = first.to(tl.int64)
+    row0, rows, row_ok = _own_rows(M, BM)
     split = tl.program_id(1)
     n = tl.arange(0, BN)
     k = tl.arange(0, K)
     kd = tl.arange(0, KD)
     if DELTA:
-        xa_at = xa_ptr + row0 * (2 * K) + (rows * (2 * K) + k[None, :])
-        xa_g = tl.load(xa_at).to(DOT)
-        xa_u = tl.load(xa_at + K).to(DOT)
+        xa_g, xa_u = _load_xa(xa_ptr, row0, rows, k, K, DOT)
     if DOWN:
         dya = tl.load(dya_ptr + row0 * KD + (rows * KD + kd[None, :])).to(DOT)
     gate_row, gate_off = gate_ptr + row0 * gate_stride, rows * gate_stride + n[None, :]
@@ -172,11 +185,7 @@ def _backward_kernel(
         u = tl.load(up_row + col0 + up_off, mask=col_ok[None, :], other=0.0).to(ACC)
         dh = tl.load(dh_row + col0 + dh_off, mask=col_ok[None, :], other=0.0).to(ACC)
         if DELTA:
-            b_at = b_ptr + tl.cast(col0, tl.int64) * K + (n[None, :] * K + k[:, None])
-            b_g = tl.load(b_at, mask=col_ok[None, :], other=0.0).to(DOT)
-            b_u = tl.load(b_at + up_b, mask=col_ok[None, :], other=0.0).to(DOT)
-            g += tl.dot(xa_g, b_g, input_precision="ieee")
-            u += tl.dot(xa_u, b_u, input_precision="ieee")
+            g, u = _add_low_rank(g, u, xa_g, xa_u, b_ptr, up_b, col0, n, k, col_ok, K, DOT)
         if DOWN:
             a_at = a_ptr + col0 + (kd[:, None] * F + n[None, :])
             a = tl.load(a_at, mask=col_ok[None, :], other=0.0).to(DOT)
@@ -235,6 +244,26 @@ def _tile(operation: str, gate: Tensor, lowrank: GluLowRank | None) -> Tile:
     return lora_tile(f"{operation}_lora", limit, lowrank.b.shape[1], down_rank, gate.element_size())
 
 
+def _constants(
+    gate: Tensor, activation: Activation, lowrank: GluLowRank | None, down: Tensor | None, tile: Tile
+) -> dict[str, Any]:
+    """The constexpr arguments and the launch options that both kernels take. Ranks that are not there count as 16."""
+    return {
+        "ACT": activation,
+        "DELTA": lowrank is not None,
+        "DOWN": down is not None,
+        "K": 16 if lowrank is None else lowrank.b.shape[1],
+        "KD": 16 if down is None else down.shape[0],
+        "EVEN": gate.shape[1] % tile.columns == 0,
+        "ACC": triton_dtype(gate.dtype),
+        "DOT": triton_store_dtype(gate.dtype),
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
 def glu_forward(
     gate: Tensor,
     up: Tensor,
@@ -252,8 +281,7 @@ def glu_forward(
     tile = tile or _tile("glu_forward", gate, lowrank)
     each, splits = _splits(count, width, tile, summing=down is not None)
     h = torch.empty((count, width), dtype=store_dtype(gate.dtype), device=gate.device)
-    kd = 16 if down is None else down.shape[0]
-    sums = (splits, count, kd) if down is not None else (1,)
+    sums = (1,) if down is None else (splits, count, down.shape[0])
     ha = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
     if count and width:
         with on_device_of(gate):
@@ -270,18 +298,7 @@ def glu_forward(
                 count,
                 width,
                 each,
-                ACT=activation,
-                DELTA=lowrank is not None,
-                DOWN=down is not None,
-                K=16 if lowrank is None else lowrank.b.shape[1],
-                KD=kd,
-                EVEN=width % tile.columns == 0,
-                ACC=triton_dtype(gate.dtype),
-                DOT=triton_store_dtype(gate.dtype),
-                BM=tile.rows,
-                BN=tile.columns,
-                STAGES=tile.stages,
-                num_warps=tile.warps,
+                **_constants(gate, activation, lowrank, down, tile),
             )
     elif down is not None:
         ha.zero_()
@@ -313,9 +330,8 @@ def glu_backward(
     stored = store_dtype(gate.dtype)
     if out is None or out.dtype != stored:  # the dtypes differ in the interpreter only
         out = torch.empty((count, 2 * width), dtype=stored, device=gate.device)
-    k = 16 if lowrank is None else lowrank.b.shape[1]
     down = None if lowrank is None or dya is None else lowrank.a_down
-    sums = (splits, count, 2 * k) if lowrank is not None else (1,)
+    sums = (1,) if lowrank is None else (splits, count, 2 * lowrank.b.shape[1])
     dxa = torch.empty(sums, dtype=accumulate_dtype(gate.dtype), device=gate.device)
     h = dh.to(store_dtype(dh.dtype))  # dh itself, except in the interpreter
     if count and width:
@@ -338,19 +354,8 @@ def glu_backward(
                 count,
                 width,
                 each,
-                ACT=activation,
-                DELTA=lowrank is not None,
-                DOWN=down is not None,
                 WANT_H=want_h,
-                K=k,
-                KD=16 if down is None else down.shape[0],
-                EVEN=width % tile.columns == 0,
-                ACC=triton_dtype(gate.dtype),
-                DOT=triton_store_dtype(gate.dtype),
-                BM=tile.rows,
-                BN=tile.columns,
-                STAGES=tile.stages,
-                num_warps=tile.warps,
+                **_constants(gate, activation, lowrank, down, tile),
             )
     elif lowrank is not None:
         dxa.zero_()
