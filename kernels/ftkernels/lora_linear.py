@@ -20,19 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import Early
-from ftkernels.lowrank import (
-    Packed,
-    Plan,
-    adapter_tensors,
-    enter,
-    enter_base,
-    group_backward,
-    make_plan,
-    pack,
-    products,
-    project,
-)
+from ftkernels.lowrank import enter, enter_base, group_backward, products, project
 from ftkernels.lowrank_add import lowrank_add
+from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
 
 
@@ -136,10 +126,7 @@ class _LoraLinear(torch.autograd.Function):
                 d_pass=None,
                 wants=[wants_z, *wants],
             )
-        d_z = grads.dx.to(ctx.z_dtype).view(ctx.z_shape) if wants_z and grads.dx is not None else None
-        d_norm = (
-            None if grads.d_norm_weight is None or norm_weight is None else grads.d_norm_weight.to(norm_weight.dtype)
-        )
+        d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
         return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.adapters
 
 

@@ -30,24 +30,19 @@ from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
 from ftkernels.limits import Activation
 from ftkernels.lowrank import (
-    Packed,
-    Plan,
     a_grads,
     adapter_dx,
     adapter_input_grad,
-    adapter_tensors,
     b_grads,
     base_backward,
     base_forward,
     enter_base,
     group_backward,
-    make_plan,
-    pack_a,
-    pack_b,
     products,
     project,
 )
 from ftkernels.lowrank_add import lowrank_add
+from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack_a, pack_b
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
 from ftkernels.side_stream import Side
 
@@ -235,9 +230,7 @@ class _Unit(torch.autograd.Function):
                 d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
                 wants=[wants_z, *wants[:5]],
             )
-        d_z = grads.dx.to(ctx.z_dtype).view(ctx.z_shape) if wants_z and grads.dx is not None else None
-        d_norm = grads.d_norm_weight
-        d_norm = None if d_norm is None or norm_weight is None else d_norm.to(norm_weight.dtype)
+        d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
         return None, d_z, d_norm, *grads.adapters, d_down
 
 

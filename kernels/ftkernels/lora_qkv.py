@@ -20,16 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
-from ftkernels.lowrank import (
-    Packed,
-    Plan,
-    adapter_tensors,
-    enter_base,
-    group_backward,
-    make_plan,
-    products,
-)
+from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
+from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan
 from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
 from ftkernels.qkv_rope import Rotary, qkv_rope_backward, qkv_rope_forward
 from ftkernels.rope import apply_rope, apply_rope_reference
@@ -177,9 +170,7 @@ class _LoraQkv(torch.autograd.Function):
                 d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
                 wants=[wants_z, wants_norm, *wants],
             )
-        d_z = grads.dx.to(ctx.z_dtype).view(ctx.z_shape) if wants_z and grads.dx is not None else None
-        d_norm = grads.d_norm_weight
-        d_norm = None if d_norm is None or norm_weight is None else d_norm.to(norm_weight.dtype)
+        d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
         return None, None, d_z, d_norm, None, None, *grads.adapters
 
 

@@ -1,17 +1,11 @@
-"""LoRA projections as data, and the products that every fused LoRA operation shares.
+"""The products that every fused LoRA operation shares, forward and backward.
 
-Legend: M rows, I input features, O output features of one projection, P projections that read the same input,
-K their padded rank (a multiple of 16, the largest rank rounded up to a power of two).
+Legend: M rows, I input features, O output features of one projection, P projections that read the same input, K their
+padded rank. ``ftkernels.lowrank_plan`` packs their adapters into a (P * K, I) and b (sum O_p, K). Forward:
 
-    y_p = x @ W_p.T + bias_p + s_p * (x @ A_p.T) @ B_p.T
-
-The adapters of a group are packed once a forward, in the dtype of the products:
-
-    a   (P * K, I)       rows p*K .. p*K + r_p are  s_p * A_p, the rest 0
-    b   (sum O_p, K)     the B_p above each other, columns past r_p 0
     xa  (M, P * K)       x @ a.T
 
-so one skinny GEMM serves all P, and kernels need no masks over ranks. Backward, with dxa_p = dy_p @ B_p:
+so one skinny GEMM serves all P. Backward, with dxa_p = dy_p @ B_p:
 
     dx  = dxa @ a + dy @ W           delta first, then the base GEMM accumulates onto it
     dA_p = s_p * dxa_p.T @ x
@@ -24,136 +18,20 @@ With a norm in front, x = norm(z) = rstd * z * w, and x is neither saved nor for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftkernels.device import BackendName, choose_backend, fuses_products
-from ftkernels.fp8 import Fp8Rows, Fp8Weight, joined_fp8
+from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
-from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
-from ftkernels.limits import LARGEST_FUSED_RANK, NormForm, packed_rank
-from ftkernels.norm_parts import (
-    WIDEST_ROW,
-    norm_backward,
-    norm_backward_torch,
-    norm_forward,
-    norm_forward_torch,
-)
-from ftkernels.projection import Norm, Projection, dense, joint_matrix, multiplies
+from ftkernels.gemm import add_mm_, mm_accurate
+from ftkernels.lowrank_plan import Packed, Plan, pack
+from ftkernels.norm_parts import WIDEST_ROW, norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
+from ftkernels.projection import dense, joint_matrix, multiplies
 from ftkernels.side_stream import Side
-
-
-def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
-    """[a, b] of every projection in turn: the inputs of an autograd Function."""
-    return [t for p in projections for t in (p.a, p.b)]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What does not change between forward and backward of a group, tensors that autograd must see excepted.
-
-    ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own. ``fp8``: the
-    group's one weight when it is multiplied in fp8.
-    """
-
-    projections: tuple[Projection, ...]
-    dtype: torch.dtype
-    rank: int
-    norm_form: NormForm | None
-    eps: float
-    triton: bool
-    fused: bool
-    seeds: tuple[int | None, ...]
-    fp8: Fp8Weight | None
-
-    @property
-    def out_features(self) -> int:
-        """The sum of the projections' output features."""
-        return sum(p.out_features for p in self.projections)
-
-    @property
-    def drops(self) -> bool:
-        """True when some adapter has dropout."""
-        return any(seed is not None for seed in self.seeds)
-
-    def columns(self) -> list[slice]:
-        """Each projection's columns of the joint output."""
-        edges = [0]
-        for p in self.projections:
-            edges.append(edges[-1] + p.out_features)
-        return [slice(lo, hi) for lo, hi in pairwise(edges)]
-
-    def ranks(self, index: int) -> slice:
-        """Projection ``index``'s columns of xa."""
-        return slice(index * self.rank, (index + 1) * self.rank)
-
-
-def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, backend: BackendName) -> Plan:
-    """Decide dtype, implementation and dropout seeds of one call. Dropout draws from torch's CPU generator."""
-    weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
-    dtype = compute_dtype(x.device.type, x, *weights)
-    triton = choose_backend(x.device, backend).is_triton
-    rank = packed_rank(max(p.rank for p in projections))
-    return Plan(
-        projections=tuple(projections),
-        dtype=dtype,
-        rank=rank,
-        norm_form=None if norm is None else norm.form,
-        eps=0.0 if norm is None else norm.eps,
-        triton=triton,
-        fused=triton and rank <= LARGEST_FUSED_RANK and fuses_products(x.device, dtype),
-        seeds=tuple(
-            int(torch.randint(2**62, ())) if p.dropout > 0.0 and p.a is not None else None for p in projections
-        ),
-        fp8=joined_fp8([p.weight for p in projections]),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The packed adapters of a group: a (P * K, I), b (sum O, K). Both None when no projection has an adapter."""
-
-    a: Tensor | None
-    b: Tensor | None
-
-
-def pack(plan: Plan, device: torch.device) -> Packed:
-    """Copy the adapters into the packed layout of the module docstring."""
-    return Packed(pack_a(plan, device), pack_b(plan, device))
-
-
-def pack_a(plan: Plan, device: torch.device) -> Tensor | None:
-    """Every A, times its scaling, (P * K, I): rounded once, one launch each."""
-    if not plan.rank:
-        return None
-    features = int(plan.projections[0].weight.shape[1])
-    a = _packing(plan)((len(plan.projections) * plan.rank, features), dtype=plan.dtype, device=device)
-    for index, p in enumerate(plan.projections):
-        if p.a is not None:
-            start = index * plan.rank
-            torch.mul(p.a, p.scaling, out=a[start : start + p.rank])
-    return a
-
-
-def pack_b(plan: Plan, device: torch.device) -> Tensor | None:
-    """Every B above the next, (sum O, K)."""
-    if not plan.rank:
-        return None
-    b = _packing(plan)((plan.out_features, plan.rank), dtype=plan.dtype, device=device)
-    for p, columns in zip(plan.projections, plan.columns(), strict=True):
-        if p.b is not None:
-            b[columns, : p.rank].copy_(p.b)
-    return b
-
-
-def _packing(plan: Plan) -> Callable[..., Tensor]:
-    """Zeros where ranks are padded, else memory that will be overwritten throughout."""
-    return torch.empty if all(p.rank == plan.rank for p in plan.projections) else torch.zeros
 
 
 def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -276,6 +154,14 @@ class GroupGrads:
     dx: Tensor | None
     d_norm_weight: Tensor | None
     adapters: list[Tensor | None]
+
+    def of_inputs(
+        self, dtype: torch.dtype, shape: torch.Size, norm_weight: Tensor | None, *, wants_z: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(gradient of the group's input in its own dtype and shape, the norm weight's in its own dtype) or None."""
+        d_z = self.dx.to(dtype).view(shape) if wants_z and self.dx is not None else None
+        d_norm = self.d_norm_weight
+        return d_z, None if d_norm is None or norm_weight is None else d_norm.to(norm_weight.dtype)
 
 
 def group_backward(

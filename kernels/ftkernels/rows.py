@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StridedRows:
     """``tensor`` as (count, width): row i starts at ``(i // inner) * outer_stride + (i % inner) * inner_stride``."""
 
     tensor: Tensor
@@ -19,7 +19,7 @@ class Rows:
     inner_stride: int
 
 
-def as_rows(x: Tensor) -> Rows:
+def as_rows(x: Tensor) -> StridedRows:
     """Collapse the leading dimensions of ``x`` (..., width) into at most two strides; copies only when that cannot be.
 
     A slice of heads out of a fused projection, (B, S, heads, D), needs two strides and no copy.
@@ -30,10 +30,10 @@ def as_rows(x: Tensor) -> Rows:
         groups = _stride_groups(x)
     count = prod(x.shape[:-1])
     if not groups:
-        return Rows(x, count, 1, 0, 0)
+        return StridedRows(x, count, 1, 0, 0)
     if len(groups) == 1:
-        return Rows(x, count, 1, groups[0][1], 0)
-    return Rows(x, count, groups[1][0], groups[0][1], groups[1][1])
+        return StridedRows(x, count, 1, groups[0][1], 0)
+    return StridedRows(x, count, groups[1][0], groups[0][1], groups[1][1])
 
 
 def _stride_groups(x: Tensor) -> list[tuple[int, int]]:
