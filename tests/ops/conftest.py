@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.device import interpreting
+from ftkernels.lora_linear import lora_linear, lora_linear_reference
+from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
+from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.projection import Norm, Projection
 from torch import Tensor
 
@@ -198,6 +201,22 @@ class Layers:
             return operation(z, *built, **extra)
 
         return call
+
+    def three(self) -> list[tuple[str, Any, Any, list[Layer], dict[str, Any]]]:
+        """The three operations behind a norm of width 64: (name, operation, reference, layers, options)."""
+        qkv = [self.make(n * 16, 64, 4) for n in (4, 2, 2)]
+        mlp = [self.make(96, 64, 4), self.make(96, 64, 4), self.make(64, 96, 4)]
+        heads = {"head_dim": 16, "rope": self.angles(16), "norm": True}
+        return [
+            ("linear", lora_linear, lora_linear_reference, [self.make(64, 64, 4)], {"norm": True}),
+            ("qkv", lora_qkv, lora_qkv_reference, qkv, heads),
+            ("mlp", lora_mlp, lora_mlp_reference, mlp, {"norm": True, "residual": "add"}),
+        ]
+
+    def angles(self, features: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of 2 rows of 5 tokens, of which sin is the same for both rows."""
+        cos = torch.randn(2, 5, features, device=self.device)
+        return cos, torch.randn(1, 5, features, device=self.device).expand(2, 5, features)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the LoRA operations save can be chosen; outputs and gradients are the same bits whatever is chosen."""
+"""What the LoRA operations save: never more than they need, less where asked, and always with the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lowrank import base_forward
-from ftkernels.projection import Projection
+from ftkernels.projection import Norm, Projection
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -174,6 +174,65 @@ def test_a_checkpoint_stops_in_front_of_a_linear_that_saves_its_input(
     call = layers.function(lora_linear, used, save="input", backend="triton")
     _run(lambda z, *rest: checkpoint(lambda x, *r: call(x * 1.0, *r), z, *rest, use_reentrant=False), leaves)
     assert products == [HIDDEN]
+
+
+def test_saved_tensors_are_the_minimum(device: str, layers: Any) -> None:
+    """Per row: linear keeps its input, QKV the residual stream, the MLP that and gate and up; nothing as wide beside
+    them.
+    """
+    rows, hidden, inner = 65, 64, 96
+    sizes = {}
+    for name, operation, _, used, options in layers.three():
+        if "rope" in options:
+            options["rope"] = tuple(torch.randn(1, rows, 16, device=device) for _ in range(2))
+        saved: dict[int, int] = {}
+        leaves = [
+            t.requires_grad_()
+            for t in (
+                torch.randn(1, rows, hidden, device=device),
+                torch.ones(hidden, device=device),
+                *layers.flat(*used),
+            )
+        ]
+
+        def keep(t: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            if t.dim() and t.shape[-1] >= hidden and t.numel() == rows * t.shape[-1]:
+                saved[t.untyped_storage().data_ptr()] = t.shape[-1]
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            layers.function(operation, used, backend="triton", **options)(*leaves)
+        sizes[name] = sum(saved.values())
+    assert sizes == {"linear": hidden, "qkv": hidden, "mlp": hidden + 2 * inner}
+
+
+def test_a_checkpoint_does_not_run_downs_product_again(
+    device: str, layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = _counted(monkeypatch)
+    _, _, _, used, options = layers.three()[2]
+    leaves = [
+        t.requires_grad_()
+        for t in (torch.randn(2, 5, 64, device=device), torch.ones(64, device=device), *layers.flat(*used))
+    ]
+    call = layers.function(lora_mlp, used, backend="triton", **options)
+    direct = torch.autograd.grad(call(*leaves).square().sum(), leaves)
+    assert products == [192, 64]
+    products.clear()
+    kept = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False).square().sum(), leaves)
+    assert products == [192, 64, 192]
+    assert all(torch.equal(a, b) for a, b in zip(direct, kept, strict=True))
+
+
+def test_liger_272_1251_a_saved_tensor_changed_in_place_is_noticed(device: str) -> None:
+    """What backward needs is saved through autograd, which checks versions; a raw buffer would give wrong gradients."""
+    z = torch.randn(3, 8, device=device, requires_grad=True)
+    stream = z * 1.0
+    layer = Projection(torch.randn(8, 8, device=device), None, torch.ones(2, 8, device=device, requires_grad=True), torch.ones(8, 2, device=device))  # fmt: skip  # noqa: E501
+    y = lora_linear(stream, layer, norm=Norm(torch.ones(8, device=device), 1e-5), backend="triton")
+    stream.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_an_early_saved_input_changed_in_place_is_noticed(device: str, layers: Any) -> None:
