@@ -45,13 +45,13 @@ def attention(
     Args:
         q: (B, Hq, Sq, D), any strides; a view of (B, Sq, Hq * D) is read in place.
         k, v: (B, Hkv, Sk, D), in q's dtype. Sq < Sk means that the queries are the last Sq positions.
-        mask: what each query sees. The ``TokenRanges`` of a mask serve all layers of one call of a model; given the
-            mask itself they are made here.
+        mask: what each query sees. Given an ``AttentionMask``, its ``TokenRanges`` are made here; made once by the
+            caller, they serve all layers of a model.
         scale: factor on q.k, positive: D ** -0.5 for most models, query_pre_attn_scalar ** -0.5 for Gemma-2.
         softcap: bound of the scores, 0 for none; Gemma-2 has 50.
         backend: see ``ftkernels.attention_config.choose_attention``.
         tiles: instead of the table's tiles, for tuning and tests.
-        kept: spares a checkpoint's second forward this one; see ``Kept``. Read by the kernels only.
+        kept: spares the second forward of a checkpoint this computation; see ``Kept``. Only the kernels use it.
 
     Returns:
         (B, Hq, Sq, D) in q's dtype, laid out so that ``.transpose(1, 2).reshape(B, Sq, Hq * D)`` is a view. Under
@@ -106,13 +106,13 @@ def attention_reference(
 
 
 class Kept:
-    """The output of one call of attention, kept in its first forward for the second one that a checkpoint makes.
+    """The output of one call of attention, kept for the second forward that an activation checkpoint makes.
 
-    The same inputs give the same bits, so the second forward takes the output instead of computing it. Each output is
-    taken once: a third forward (a second backward through a retained graph) computes it.
+    The same inputs give the same bits, so the second forward takes the output instead of computing it. Each output can
+    be taken once; a third forward, for a second backward through a retained graph, computes it.
 
     Args:
-        keep: Given a contiguous tensor, returns a function that brings it back: from where, is its own affair.
+        keep: Stores a contiguous tensor and returns a function that brings it back. Where it is stored is up to it.
     """
 
     __slots__ = ("_fetch", "_keep", "_lse")
@@ -127,7 +127,7 @@ class Kept:
         self._fetch, self._lse = self._keep(out.transpose(1, 2)), lse
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """What was put, once."""
+        """(out, lse) as they were put; None when nothing was, or when it was taken already."""
         fetch, lse = self._fetch, self._lse
         self._fetch = self._lse = None
         return None if fetch is None or lse is None else (fetch().transpose(1, 2), lse)

@@ -1,9 +1,9 @@
-"""What each query may see: one value object, made once per call of a model and kept by nobody.
+"""What each query may see: one value object, made for one call of a model and stored nowhere.
 
-Everything the object can say - causal, sliding window, packed documents, padding on either side, cached prefix - makes
-the keys that a query sees one interval, and both ends of the interval never move left from one query to the next.
-So the kernels need no rule of their own: they read ``key_lo`` and ``key_hi`` per query (``TokenRanges``), the bounds of
-their loops are those of a tile's first and last row, and a tile that is masked everywhere is never visited.
+It can say causal, sliding window, packed documents, padding on either side, and cached prefix. In all of these the keys
+that a query sees are one interval, and neither end of it moves left from one query to the next. So the kernels need no
+rule for each of them: they read ``key_lo`` and ``key_hi`` of each query (``TokenRanges``), take the bounds of their
+loops from the first and the last row of a tile, and never visit a tile that is masked everywhere.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TokenRanges:
 class PaddingBounds:
     """What a padding mask says: tokens of row b are ``[starts[b], ends[b])``, (B,) int32, of ``length`` positions.
 
-    ``hole`` is the first row whose ones are not one run (the bounds then say too much), None without such a row;
-    ``dense`` is True without any padding.
+    ``hole`` is the first row whose tokens are not one run, so that its bounds take in padding as well; None where there
+    is no such row. ``dense`` is True where there is no padding at all.
     """
 
     starts: Tensor

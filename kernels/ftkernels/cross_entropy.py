@@ -37,8 +37,8 @@ def cross_entropy_rows_reference(
     """Loss, arg-max hit and gradient of each row, in plain torch; the arithmetic is float32 (float64 for float64
     logits).
 
-    Shapes: logits (C, V), labels (C,) all inside [0, V), row_scale (C,) multiplies each row's gradient. ``logits`` is
-        not written.
+    Shapes: logits (C, V), which is not written; labels (C,), all inside [0, V); row_scale (C,), a factor on each row's
+    gradient.
     """
     vocabulary = logits.shape[1]
     u = logits.to(accumulate_dtype(logits.dtype)) * options.logit_scale

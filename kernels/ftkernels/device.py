@@ -47,7 +47,8 @@ class Choice:
 def interpreting() -> bool:
     """True when Triton kernels run in Triton's interpreter, on CPU tensors.
 
-    Asks how Triton's own functions were made at its import: the variable may have changed since, they have not.
+    TRITON_INTERPRET decides that when triton is imported, and may have changed since. So this looks at how one of
+    Triton's own functions was made.
     """
     return not isinstance(tl.sum, triton.JITFunction)
 
@@ -107,7 +108,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The Triton name of ``accumulate_dtype``'s answer, for a kernel's constexpr ``ACC``."""
+    """``accumulate_dtype(dtype)`` as Triton names it, for a kernel's constexpr ``ACC``."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -121,16 +122,12 @@ def store_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` in ``dtype``; does nothing outside the interpreter, where ``store_dtype`` gave the final dtype
-    already.
-    """
+    """``tensor`` in ``dtype``. Outside the interpreter ``store_dtype`` gave that dtype already, and nothing happens."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context in which Triton launches on ``tensor``'s GPU: Triton launches on the current device, not the
-    tensor's.
-    """
+    """A context in which ``tensor``'s GPU is the current one: that is where Triton launches, wherever the data is."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
@@ -151,5 +148,5 @@ _TRITON_NAMES = {
 
 
 def triton_store_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The Triton name of ``store_dtype(dtype)``: what kernels round intermediates to, and their dots' operands."""
+    """``store_dtype(dtype)`` as Triton names it: kernels round intermediates and the operands of dots to it."""
     return _TRITON_NAMES[store_dtype(dtype)]

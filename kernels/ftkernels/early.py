@@ -1,8 +1,9 @@
 """Saving an operation's input before the operation runs, so that an activation checkpoint need not run it again.
 
-``torch.utils.checkpoint`` (``use_reentrant=False``) stops its second forward at the last tensor that was saved. An
-operation that saves its input when it is done is therefore run again whole, though backward may need the input alone.
-Saved by a node of its own in front, the second forward stops before the operation.
+Backward under ``torch.utils.checkpoint`` (``use_reentrant=False``) runs the forward a second time, as far as the last
+tensor that the first one saved. An operation that saves its input at its end therefore runs again as a whole, even when
+its backward needs nothing but that input. Here a node of its own, in front of the operation, saves the input, and the
+second forward stops there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class Early:
-    """An input that was saved early, for one call: ``Early.save`` in front of the operation, ``tensor`` in backward."""
+    """Holds the input of one call: ``save`` is called in front of the operation, ``tensor`` in its backward."""
 
     __slots__ = ("_node", "_plain")
 
@@ -23,7 +24,7 @@ class Early:
         self._plain: Tensor | None = None
 
     def save(self, z: Tensor) -> Tensor:
-        """``z`` for the operation to read; its gradient passes through unchanged."""
+        """Saves ``z`` and returns it for the operation to read. Its gradient passes through unchanged."""
         if not (z.requires_grad and torch.is_grad_enabled()):
             self._plain = z  # no node is recorded for it
             return z
@@ -31,7 +32,7 @@ class Early:
         return out
 
     def tensor(self) -> Tensor:
-        """What was saved, unpacked: a checkpoint around it runs again up to here. Once in a backward pass."""
+        """What was saved. Inside a checkpoint this runs the forward again, so ask once in a backward pass."""
         if self._node is None:
             assert self._plain is not None
             return self._plain

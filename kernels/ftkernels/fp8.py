@@ -4,19 +4,19 @@ Legend: M rows, I input and O output features; e4m3 has 3 bits of significand an
 
     q_i = round(x_i / s)     s = the smallest power of two with max|x_i| / s <= 448; 1 for a row of zeros
 
-A power of two loses nothing: e4m3 is a floating format, its relative error is the same in every binade. In return
-dividing is exact, so quantised values are the same on every machine, and ``s * q`` is exact in bfloat16. Weights have
-one scale an output feature, activations and their gradients one a token:
+Scales that are powers of two cost no accuracy, since e4m3 is a floating format: its relative error is the same in every
+binade. Dividing by them is exact, so quantised values are the same on every machine, and ``s * q`` is exact in
+bfloat16. Weights have one scale for each output feature, activations and their gradients one for each token:
 
     y  = x Wᵀ = s_x ∘ (q_x q_Wᵀ) ∘ s_W          both scales are outside the sum over I
     dx = dy W = s_d ∘ (q_d q_V)  ∘ s_V          V = Wᵀ, so that both scales are outside the sum over O
 
 Hopper's fp8 instructions want both operands contiguous along the sum, so W is stored as (O, I) and as (I, O). The
-second copy has one scale an input feature. It is made of the first one's values and scales, not of the original:
-powers of two leave significands as they are, and the two copies stand for the same matrix, down to values 2^15 below
-the largest of their row, which lose bits. The gradient is that of the function which the forward computed.
+second copy has one scale for each input feature. It is made from the first copy, not from the original weight: since
+powers of two leave significands as they are, both stand for the same matrix, and the gradient is that of the function
+which the forward computed. Only values more than 2^15 times below the largest of their row lose bits.
 
-Not finite numbers become NaN, which spreads as in any other product; e4m3 has no infinity.
+e4m3 has no infinity: numbers that are not finite become NaN, which spreads as in any other product.
 """
 
 from __future__ import annotations

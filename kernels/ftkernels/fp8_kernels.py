@@ -16,7 +16,7 @@ _WIDEST_ROW = 32768
 
 @triton.jit
 def _magnitude(x):
-    """|x| where x is finite, else 0: a row with NaN in it still has a scale."""
+    """|x| where x is finite, else 0, so that a row with NaN in it still has a scale."""
     size = tl.abs(x)
     return tl.where(size < float("inf"), size, 0.0)
 
@@ -36,13 +36,13 @@ def _scale_of(absmax):
 
 @triton.jit
 def _scaled(x, inverse):
-    """x over its row's scale. Not finite becomes NaN: the cast to e4m3 would make 448 of infinity."""
+    """x divided by its row's scale. What is not finite becomes NaN: the cast to e4m3 would turn infinity into 448."""
     return tl.where(tl.abs(x) < float("inf"), x * inverse[:, None], float("nan"))
 
 
 @triton.jit
 def quantized_rows(x):
-    """(x over its row's scale, the rows' scales) of float32 (rows, columns)."""
+    """(x divided by its row's scale, the scales of the rows) for float32 x (rows, columns)."""
     scale, inverse = _scale_of(tl.max(_magnitude(x), axis=1))
     return _scaled(x, inverse), scale
 

@@ -51,6 +51,9 @@ LOSS_ROW_MULTIPLE = 256
 #: The gradient of the head accumulates in float32, so many rows of the vocabulary at a time: the temporary stays small.
 LOSS_VOCABULARY_SLAB = 16384
 
+#: The kernels of the norms hold whole rows in registers; wider rows take the torch form.
+WIDEST_NORM_ROW = 32768
+
 #: Elements that share a scale in an NF4 weight, and scales that share one of their own under double quantisation.
 NF4_BLOCK_SIZE = 64
 NF4_NESTED_BLOCK_SIZE = 256

@@ -39,13 +39,13 @@ def lora_linear(
 
     Args:
         z: (..., I).
-        projection: the layer; see ``Projection``. Under autocast the products are in its dtype, else in the dtype
-            that z and
-            W promote to; the adapter's own dtype never widens them.
+        projection: the layer; see ``Projection``. Under autocast the products are in autocast's dtype, else in the
+            one that z and W promote to; the adapter's own dtype never widens them.
         norm: applied to z first.
         residual: (..., O), added in float32 before the one rounding.
-        save: "products" saves what the module docstring lists; "input" saves z alone, before anything is computed, so
-            that a checkpoint stops in front of the product, and backward forms the small rest again. The same bits.
+        save: "products" saves what the module docstring lists. "input" saves z alone, before anything is computed: a
+            checkpoint then stops in front of the product, and backward computes the small rest again. Both give the
+            same bits.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -131,7 +131,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _form(plan: Plan, z: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:
-    """(x (M, I), rstd, packed adapters, xa): all that stands in front of the base product."""
+    """(x (M, I), rstd, packed adapters, xa): all that backward needs and that takes no base product."""
     x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
     packed = pack(plan, z.device)
     return x, rstd, packed, project(plan, packed, x)

@@ -10,8 +10,8 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: d
     y = h @ Wd.T + s_d * (h @ Ad.T) @ Bd.T   (+ z, the residual)
 
 Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters; with
-``save="input"`` z and ha alone.
-h, act(g), x and every adapter's output are formed again inside kernels that read what they need anyway.
+``save="input"`` z and ha alone. Never saved: h, act(g), x and the adapters' outputs. Kernels of the backward compute
+them again from what they read anyway.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def lora_mlp(
         down: (H', F) layer; H' = H when a residual is added.
         activation: see ``ftkernels.glu``.
         norm: applied to z first.
-        residual: "add" gives ``z + mlp``; "return" gives ``(mlp, z)``, where using the second output instead of z
-            itself
-            lets backward add both gradients of z in one kernel; "none" gives ``mlp``.
-        save: what backward finds. "gate_up": the base outputs of gate and up. "gate_up_once": the same, and the first
-            backward writes their gradients over them, 4 * M * F bytes less in half precision; a further backward
-            through a retained graph forms them again. "input": z alone, saved before anything is computed; backward
-            forms norm, gate and up again. All give the same bits.
+        residual: "none" gives ``mlp``; "add" gives ``z + mlp``; "return" gives ``(mlp, z)``. Whoever then uses the
+            second output instead of z itself lets backward add both gradients of z in one kernel.
+        save: what is saved for backward. All three give the same bits.
+            "gate_up": the base outputs of gate and up.
+            "gate_up_once": the same, but the first backward writes the gradients over them, which saves 4 * M * F
+            bytes in half precision. A second backward through a retained graph computes them again.
+            "input": z alone, before anything is computed; backward computes norm, gate and up again.
         backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
@@ -139,8 +139,10 @@ class _Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """What gate and up read and give: ``kept`` (..., H), the norm's input or x; ``gate_up`` (M, 2F), the base outputs
-    (unfused: the full ones).
+    """What gate and up read and give.
+
+    kept: (..., H), the norm's input, or x without a norm. gate_up: (M, 2F), the base outputs; with the adapters' share
+    where the low-rank terms are not fused.
     """
 
     kept: Tensor

@@ -7,8 +7,8 @@ Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Der
     q, k, v = x @ W.T + bias + s * (x @ A.T) @ B.T      each with its own W, bias, s, A, B
     q, k = rope(q), rope(k)                             where a rotary embedding is given
 
-Saved: z, rstd, xa (B*S, 3K), the packed adapters, cos and sin. q, k and v are views of one buffer that backward does
-not need; attention keeps them.
+Saved: z, rstd, xa (B*S, 3K), the packed adapters, cos and sin. q, k and v are views of one buffer, which this backward
+does not need; attention saves them for its own.
 """
 
 from __future__ import annotations

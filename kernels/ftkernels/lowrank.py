@@ -28,8 +28,9 @@ from torch import Tensor
 from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
+from ftkernels.limits import WIDEST_NORM_ROW
 from ftkernels.lowrank_plan import Packed, Plan, pack
-from ftkernels.norm_parts import WIDEST_ROW, norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
+from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import dense, joint_matrix, multiplies
 from ftkernels.side_stream import Side
 
@@ -38,17 +39,18 @@ def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Te
     """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
     if norm_weight is None or plan.norm_form is None:
         return x.to(plan.dtype), None
-    if plan.triton and x.shape[1] <= WIDEST_ROW:
+    if plan.triton and x.shape[1] <= WIDEST_NORM_ROW:
         y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype)
         return y, rstd
     return norm_forward_torch(x, norm_weight, plan.eps, plan.norm_form, plan.dtype)
 
 
 def enter_base(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Fp8Rows | None]:
-    """``enter``, and for an fp8 product the input quantised by rows where that is free: the norm's kernel holds each
-    row anyway. None elsewhere; the product quantises it then.
+    """``enter``, and the input quantised by rows for an fp8 product, or None.
+
+    The norm's kernel holds each row anyway, so quantising it there is free. Elsewhere the product quantises its input.
     """
-    on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
+    on_kernel = plan.triton and x.shape[1] <= WIDEST_NORM_ROW
     if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
         return *enter(plan, x, norm_weight), None
     q = torch.empty(x.shape, dtype=e4m3_store(), device=x.device)
@@ -82,8 +84,10 @@ def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
 
 
 def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
-    """The frozen projections side by side, (M, sum O): one GEMM where the weights are neighbours in memory, or are
-    dequantised into neighbours for this call. Weights that multiply by themselves do; ``rows`` is x for fp8.
+    """The frozen projections side by side, (M, sum O).
+
+    One GEMM where the weights are neighbours in memory or are dequantised into neighbours for this call. Weights with
+    a product of their own (``MultiplyingWeight``) take that; ``rows`` is x, quantised for it already.
     """
     projections = plan.projections
     if plan.fp8 is not None:
@@ -203,7 +207,7 @@ def group_backward(
     if wants[0] or wants[1]:
         assert dx is not None
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
-            backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
+            backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_NORM_ROW else norm_backward_torch
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass

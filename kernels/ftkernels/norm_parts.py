@@ -22,8 +22,6 @@ from ftkernels.limits import NormForm
 from ftkernels.rows import as_rows
 from ftkernels.tiles import Tile
 
-# A program holds whole rows in registers; wider rows take the torch form.
-WIDEST_ROW = 32768
 # Programs that share the rows when dw is wanted: each leaves one partial row of dw.
 _DW_PROGRAMS = 528
 

@@ -63,10 +63,12 @@ def multiplies(weight: Tensor | FrozenWeight) -> TypeGuard[MultiplyingWeight]:
 class Projection:
     """One frozen linear layer with or without a LoRA adapter.
 
-    weight: (O, I), floating, frozen, or a ``FrozenWeight``; bias: (O,) frozen, or None; a: (R, I) and b: (O, R) the
-        adapter,
-    both or neither; scaling: alpha / r, or alpha / sqrt(r) for rsLoRA; dropout: probability on the adapter's input
-    (0 when not training).
+    Attributes:
+        weight: (O, I), floating and frozen, or a ``FrozenWeight``.
+        bias: (O,), frozen, or None.
+        a, b: the adapter, (R, I) and (O, R); both or neither.
+        scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
+        dropout: probability that an element of the adapter's input is dropped; 0 when not training.
     """
 
     weight: Tensor | FrozenWeight

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, Choice, accumulate_dtype, choose_backend
-from ftkernels.norm_parts import WIDEST_ROW, NormForm, norm_backward, norm_forward
+from ftkernels.limits import WIDEST_NORM_ROW, NormForm
+from ftkernels.norm_parts import norm_backward, norm_forward
 
 
 def rms_norm(
@@ -84,8 +85,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, form: NormForm 
 
 def norm_backend(x: Tensor, backend: BackendName = "auto") -> Choice:
     """Which implementation the norms take for ``x``, and why."""
-    if x.shape[-1] > WIDEST_ROW:
-        return Choice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_ROW}")
+    if x.shape[-1] > WIDEST_NORM_ROW:
+        return Choice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_NORM_ROW}")
     return choose_backend(x.device, backend)
 
 

@@ -1,12 +1,12 @@
-"""Small kernels beside a large product: bandwidth of the one, arithmetic of the other.
+"""Small kernels beside a large product, on a second CUDA stream.
 
-A large GEMM leaves multiprocessors idle in its last wave, and memory bandwidth throughout; the adapters' thin products
-have work for both. Nothing is reordered inside a stream and nothing is accumulated across streams, so the bits are
-those of one stream.
+A large GEMM is bound by arithmetic: it leaves memory bandwidth unused, and in its last wave multiprocessors as well.
+The adapters' thin products fill both gaps. Each stream keeps its order and nothing is accumulated across streams, so
+results have the bits that one stream would give.
 
-Memory: tensors made on the side come from that stream's own pool. Those that the main stream reads are named at the
-join, so that neither another tensor nor the driver (with expandable segments) gets their memory before it has. Tensors
-of the main stream must outlive ``join``.
+Memory: tensors made on the side stream come from that stream's own pool. ``join`` names those that the main stream is
+going to read. Until it has, the allocator gives their memory neither to another tensor nor back to the driver (which
+expandable segments would allow). Tensors of the main stream must outlive ``join``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _stream(index: int) -> torch.cuda.Stream:
 
 
 class Side:
-    """A fork of the current CUDA stream, made where it is constructed. On any other device everything is in order.
+    """A fork of the current CUDA stream at the point of construction. On other devices all work simply runs in order.
 
     side = Side(x.device)
     y = torch.mm(x, w)          # large; goes first, so that the small ones fill what it leaves
     with side.work():
-        xa = torch.mm(x, a)     # starts when the fork's past is done, whatever the first product does
+        xa = torch.mm(x, a)     # waits for what came before the fork, not for the first product
     side.join(xa)               # from here on the main stream may use xa
     """
 
@@ -44,7 +44,7 @@ class Side:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Work given inside runs on the side."""
+        """Kernels launched inside run on the side stream."""
         if self._main is None:
             yield
             return
@@ -53,7 +53,7 @@ class Side:
             yield
 
     def join(self, *made: Tensor | None) -> None:
-        """The main stream waits for the side, and will read what was ``made`` there: the allocator is told so."""
+        """Makes the main stream wait for the side; the allocator is told that it will read what was ``made`` there."""
         if self._main is not None:
             self._main.wait_stream(self._side)
             for tensor in made:
