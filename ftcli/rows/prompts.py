@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ftcli.errors import Finding, FtcliError
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.row import Example, Message, Misfit, Row, data_error, raise_findings
+
+T = TypeVar("T")
 
 
 def to_examples(rows: Sequence[Row], requested: str) -> tuple[str, list[Example]]:
@@ -67,7 +69,8 @@ def prompts_of(rows: Sequence[Row], requested: str) -> list[Prompt]:
     return _collected(to_examples(rows, requested)[1], to_prompt)
 
 
-def _collected(items: Sequence[Any], convert: Any) -> list[Prompt]:
+def _collected(items: Sequence[T], convert: Callable[[T], Prompt]) -> list[Prompt]:
+    """Every item as a prompt. Raises FtcliError with what is wrong with all of them."""
     prompts: list[Prompt] = []
     findings: list[Finding] = []
     for item in items:
