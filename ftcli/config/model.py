@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, Section, Word
-from ftcli.tables import quantizations
+from ftcli.tables import engines, quantizations
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention", "triton"]
@@ -78,5 +78,5 @@ class LoraConfig(Section):
 class LaunchConfig(Section):
     """On how many processes a run is spread."""
 
-    engine: Literal["single", "ddp", "fsdp"] = Field(default="single", description="How processes work together.")
+    engine: Annotated[str, Word(engines.names)] = Field(default="single", description="How processes work together.")
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")

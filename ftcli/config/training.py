@@ -7,15 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
-from ftcli.tables import judges, optimizers
+from ftcli.tables import judges, methods, optimizers, policies
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
 Optimizer = Annotated[str, Word(optimizers.names)]
 
-#: What backward computes again, as model code takes it: never ``auto``, which preflight resolves.
-Checkpointing = bool | Literal["selective", "offload"]
-#: The same, as a recipe may say it.
-CheckpointingSetting = bool | Literal["auto", "selective", "offload"]
+#: A checkpointing policy as a recipe may say it: a row of :mod:`ftcli.tables.policies`, or ``auto``.
+CheckpointingSetting = bool | Annotated[str, Word(policies.names)]
 
 
 class RunConfig(Section):
@@ -38,7 +36,7 @@ class RunConfig(Section):
 class TrainConfig(Section):
     """The optimisation. Leaf names are those of transformers' TrainingArguments."""
 
-    method: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
+    method: Annotated[str, Word(methods.names)] = Field(default="sft", description="Supervised fine-tuning.")
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Passes over the data.")
     max_steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Optimizer steps; overrides `num_train_epochs` when set."
@@ -71,11 +69,11 @@ class TrainConfig(Section):
     )
 
     @property
-    def checkpointing(self) -> Checkpointing:
+    def checkpointing(self) -> policies.PolicyName:
         """The policy of a recipe that has been through preflight.
 
         Raises ValueError while the setting is ``auto``: what fits is known to preflight alone
-        (:func:`ftcli.preflight.memory.policy.choose_checkpointing`).
+        (:func:`ftcli.preflight.memory.policy.choose`).
         """
         if self.gradient_checkpointing == "auto":
             raise ValueError(

@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
-from ftcli.config.training import Checkpointing
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import Linear
+from ftcli.tables import policies
+from ftcli.tables.policies import PolicyName
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def step_flops(
     *,
     seq_len: int,
     num_layers: int | None = None,
-    gradient_checkpointing: Checkpointing = False,
+    gradient_checkpointing: PolicyName = False,
     uncheckpointed_layers: int = 0,
 ) -> StepFlops | None:
     """Operations per token of a training step; None for a family whose shape is not known.
@@ -64,10 +65,10 @@ def step_flops(
     product = 2.0 * shape.q_width * _mean_keys(facts, seq_len, layers)
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
     recompute = 0.0
-    if gradient_checkpointing == "selective":
-        again = _linear(_gate_and_up(shape.linears)) + _adapters(_gate_and_up(adapted), rank)
-        recompute = again * layers
-    elif gradient_checkpointing:
+    again = policies.row(gradient_checkpointing).recomputes
+    if again == "gate and up":
+        recompute = layers * (_linear(_gate_and_up(shape.linears)) + _adapters(_gate_and_up(adapted), rank))
+    elif again == "layer":
         recompute = linear_forward + adapters_forward + product * 2.0
     recompute *= max(layers - uncheckpointed_layers, 0) / layers
     weight_gradient = 1.0 if lora is None else 0.0
@@ -99,13 +100,5 @@ def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
     if window is None or window >= seq_len:
         return causal * layers
     windowed = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-    types = facts.raw.get("layer_types") or _layer_types(facts, layers)
-    sliding = sum(kind == "sliding_attention" for kind in types[:layers])
+    sliding = facts.windowed_layers(layers)
     return float(windowed * sliding + causal * (layers - sliding))
-
-
-def _layer_types(facts: ModelFacts, layers: int) -> list[str]:
-    """Where config.json leaves them out: Gemma-2 windows every second layer from the first on, others all."""
-    if facts.model_type == "gemma2":
-        return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    return ["sliding_attention"] * layers

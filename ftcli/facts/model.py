@@ -22,6 +22,7 @@ from ftcli.facts.config_file import (
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import Weights, inspect_weights
+from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
     from ftcli.config.origins import Origins
@@ -72,6 +73,27 @@ class ModelFacts:
         """Parameter count, or None for an unknown family."""
         return self.shape.parameters if self.shape is not None else None
 
+    @property
+    def family(self) -> Family | None:
+        """The family's row; None where there is none."""
+        return family_of(self.model_type)
+
+    @property
+    def activation(self) -> str | None:
+        """transformers' name of the MLP's activation; None where neither config nor family says."""
+        stated = self.raw.get("hidden_activation") or self.raw.get("hidden_act")
+        return str(stated) if stated else self.family.activation if self.family is not None else None
+
+    def windowed_layers(self, num_layers: int) -> int:
+        """How many of the first ``num_layers`` layers have the sliding window, if the model has one."""
+        if self.sliding_window is None:
+            return 0
+        types = self.raw.get("layer_types")
+        if isinstance(types, list):
+            return sum(kind == "sliding_attention" for kind in types[:num_layers])
+        every = self.family.full_attention_every if self.family is not None else None
+        return num_layers - (num_layers // every if every else 0)
+
 
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
     """The facts of ``model``; at most one small file is downloaded, and none with ``offline``.
@@ -90,6 +112,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     raw = found.values
     model_type = _supported_type(raw, model.name_or_path, origin)
     shape = _shape(raw, found, origin)
+    family = family_of(model_type) or Family()
     eos = raw.get("eos_token_id")
     return ModelFacts(
         name=model.name_or_path,
@@ -101,8 +124,8 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         max_positions=_max_positions(raw),
         sliding_window=_sliding_window(raw),
         rope_scaling=_rope_scaling(raw),
-        attn_logit_softcapping=_number(raw, "attn_logit_softcapping", 50.0 if model_type == "gemma2" else None),
-        final_logit_softcapping=_number(raw, "final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
+        attn_logit_softcapping=_number(raw, "attn_logit_softcapping", family.attention_softcap),
+        final_logit_softcapping=_number(raw, "final_logit_softcapping", family.final_softcap),
         bos_token_id=_token_id(raw.get("bos_token_id")),
         eos_token_ids=tuple(t for t in (eos if isinstance(eos, list) else [eos]) if isinstance(t, int)),
         pad_token_id=_token_id(raw.get("pad_token_id")),

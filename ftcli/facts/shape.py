@@ -1,14 +1,16 @@
 """What transformers builds from a config.json: linear layers, norms and parameter counts, computed without torch.
 
-One :class:`Family` a ``model_type``. The numbers are tested against models that transformers builds on the meta device.
+How a family is built says its row in :mod:`ftcli.tables.families`. The numbers are tested against models that
+transformers builds on the meta device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
+
+from ftcli.tables.families import Family, family_of
 
 Config = Mapping[str, Any]
 
@@ -31,42 +33,6 @@ class Linear:
     def leaf(self) -> str:
         """The last part of the name, as in ``lora.target_modules``."""
         return self.name.rpartition(".")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one ``model_type`` is built.
-
-    ``norms`` counts RMSNorms of width hidden_size in a layer; ``qk_norm`` adds one of width head_dim for queries and
-    one for keys; ``sub_norms`` are BitNet's (width hidden_size and intermediate_size). ``gemma_norm``: the norm
-    multiplies by (1 + weight) in float32 before it casts back. ``fused``: qkv and gate_up are single layers.
-    ``bias``: where biases stand (``config`` asks ``attention_bias``). ``tied`` and ``head_dim`` are transformers'
-    defaults for configs that leave the keys out, as published ones do.
-    """
-
-    norms: int = 2
-    qk_norm: bool = False
-    sub_norms: bool = False
-    gemma_norm: bool = False
-    fused: bool = False
-    bias: Literal["config", "qkv", "none"] = "none"
-    tied: bool = False
-    head_dim: int | None = None
-
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": Family(bias="config"),
-        "mistral": Family(),
-        "qwen2": Family(bias="qkv"),
-        "qwen3": Family(bias="config", qk_norm=True, head_dim=128),
-        "gemma": Family(bias="config", gemma_norm=True, tied=True, head_dim=256),
-        "gemma2": Family(bias="config", norms=4, gemma_norm=True, tied=True, head_dim=256),
-        "gemma3_text": Family(bias="config", norms=4, qk_norm=True, gemma_norm=True, tied=True, head_dim=256),
-        "phi3": Family(fused=True),
-        "bitnet": Family(bias="config", sub_norms=True),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +74,7 @@ class ModelShape:
     def norm_parameters(self) -> int:
         """Elements of all norm weights."""
         layer = self.family.norms * self.hidden_size
-        if self.family.qk_norm:
+        if self.family.head_norm:
             layer += 2 * self.head_dim
         if self.family.sub_norms:
             layer += self.hidden_size + self.intermediate_size
@@ -138,7 +104,7 @@ def shape_of(config: Config) -> ModelShape | None:
         KeyError: A key that transformers has no usable default for is missing; its args hold the name.
         ValueError: A value is not a positive whole number, or the heads do not divide.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = family_of(str(config.get("model_type")))
     if family is None:
         return None
     hidden = _whole(config, "hidden_size")
@@ -166,7 +132,7 @@ def shape_of(config: Config) -> ModelShape | None:
 
 
 def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv: int) -> tuple[Linear, ...]:
-    if family.fused:
+    if family.joined:
         return (
             Linear("self_attn.qkv_proj", hidden, q + 2 * kv),
             Linear("self_attn.o_proj", q, hidden),
@@ -175,7 +141,7 @@ def _linears(config: Config, family: Family, hidden: int, inner: int, q: int, kv
         )
     asked = family.bias == "config" and bool(config.get("attention_bias"))
     qkv_bias = asked or family.bias == "qkv"
-    mlp_bias = config.get("model_type") == "llama" and bool(config.get("mlp_bias"))
+    mlp_bias = family.mlp_bias and bool(config.get("mlp_bias"))
     return (
         Linear("self_attn.q_proj", hidden, q, qkv_bias),
         Linear("self_attn.k_proj", hidden, kv, qkv_bias),

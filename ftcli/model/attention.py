@@ -1,4 +1,4 @@
-"""Which attention backend serves a call: a pure function of the machine and the call, and the function that runs it.
+"""Runs one call of attention on the backend that :func:`ftcli.facts.attention.choose_attention` names.
 
 The registered implementation ``ftcli`` is what transformers' attention layers call. What a query sees comes with each
 call as a :class:`ftcli.model.masks.CallMask`; nothing is stored on a module.
@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from ftkernels.attention import Kept
 from ftkernels.attention import attention as run_kernels
-from ftkernels.attention_config import Machine, machine_of
-from ftkernels.attention_config import choose_attention as choose_kernels
 from ftkernels.attention_mask import AttentionMask, TokenRanges
-from ftkernels.device import BackendName
+from ftkernels.device import BackendName, dtype_name, gpu_of, interpreting
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.model.masks import CallMask, MaskKind, mask_for
+from ftcli.facts.attention import AttentionCall, Backend, MaskKind, choose_attention
+from ftcli.model.masks import CallMask, mask_for
 
 NAME = "ftcli"
-
-Backend = Literal["cudnn", "flash", "sdpa", "triton", "eager"]
 
 _PRIORITIES: dict[str, list[SDPBackend]] = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -36,84 +32,6 @@ _PRIORITIES: dict[str, list[SDPBackend]] = {
 
 #: Capped scores that plain torch holds at once, in bytes of float32.
 _SCORE_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """One call of attention, as far as the choice of a backend depends on it.
-
-    Attributes:
-        dtype: what the products are taken in: autocast's dtype, or the inputs'.
-        softcap: cap on the scores; 0 for none.
-        windowed: a sliding window shorter than the sequence is in force.
-        mask: what the mask is made of; see :data:`ftcli.model.masks.MaskKind`.
-        decoding: one query a row, against cached keys.
-        dropout: probabilities are dropped.
-    """
-
-    dtype: torch.dtype
-    head_dim: int
-    softcap: float = 0.0
-    windowed: bool = False
-    mask: MaskKind = "plain"
-    decoding: bool = False
-    dropout: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """What runs, and why, for the manifest."""
-
-    backend: Backend
-    reason: str
-
-
-def choose_attention(machine: Machine, call: AttentionCall, kernels: BackendName = "auto") -> AttentionChoice:
-    """The backend of one attention call: a function of its arguments alone.
-
-    Args:
-        kernels: "triton" insists on the Triton kernels wherever the call allows them, "torch" rules them out.
-
-    Raises:
-        ValueError: ``kernels="triton"`` on a machine that cannot run them.
-    """
-    runs = choose_kernels(machine, call.dtype, call.head_dim, kernels)
-    refusal = _why_no_kernel(call) or (None if runs.is_triton else runs.reason)
-    plain = call.mask == "plain" and not call.decoding
-    if call.softcap:
-        if refusal is None:
-            return AttentionChoice("triton", "scores are capped, which SDPA cannot do")
-        return AttentionChoice("eager", f"scores are capped, which SDPA cannot do, and {refusal}")
-    if not plain or call.windowed or kernels == "triton":
-        if refusal is None:
-            what = "a sliding window is in force" if plain else "padding, documents or a cached prefix are masked"
-            return AttentionChoice("triton", f"{what}, which dense backends cannot skip")
-        return AttentionChoice("sdpa", f"a dense mask is needed: {refusal}")
-    return _dense_backend(machine.capability, call)
-
-
-def _why_no_kernel(call: AttentionCall) -> str | None:
-    """What in the call, whatever the machine, rules the kernels out."""
-    if call.dropout:
-        return "the kernels have no dropout of probabilities"
-    if call.mask == "any":
-        return "the mask is not made of intervals"
-    if call.decoding:
-        return "one query a row would leave the kernels' tiles empty"
-    return None
-
-
-def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> AttentionChoice:
-    """Causal attention over whole sequences, without cap, window or padding."""
-    if capability is None:
-        return AttentionChoice("sdpa", "a CPU")
-    if call.dtype not in (torch.bfloat16, torch.float16) or call.dropout:
-        return AttentionChoice("sdpa", "dropout of probabilities" if call.dropout else f"{call.dtype}")
-    if capability >= (9, 0):
-        return AttentionChoice("cudnn", "dense causal attention on capability 9.0 or more")
-    if capability >= (8, 0):
-        return AttentionChoice("flash", "dense causal attention on capability 8.x")
-    return AttentionChoice("sdpa", f"capability {capability[0]}.{capability[1]} has no flash attention")
 
 
 def attention_forward(
@@ -144,7 +62,7 @@ def attention_forward(
     if isinstance(attention_mask, CallMask):
         _check(attention_mask, query, key, sliding_window)
     call = AttentionCall(
-        dtype=_compute_dtype(query),
+        dtype=dtype_name(_compute_dtype(query)),
         head_dim=query.shape[-1],
         softcap=softcap or 0.0,
         windowed=sliding_window is not None and sliding_window < key.shape[2],
@@ -152,7 +70,7 @@ def attention_forward(
         decoding=query.shape[2] == 1,
         dropout=dropout > 0.0,
     )
-    backend = choose_attention(machine_of(query.device), call, kernels).backend
+    backend = choose_attention(gpu_of(query.device), call, kernels, interpreted=interpreting()).backend
     if backend == "triton":
         ranges = _ranges(attention_mask, sliding_window)
         out = run_kernels(query, key, value, ranges, scale=scaling, softcap=call.softcap, backend=kernels, kept=kept)

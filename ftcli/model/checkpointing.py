@@ -1,4 +1,4 @@
-"""How much of a layer's activations is kept for backward, set on a model's layers.
+"""Sets a checkpointing policy on a model's layers: the code of :mod:`ftcli.tables.policies`.
 
 =============  =======================================================================================================
 ``false``      everything that backward needs
@@ -14,17 +14,19 @@ All give the same bits. ``true`` and ``false`` are transformers' own setting, ap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import base_of
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
-from ftcli.preflight.memory.activations import Offloaded
+from ftcli.preflight.memory.held import Offloaded
+from ftcli.tables import code_of, policies
+from ftcli.tables.policies import PolicyName
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 
 def use_checkpointing(
     model: PreTrainedModel | PeftModel,
-    policy: Checkpointing,
+    policy: PolicyName,
     *,
     offloaded: Offloaded = "halves",
     uncheckpointed_layers: int = 0,
-) -> Offload | None:
-    """Sets ``selective`` or ``offload`` on the layers of ``model``, after it was put on the kernels.
+) -> Any:
+    """Sets a policy on the layers of ``model``, after it was put on the kernels.
 
     Args:
         offloaded: What ``offload`` sends to the host, as preflight chose it by the host's memory
@@ -46,24 +48,32 @@ def use_checkpointing(
         uncheckpointed_layers: The last so many keep everything: theirs is what backward frees first.
 
     Returns:
-        The offload that the layers share, None under every other policy. ``true`` and ``false`` change nothing here.
+        What the policy's code returns: :func:`use_offload` the offload that the layers share. None for policies
+        without code here, which change nothing.
     """
-    if isinstance(policy, bool):
+    apply = policies.row(policy).apply
+    if apply is None:
         return None
     base = base_of(model)
     layers: list[Any] = list(getattr(base, base.base_model_prefix).layers)
-    layers = layers[: max(len(layers) - uncheckpointed_layers, 0)]
-    if policy == "selective":
-        for layer in layers:
-            if isinstance(layer, FusedDecoderLayer):
-                layer.selective = True
-            else:
-                _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
-        return None
+    return code_of(apply)(layers[: max(len(layers) - uncheckpointed_layers, 0)], offloaded)
+
+
+def use_selective(layers: Sequence[Any], offloaded: Offloaded) -> None:
+    """``selective``: layers on the kernels form gate and up again; others are checkpointed whole."""
+    for layer in layers:
+        if isinstance(layer, FusedDecoderLayer):
+            layer.selective = True
+        else:
+            _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
+
+
+def use_offload(layers: Sequence[Any], offloaded: Offloaded) -> Offload:
+    """``offload``: one for all layers."""
     for layer in layers:
         if isinstance(layer, FusedDecoderLayer):
             layer.offloaded = offloaded
-    offload = Offload(ahead=max([2, *map(_kept, layers)]) - 1)
+    offload = Offload(ahead=max([2, *map(_sent, layers)]) - 1)
     for layer in layers:
         if isinstance(layer, FusedDecoderLayer):
             layer.offload = offload
@@ -72,7 +82,7 @@ def use_checkpointing(
     return offload
 
 
-def _kept(layer: Any) -> int:
+def _sent(layer: Any) -> int:
     """Tensors that a layer sends away."""
     return layer.offloaded_tensors if isinstance(layer, FusedDecoderLayer) else 1
 

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ftcli.model.adapted import projection_of
-from ftcli.model.families import FamilyKernels
+from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
     from ftkernels.device import BackendName
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftkernels.lora_mlp import Save
 
     from ftcli.model.offload import Offload
-    from ftcli.preflight.memory.activations import Offloaded
+    from ftcli.preflight.memory.held import Offloaded
 
 
 def norm_eps(norm: Any) -> float:
@@ -60,9 +60,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`.
     """
 
-    def __init__(
-        self, original: nn.Module, family: FamilyKernels, activation: Activation, backend: BackendName
-    ) -> None:
+    def __init__(self, original: nn.Module, family: Family, activation: Activation, backend: BackendName) -> None:
         super().__init__()
         for name, child in original.named_children():
             self.add_module(name, child)
@@ -119,7 +117,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """
         if self.offloaded == "layers":
             return 1
-        return 4 if self._family.block == "sandwich" else 3
+        return self._family.half_inputs + 1
 
     def _attention_half(
         self, hidden_states: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor], kwargs: dict[str, Any]
@@ -228,7 +226,8 @@ def window_of(attention: Any) -> int | None:
         window: int | None = attention.sliding_window
         return window
     config = attention.config
-    kind = getattr(attention, "layer_type", None)
-    if kind is None and getattr(config, "model_type", None) == "mistral":
-        return getattr(config, "sliding_window", None)
-    return None
+    if getattr(attention, "layer_type", None) is not None:
+        return None
+    family = family_of(str(getattr(config, "model_type", None)))
+    every = family is not None and family.window_on_config
+    return getattr(config, "sliding_window", None) if every else None

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ftcli.preflight.memory.host import SMALLEST_PIECE
+
 #: The largest piece. Copies of this size run at the full rate, and pinning it takes some ten milliseconds.
 LARGEST_PIECE = 1 << 26
-#: The smallest one.
-SMALLEST_PIECE = 1 << 20
 
 
 class HostBuffers:

@@ -11,6 +11,7 @@ import torch
 from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.facts.execution import own_attention
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
 def source_of(name: str) -> str:
     """Path of a bundled model, or the name itself (Hub id or folder) for transformers to resolve."""
     return str(bundled(name, "models") or name)
-
-
-def attention_implementation(model: ModelConfig, facts: ModelFacts) -> str:
-    """transformers' name of the attention backend.
-
-    SDPA cannot cap scores, so a model with ``attn_logit_softcapping`` gets the exact eager form under ``auto``.
-    """
-    if model.attention != "auto":
-        return model.attention
-    return "eager" if facts.attn_logit_softcapping else "sdpa"
 
 
 def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerBase:
@@ -100,7 +91,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, plan.parameter)
-    attention = attention_implementation(model, facts)
+    attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
     if quantization is not None and quantizations.row(quantization.method).quantize is not None:
         holding = Holding(quantization, dtype, device, kept_layers)

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from ftkernels.attention_mask import AttentionMask, TokenRanges, padding_bounds
 from torch import Tensor
 
-#: ``plain``: causal over the whole sequence, with or without a window; ``intervals``: padding, documents or a cached
-#: prefix, still one interval of keys a query; ``any``: something else, for dense masks only.
-MaskKind = Literal["plain", "intervals", "any"]
+from ftcli.facts.attention import MaskKind
 
 _Rule = Callable[..., Tensor]
 

@@ -12,18 +12,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.device import BackendName, choose_backend
+from ftkernels.device import BackendName
 from ftkernels.projection import join_weights
 from torch import nn
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.execution import LayerChoice, choose_layers
 from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of
-from ftcli.model.families import ACTIVATIONS, FAMILIES, FamilyKernels
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
+from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -91,14 +92,14 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
     done = Patch([])
     if kernels == "off":
         return done
-    device = next(base.parameters()).device
-    choice = choose_backend(device, "torch" if kernels == "reference" else "auto")
-    if kernels == "auto" and not choice.is_triton:
-        done.table.append(LayerKernel("model", "transformers", on=False, reason=choice.reason))
+    choice = _choose(base, kernels)
+    if choice.code == "transformers" and not choice.parts:
+        entry = LayerKernel("model", "transformers", on=False, reason=choice.reason)
+        if kernels == "triton":
+            raise _required([entry])
+        done.table.append(entry)
         return done
-    if kernels == "triton" and not choice.is_triton:
-        raise _required([LayerKernel("model", "transformers", on=False, reason=choice.reason)])
-    _patch_layers(base, done, "torch" if kernels == "reference" else "auto")
+    _patch_layers(base, choice, done, "torch" if kernels == "reference" else "auto")
     if kernels == "triton" and done.off:
         off = done.off
         done.undo()
@@ -106,18 +107,22 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
     return done
 
 
-def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> None:
+def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
     config = base.config.get_text_config()
-    family = FAMILIES.get(config.model_type)
-    activation = ACTIVATIONS.get(str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")))
-    if family is None or activation is None:
-        what = f"model_type {config.model_type}" if family is None else "its activation"
-        done.table.append(LayerKernel("model", "transformers", on=False, reason=f"{what} is not in the family table"))
-        return
+    device = next(base.parameters()).device
+    activation = str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+    return choose_layers(config.model_type, activation, kernels, device=str(device), cuda=device.type == "cuda")
+
+
+def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backend: BackendName) -> None:
+    config = base.config.get_text_config()
+    family = family_of(config.model_type)
+    assert family is not None  # the layers were chosen by it
+    assert choice.activation is not None
     backbone = getattr(base, base.base_model_prefix)
     for index, layer in enumerate(backbone.layers):
         name = f"layers.{index}"
-        if family.block == "parts":
+        if choice.parts:
             _patch_parts(layer, name, family, backend, done)
             continue
         reason = _why_not(layer, family)
@@ -125,7 +130,7 @@ def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> N
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
             continue
         _join(layer, done)
-        fused = FusedDecoderLayer(layer, family, activation, backend)
+        fused = FusedDecoderLayer(layer, family, choice.activation, backend)
         _swap(backbone, name, layer, fused, done)
         done.table.append(LayerKernel(name, "fused LoRA layer", on=True, reason=f"{config.model_type}, {backend}"))
     if any(entry.on for entry in done.table):
@@ -134,7 +139,7 @@ def _patch_layers(base: PreTrainedModel, done: Patch, backend: BackendName) -> N
         _use_attention(base, done)
 
 
-def _patch_parts(layer: Any, name: str, family: FamilyKernels, backend: BackendName, done: Patch) -> None:
+def _patch_parts(layer: Any, name: str, family: Family, backend: BackendName, done: Patch) -> None:
     """Norms alone; attention comes with the model's setting."""
     for norm in _NORMS:
         original = layer.get_submodule(norm)
@@ -144,7 +149,7 @@ def _patch_parts(layer: Any, name: str, family: FamilyKernels, backend: BackendN
     done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=reason))
 
 
-def _why_not(layer: nn.Module, family: FamilyKernels) -> str | None:
+def _why_not(layer: nn.Module, family: Family) -> str | None:
     for name in _PROJECTIONS:
         try:
             projection = layer.get_submodule(name)

@@ -13,7 +13,6 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.base import Command
-from ftcli.preflight.memory.policy import with_layers
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
@@ -33,7 +32,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     recipe, left_out = report.recipe, report.checkpointing.uncheckpointed_layers
     if options.layers is not None and report.facts.shape is not None:  # the same share of them
         left_out = left_out * options.layers // report.facts.shape.num_layers
-        recipe = with_layers(recipe, left_out)
+        recipe = report.setup.changed({"train.uncheckpointed_layers": left_out}).recipe
     for finding in report.findings:
         session.reporter.finding(finding)
     if report.checkpointing.requested == "auto":

@@ -20,7 +20,7 @@ from ftcli.data.tokens import Tokens, TokenTable
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.load import align_special_tokens, load_model, load_tokenizer, stop_token_ids
 from ftcli.model.lora import apply_lora, load_adapter
-from ftcli.preflight.memory.activations import Offloaded
+from ftcli.preflight.memory.held import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run.inputs import Inputs, weights_fingerprint
@@ -185,7 +185,7 @@ def build_base(
 def _kept_layers(recipe: Recipe, report: PreflightReport) -> int:
     """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
     if report.memory is not None:
-        return report.memory.kept_layers
+        return report.memory.dequantized_layers
     return sys.maxsize if recipe.quantization.keep_dequantized is True else 0
 
 

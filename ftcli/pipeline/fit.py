@@ -117,7 +117,7 @@ def _rescued(trainer: Any, context: RunContext) -> Any:
         raise _with_rescue(trainer, context, error) from error
     except Exception as error:
         if is_out_of_memory(error):
-            short = out_of_memory_in_training(trainer, context.recipe, context.report, context.command, error)
+            short = out_of_memory_in_training(trainer, context.report, error)
             raise _with_rescue(trainer, context, short) from error
         _rescue(trainer, context)
         raise

@@ -76,7 +76,7 @@ class RunContext:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(f"while {name}", self.recipe, self.report, self.command, error) from error
+            raise out_of_memory(f"while {name}", self.report, error) from error
 
     def write_line(self, line: Mapping[str, Any]) -> None:
         """Appends to metrics.jsonl; ``line`` has ``step``."""
@@ -219,7 +219,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         seeds={"seed": recipe.run.seed},
         dtype_plan=asdict(report.plan),
         kernels=[],
-        parts=[asdict(row) for row in report.kernel_table],
+        parts=[asdict(part) for part in report.parts],
         data=data,
         activations=_activations(report),
         resume_step=opened.resume_step,

@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.preflight.execution import Work
-from ftcli.preflight.memory.savings import Saving, savings
+from ftcli.preflight.memory.advice import Saving, savings
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
@@ -25,7 +23,7 @@ _SUGGESTED = 3
 _ROOM_BYTES = 4 << 20
 
 
-def out_of_memory(where: str, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException) -> FtcliError:
+def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> FtcliError:
     """FT703 (exit 5) for a phase without a batch: ``where`` is like ``while loading the model``.
 
     What the failed frames hold is dropped (:func:`let_go`), so that there is memory to tell of it.
@@ -33,13 +31,11 @@ def out_of_memory(where: str, recipe: Recipe, report: PreflightReport, work: Wor
     held = _held({})
     let_go(error)
     phase = "evaluation" if where.endswith("evaluating") else None
-    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase) if phase else ()
+    found = savings(report.setup.on(report.device), phase) if phase else ()
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 
-def out_of_memory_in_training(
-    trainer: RunTrainerMixin, recipe: Recipe, report: PreflightReport, work: Work, error: BaseException
-) -> FtcliError:
+def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport, error: BaseException) -> FtcliError:
     """FT703 (exit 5) with the part of the step, the batch and what was allocated. The step is the one being made.
 
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
@@ -53,7 +49,7 @@ def out_of_memory_in_training(
         where += _batch(trainer.batch_shape)
     held = _held(_parts(trainer))
     let_go(error)
-    found = savings(recipe, report.facts, report.plan, report.device, work=work, phase=phase)
+    found = savings(report.setup.on(report.device), phase)
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 

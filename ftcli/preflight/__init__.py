@@ -3,8 +3,7 @@
 from ftcli.facts.device import DEVICE_NAMES, DeviceFacts, named_device, probe_device
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 
@@ -15,7 +14,6 @@ __all__ = [
     "MemoryEstimate",
     "ModelFacts",
     "PreflightReport",
-    "estimate_memory",
     "named_device",
     "plan_dtypes",
     "preflight",

@@ -8,14 +8,15 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.device import DeviceFacts
+from ftcli.facts.execution import Part
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.preflight.checks.base import NotMade
 from ftcli.preflight.disk import DiskEstimate
-from ftcli.preflight.kernel_table import KernelRow
 from ftcli.preflight.memory.advice import Verdict
+from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.policy import CheckpointingChoice
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.setup import Setup
 
 #: Stages in order, by the names that reports use.
 STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machine", "memory and disk")
@@ -23,28 +24,41 @@ STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machin
 
 @dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """What preflight found out. ``findings`` holds warnings and notes: errors are raised.
+    """What preflight found out.
 
-    ``recipe`` is the recipe as it runs, with the policy of ``checkpointing`` in place of `auto`: what is built and
-    trained is built from it. ``memory``, ``verdict`` and ``disk`` are None where no estimate could be made;
-    ``not_made`` then says why. ``attention`` is the backend that `auto` came to; ``kernels`` says what computes the
-    layers: ``fused`` and ``reference`` are ftcli's, ``transformers`` leaves them as they were; ``kernel_table`` says
-    it part by part.
+    Attributes:
+        setup: The recipe as it runs, with the policy of ``checkpointing`` in place of `auto`, and what is known of
+            its model. What is built and trained is built from this.
+        device: The machine; ``setup`` has it with no more memory than the run is to plan with.
+        parts: What runs on each part of the model, and why.
+        memory, verdict, disk: None where no estimate could be made; ``not_made`` then says why.
+        findings: Warnings and notes: errors are raised.
     """
 
-    recipe: Recipe
-    facts: ModelFacts
+    setup: Setup
     device: DeviceFacts
-    plan: DtypePlan
     checkpointing: CheckpointingChoice
-    attention: str
-    kernels: str
-    kernel_table: tuple[KernelRow, ...]
+    parts: tuple[Part, ...]
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None
     findings: tuple[Finding, ...]
     not_made: tuple[NotMade, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it runs."""
+        return self.setup.recipe
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's facts."""
+        return self.setup.facts
+
+    @property
+    def plan(self) -> DtypePlan:
+        """The dtypes."""
+        return self.setup.plan
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for ``--json``, sizes in bytes. Keys are stable; absent estimates are null."""
@@ -54,9 +68,9 @@ class PreflightReport:
             "device": asdict(self.device),
             "dtypes": asdict(self.plan),
             "checkpointing": self.checkpointing.as_dict(),
-            "attention": self.attention,
-            "kernels": self.kernels,
-            "kernel_table": [asdict(row) for row in self.kernel_table],
+            "attention": self.setup.execution.attention,
+            "kernels": self.setup.execution.layers.code,
+            "kernel_table": [asdict(row) for row in self.parts],
             "memory": None if self.memory is None else self.memory.as_dict(),
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "disk": None if self.disk is None else {**asdict(self.disk), "total_bytes": self.disk.total_bytes},

@@ -24,18 +24,18 @@ from pathlib import Path
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
+from ftcli.facts.execution import parts_of
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.precision import DtypePlan, plan_dtypes
-from ftcli.preflight.checks import crossfield, data, files, grpo, machine, model, room, sources, support
-from ftcli.preflight.checks.base import Command, Context, NotMade
+from ftcli.preflight.checks import crossfield, data, files, machine, model, room, sources, support
+from ftcli.preflight.checks.base import Command, Context, Findings, NotMade
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
-from ftcli.preflight.execution import execution_of
-from ftcli.preflight.kernel_table import kernel_rows
 from ftcli.preflight.memory.advice import Verdict, judge
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.policy import choose_checkpointing, with_choice, within_budget
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.candidates import candidate
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.policy import choose_checkpointing, within_budget
+from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.report import PreflightReport
+from ftcli.tables import code_of
 
 
 def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool) -> PreflightReport:
@@ -50,50 +50,46 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
             cross-field rules, 4 for data, 3 for everything else.
     """
     context = Context(loaded.recipe, loaded.origins, command)
-    kept = _Kept()
-    kept.stage(
-        ExitCode.RECIPE,
-        [
-            *support.check(context),
-            *crossfield.check(context),
-            *sources.check(context),
-            *grpo.check(context),
-            *files.check(context),
-        ],
-    )
+    found = _Found()
+    found.stage(ExitCode.RECIPE, _about_the_recipe(context))
     facts = read_facts(loaded.recipe.model, offline=offline, origins=loaded.origins)
-    kept.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
+    found.stage(ExitCode.PREFLIGHT, model.check(context, facts), model.not_made(context, facts))
     if context.reads_data:
         rows = data.check(context, facts, offline=offline)
-        kept.stage(ExitCode.DATA, rows.findings, rows.not_made)
+        found.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
-    plan = plan_dtypes(loaded.recipe, device)
-    planned = within_budget(device, loaded.recipe)
-    checkpointing = choose_checkpointing(loaded.recipe, facts, plan, planned, work=context.work)
-    recipe = with_choice(loaded.recipe, checkpointing)
-    context = replace(context, recipe=recipe)
-    execution = execution_of(recipe, facts, plan, device, work=context.work)
-    estimates = _estimates(context, facts, plan, planned)
-    findings = [*machine.check(context, device, plan), *estimates.findings]
-    kept.stage(ExitCode.PREFLIGHT, findings, estimates.not_made)
+    setup = Setup(loaded.recipe, facts, within_budget(device, loaded.recipe), context.work, context.method)
+    checkpointing = choose_checkpointing(setup)
+    setup = checkpointing.of(setup)
+    context = replace(context, recipe=setup.recipe)
+    estimates = _estimates(context, setup)
+    found.stage(
+        ExitCode.PREFLIGHT, [*machine.check(context, device, setup.plan), *estimates.findings], estimates.not_made
+    )
     return PreflightReport(
-        recipe=recipe,
-        facts=facts,
+        setup=setup,
         device=device,
-        plan=plan,
         checkpointing=checkpointing,
-        attention=execution.attention,
-        kernels=execution.kernels,
-        kernel_table=kernel_rows(recipe, facts, plan, device, execution),
+        parts=parts_of(setup.recipe, facts, setup.plan, device, setup.execution),
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,
-        findings=tuple(kept.findings),
-        not_made=tuple(kept.not_made),
+        findings=tuple(found.findings),
+        not_made=tuple(found.not_made),
     )
 
 
-class _Kept:
+def _about_the_recipe(context: Context) -> Findings:
+    """Everything that needs the recipe alone, the method's own rules among it."""
+    yield from support.check(context)
+    yield from crossfield.check(context)
+    yield from sources.check(context)
+    if context.work == "train" and context.method.rules is not None:
+        yield from code_of(context.method.rules)(context)
+    yield from files.check(context)
+
+
+class _Found:
     """Findings and unmade checks of the stages so far; raises when a stage has errors."""
 
     def __init__(self) -> None:
@@ -117,18 +113,19 @@ class _Estimates:
     not_made: tuple[NotMade, ...]
 
 
-def _estimates(context: Context, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> _Estimates:
+def _estimates(context: Context, setup: Setup) -> _Estimates:
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    memory = estimate_memory(context.recipe, facts, plan, device, work=context.work)
+    device, facts = setup.device, setup.facts
+    found = candidate(setup)
     verdict = None
-    if memory is None:
+    if found is None:
         not_made.append(NotMade("memory", f"ftcli has no arithmetic for model_type {facts.model_type}"))
     else:
-        verdict = judge(memory, context.recipe, facts, device, work=context.work)
-        findings += room.memory_findings(context, memory, verdict, device)
-        findings += room.host_findings(context, memory, device.host_free_bytes)
-        if memory.pinned_host_bytes and not device.probed:
+        verdict = judge(found)
+        findings += room.memory_findings(context, found.estimate, verdict, device)
+        findings += room.host_findings(context, found.estimate, device.host_free_bytes)
+        if found.estimate.pinned_host_bytes and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
         if verdict.level == "unknown":
             not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
@@ -137,6 +134,7 @@ def _estimates(context: Context, facts: ModelFacts, plan: DtypePlan, device: Dev
         disk, disk_findings, disk_not_made = _disk(context, facts, device)
         findings += disk_findings
         not_made += disk_not_made
+    memory = None if found is None else found.estimate
     return _Estimates(memory, verdict, disk, tuple(findings), tuple(not_made))
 
 

@@ -19,7 +19,8 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.memory.activations import Offloaded
+from ftcli.preflight.memory.held import Offloaded
+from ftcli.tables import policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.watch import ROWS_KEY
@@ -102,7 +103,7 @@ def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
         # The other policies are set on the layers: see ftcli.model.checkpointing.
-        "gradient_checkpointing": train.checkpointing is True,
+        "gradient_checkpointing": policies.row(train.checkpointing).by_transformers,
         "logging_steps": recipe.logging.every_steps,
         # Our own precision plan decides; accelerate must not wrap the model in a second autocast.
         "bf16": False,

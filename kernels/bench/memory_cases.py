@@ -10,13 +10,12 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.execution import Work
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.policy import choose_checkpointing, with_choice
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory.policy import choose_checkpointing
+from ftcli.preflight.memory.setup import Setup
+from ftcli.tables import methods
 
 Kind = Literal["train", "grpo", "bench", "evaluation"]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -56,10 +55,8 @@ class Case:
         if device is None:
             return loaded
         alone = replace(device, free_bytes=None, host_free_bytes=None)
-        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        plan = plan_dtypes(loaded.recipe, alone)
-        choice = choose_checkpointing(loaded.recipe, facts, plan, alone, work=self._work)
-        return replace(loaded, recipe=with_choice(loaded.recipe, choice))
+        setup = self._setup(loaded, loaded.recipe, alone)
+        return replace(loaded, recipe=choose_checkpointing(setup).of(setup).recipe)
 
     @property
     def options(self) -> BenchOptions:
@@ -72,15 +69,15 @@ class Case:
         recipe: Recipe = loaded.recipe
         if self.kind in ("bench", "evaluation"):
             recipe = bench_recipe(recipe, self.options)
-        facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
-        found = estimate_memory(recipe, facts, plan_dtypes(recipe, device), device, work=self._work)
-        assert found is not None, f"no arithmetic for {facts.model_type}"
+        setup = self._setup(loaded, recipe, device)
+        found = estimate_memory(setup)
+        assert found is not None, f"no arithmetic for {setup.facts.model_type}"
         return found
 
-    @property
-    def _work(self) -> Work:
-        works: dict[Kind, Work] = {"train": "train", "bench": "train", "grpo": "grpo", "evaluation": "eval"}
-        return works[self.kind]
+    def _setup(self, loaded: LoadedRecipe, recipe: Recipe, device: DeviceFacts) -> Setup:
+        facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
+        method = methods.row("grpo" if self.kind == "grpo" else "sft")
+        return Setup(recipe, facts, device, "eval" if self.kind == "evaluation" else "train", method)
 
     def _fixed(self) -> tuple[str, ...]:
         if self.kind == "grpo":

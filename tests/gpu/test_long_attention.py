@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ftkernels.device import gpu_of
 from torch import Tensor
 
-from ftcli.model.attention import AttentionCall, attention_forward, choose_attention, machine_of
+from ftcli.facts.attention import AttentionCall, choose_attention
+from ftcli.model.attention import attention_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +43,8 @@ def test_the_last_queries_see_all_keys(record_property: Callable[[str, object], 
     q, k, v = (
         part.transpose(1, 2).detach().requires_grad_() for part in joint.split((Q_HEADS, K_HEADS, K_HEADS), dim=2)
     )
-    call = AttentionCall(dtype=torch.bfloat16, head_dim=SIZE)
-    record_property("backend", choose_attention(machine_of(q.device), call).backend)
+    call = AttentionCall(dtype="bfloat16", head_dim=SIZE)
+    record_property("backend", choose_attention(gpu_of(q.device), call).backend)
     out, _ = attention_forward(module, q, k, v, None, scaling=SIZE**-0.5)
     upstream = torch.zeros_like(out)
     upstream[:, -LAST:] = torch.randn_like(upstream[:, -LAST:])

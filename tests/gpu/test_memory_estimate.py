@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from ftcli.config.load import load_recipe
-from ftcli.config.training import Checkpointing
 from ftcli.facts.config_file import ConfigSource, bundled_configs
 from ftcli.facts.device import GPUS
 from ftcli.facts.model import facts_of
-from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.execution import execution_of
-from ftcli.preflight.memory.activations import Offloaded
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.held import Offloaded
+from ftcli.tables.policies import PolicyName
+from tests.estimates import estimate_of, setup_of
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +36,7 @@ class Case:
     lora: bool
     rows: int
     seq_len: int
-    checkpointing: Checkpointing
+    checkpointing: PolicyName
     kernels: str = "off"
     offloaded: Offloaded = "halves"
 
@@ -93,11 +92,9 @@ def prepared(case: Case, folder: Path) -> tuple[dict[str, Any], MemoryEstimate, 
         raw["layer_types"] = raw["layer_types"][: case.layers]
     facts = facts_of(ConfigSource("bundled config", config_folder, raw), loaded.recipe.model, loaded.origins)
     gpu = GPUS["h100"] if case.offloaded == "halves" else replace(GPUS["h100"], host_free_bytes=0)
-    plan = plan_dtypes(loaded.recipe, gpu)
-    estimate = estimate_memory(loaded.recipe, facts, plan, gpu, work="train")
-    assert estimate is not None
-    plain = loaded.recipe.model_copy(update={"model": loaded.recipe.model.model_copy(update={"kernels": "off"})})
-    return raw, estimate, plan, execution_of(plain, facts, plan, gpu, work="train").attention
+    setup = setup_of(loaded.recipe, facts, gpu)
+    plain = setup.changed({"model.kernels": "off"}).execution.attention
+    return raw, estimate_of(loaded.recipe, facts, gpu), setup.plan, plain
 
 
 def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> Any:

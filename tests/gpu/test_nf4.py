@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from ftcli.config import QuantizationConfig
-from ftcli.config.training import Checkpointing
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.model.streamed import Holding, random_quantized
+from ftcli.tables.policies import PolicyName
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ def test_loading_never_holds_the_full_model(cuda: torch.device) -> None:
 
 
 @pytest.mark.parametrize("policy", [False, "selective", "offload"])
-def test_training_on_the_kernels_is_that_of_the_dequantised_weights(cuda: torch.device, policy: Checkpointing) -> None:
+def test_training_on_the_kernels_is_that_of_the_dequantised_weights(cuda: torch.device, policy: PolicyName) -> None:
     """Loss and every gradient in bfloat16, the same numbers packed and held in full."""
     config = LlamaConfig(**NARROW, num_hidden_layers=2, vocab_size=1024)
     ids = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(0)).to(cuda)

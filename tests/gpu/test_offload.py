@@ -14,11 +14,11 @@ import pytest
 import torch
 import transformers
 
-from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import base_of, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.offload import Offload
 from ftcli.model.patch import patch
+from ftcli.tables.policies import PolicyName
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def adapted(name: str, kernels: Any) -> Any:
     return model.train()
 
 
-def use(model: Any, policy: Checkpointing | Literal["whole layers"]) -> Offload | None:
+def use(model: Any, policy: PolicyName | Literal["whole layers"]) -> Offload | None:
     if policy == "whole layers":
         return use_checkpointing(model, "offload", offloaded="layers")
     if policy is True:
@@ -94,7 +94,7 @@ def steps(model: Any) -> tuple[list[torch.Tensor], int]:
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_bits_with_less_memory(name: str, kernels: str) -> None:
-    policies: tuple[Checkpointing | Literal["whole layers"], ...] = (
+    policies: tuple[PolicyName | Literal["whole layers"], ...] = (
         False,
         "selective",
         True,

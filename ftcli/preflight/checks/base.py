@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
 from ftcli.config import Recipe
 from ftcli.config.origins import Origins
 from ftcli.errors import Finding, Severity
-from ftcli.preflight.execution import Work
+from ftcli.facts.execution import Work
+from ftcli.tables import methods
+from ftcli.tables.methods import Method
 
-Command = Literal["train", "eval", "grpo", "export", "check", "bench", "bench --eval"]
+#: ``eval``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
+Command = str
 Findings = Iterator[Finding]
 
 
@@ -27,17 +30,30 @@ class Context:
 
     @property
     def work(self) -> Work:
-        """The work that the command comes to; ``check`` looks at what the recipe is for."""
-        if self.command == "grpo" or (self.command == "check" and self.recipe.grpo is not None):
-            return "grpo"
+        """What the command does with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
         return "eval" if self.command in ("eval", "bench --eval") else "train"
 
     @property
+    def method(self) -> Method:
+        """How the recipe trains."""
+        return methods.method_of(self.recipe, self.command)
+
+    @property
     def trains(self) -> bool:
         """Whether the recipe's own rows are trained on."""
-        return self.command in ("train", "grpo", "check")
+        return self.command in (*methods.commands(), "check")
+
+    @property
+    def from_prompts(self) -> bool:
+        """Whether the rows of `data.train` are prompts that the model answers."""
+        return self.work == "train" and self.method.from_prompts
+
+    @property
+    def scores_tasks(self) -> bool:
+        """Whether `eval.tasks` are scored, or looked at for a command that scores them."""
+        return self.command in ("eval", "check") or (self.trains and self.method.scores_tasks)
 
     @property
     def reads_data(self) -> bool:

@@ -8,11 +8,7 @@ from ftcli.config import RewardConfig, TaskConfig
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.functions import function_findings
 from ftcli.preflight.checks.support import Installed, is_installed
-from ftcli.preflight.memory.policy import policy_name
-from ftcli.tables import exports, judges, layouts, optimizers, quantizations
-
-#: Commands that score `eval.tasks`, and `check`.
-_TASKED = ("eval", "grpo", "check")
+from ftcli.tables import exports, judges, layouts, optimizers, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -57,7 +53,7 @@ def _data(context: Context) -> Findings:
 
 def _lengths(context: Context) -> Findings:
     recipe = context.recipe
-    if context.command in _TASKED and recipe.eval.tasks:
+    if context.scores_tasks and recipe.eval.tasks:
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
         if new >= longest:
             yield context.error(
@@ -102,7 +98,7 @@ def _tasks(context: Context) -> Findings:
                 help="add `name:`",
             )
         names.add(name)
-        if not task.data and not recipe.data.eval and context.command in _TASKED:
+        if not task.data and not recipe.data.eval and context.scores_tasks:
             yield context.error(
                 "FT255",
                 path,
@@ -132,7 +128,7 @@ def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
     if task.use is not None:
         message = f"the task {task.label!r} has two judges: `use: {task.use}` and `file`"
         yield context.error("FT767", path, message, help="remove one of them, or make two tasks")
-    if context.command in _TASKED:
+    if context.scores_tasks:
         yield from function_findings(context, f"{path}.file", task.file)
 
 
@@ -183,8 +179,9 @@ def _without_effect(context: Context) -> Findings:
         if name not in ("method", *quantization.reads) and context.says(path):
             readers = " or ".join(quantizations.reading(name))
             yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
-    policy = policy_name(train.gradient_checkpointing)
-    if train.uncheckpointed_layers and policy not in ("selective", "offload"):
+    setting = train.gradient_checkpointing
+    policy = policies.shown(setting)
+    if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
         path = "train.uncheckpointed_layers"
         yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
     if context.says("train.memory_budget_gib") and policy != "auto":

@@ -122,7 +122,7 @@ def _source_findings(
 
 def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows, list[Finding]]:
     """What ``rows`` come to, and why some of them do not fit."""
-    asks = context.work == "grpo" or path.startswith("eval.tasks.")  # prompts; the answer is the model's
+    asks = context.from_prompts or path.startswith("eval.tasks.")  # prompts; the answer is the model's
     requested = context.recipe.data.format
     layout = None if asks and is_bare(rows[0], requested) else layout_of(rows[0], requested)
     chats: list[bool] = []
@@ -147,7 +147,7 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
     """What the rows are used for, against what they hold."""
     origin, loss_on = first.rows[0].origin, context.recipe.data.loss_on
     layout = layouts.row(first.layout) if first.layout is not None else None
-    if context.work == "grpo":
+    if context.from_prompts:
         if layout is not None and not layout.asks:
             message = f"rows of format {first.layout} have no prompt to answer"
             yield Finding("FT413", message, origin, "use prompt and answer")

@@ -14,7 +14,7 @@ def check(context: Context) -> Findings:
     if template is not None:
         yield from _template(context, template)
     resume = context.recipe.run.resume
-    if context.command in ("train", "grpo", "check") and resume not in ("auto", "never"):
+    if context.trains and resume not in ("auto", "never"):
         folder = Path(resume).expanduser()
         if not folder.is_dir():
             yield context.error(

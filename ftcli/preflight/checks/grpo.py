@@ -13,9 +13,9 @@ from ftcli.tables import judges
 
 
 def check(context: Context) -> Findings:
-    """FT260 to FT265 and FT270, and FT451 and FT452 for reward files."""
+    """For commands that train with it: FT260 to FT265 and FT270, and FT451 and FT452 for reward files."""
     grpo = context.recipe.grpo
-    if context.work != "grpo":
+    if context.method.section is None:
         return
     if grpo is None:
         yield context.error(

@@ -7,9 +7,9 @@ from pathlib import Path
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
-from ftcli.preflight.memory.activations import pinnable_bytes
 from ftcli.preflight.memory.advice import Verdict
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.host import pinnable_bytes
 from ftcli.units import gib
 
 _TIGHT_DISK = 0.9

@@ -21,8 +21,10 @@ def check(context: Context) -> Findings:
         for index, source in enumerate(task.data):
             yield from _options(context, f"eval.tasks.{number}.data.{index}", source)
     yield from _weights(context, recipe.data.train)
-    if recipe.data.packing and context.command == "grpo":
-        yield context.warning("FT259", "data.packing", "data.packing has no effect in grpo: completions are generated")
+    method = context.method
+    if recipe.data.packing and not method.packs and context.command == method.command:
+        message = f"data.packing has no effect in {method.command}: completions are generated"
+        yield context.warning("FT259", "data.packing", message)
 
 
 def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
@@ -65,7 +67,7 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
             f"{sources[index].path} has no weight, but another source has one",
             "give every source of data.train a weight, or none",
         )
-    elif any(weighted) and context.work == "grpo":
+    elif any(weighted) and context.work == "train" and not context.method.packs:
         yield context.error(
             "FT257",
             "data.train.0.weight",

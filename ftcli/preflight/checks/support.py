@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+from ftcli.config import LaunchConfig
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, shown
-from ftcli.tables import exports, quantizations
+from ftcli.tables import engines, exports, quantizations
 
 Installed = Callable[[str], bool]
 
@@ -35,32 +36,43 @@ def _values(context: Context) -> Findings:
     quantization = quantizations.row(recipe.quantization.method)
     refused = (
         ("quantization.method", recipe.quantization.method, quantizations.supported()),
-        ("launch.num_processes", recipe.launch.num_processes, (1,)),
-        ("launch.engine", recipe.launch.engine, ("single",)),
+        ("launch.num_processes", recipe.launch.num_processes, _processes(recipe.launch)),
+        ("launch.engine", recipe.launch.engine, engines.supported()),
         ("model.attention", recipe.model.attention, _ATTENTION),
         ("model.kernels", recipe.model.kernels, _KERNELS),
     )
     for path, value, supported in refused:
         if value not in supported:
             yield _not_yet(context, path, value, supported)
-    if context.work == "grpo" and recipe.model.dtype == "float16":
-        yield _not_yet(context, "model.dtype", "float16", ("auto", "bfloat16", "float32"))
-    if context.work == "grpo" and recipe.model.kernels in ("triton", "reference"):
-        yield _not_yet(context, "model.kernels", recipe.model.kernels, ("auto", "off"))
-    unquantized = quantizations.supported(freezes_base=False)
-    if context.work == "grpo" and quantization.freezes_base:
-        yield _not_yet(context, "quantization.method", recipe.quantization.method, unquantized)
-    if context.work == "grpo" and recipe.train.gradient_checkpointing in ("selective", "offload"):
-        # TRL switches checkpointing off for generation, and back on in transformers' form.
-        path = "train.gradient_checkpointing"
-        yield _not_yet(context, path, recipe.train.gradient_checkpointing, ("auto", True, False))
+    if context.work == "train":
+        yield from _method(context)
     if quantization.freezes_base and recipe.lora is None:
+        others = " | ".join(quantizations.supported(freezes_base=False))
         yield context.error(
             "FT251",
             "quantization.method",
             f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train",
-            help=f"add a `lora` section, or use `quantization.method: {' | '.join(unquantized)}` for full fine-tuning",
+            help=f"add a `lora` section, or use `quantization.method: {others}` for full fine-tuning",
         )
+
+
+def _method(context: Context) -> Findings:
+    """What the training method does not work with."""
+    recipe, method = context.recipe, context.method
+    for path, usable in method.supports.items():
+        section, _, key = path.partition(".")
+        value = getattr(getattr(recipe, section), key)
+        if value not in usable:
+            yield _not_yet(context, path, value, usable)
+    if not method.takes_quantized and quantizations.row(recipe.quantization.method).freezes_base:
+        usable = quantizations.supported(freezes_base=False)
+        yield _not_yet(context, "quantization.method", recipe.quantization.method, usable)
+
+
+def _processes(launch: LaunchConfig) -> tuple[int, ...]:
+    """How many processes the engine takes, as far as that is a short list."""
+    most = engines.row(launch.engine).processes
+    return tuple(range(1, most + 1)) if most is not None else (launch.num_processes,)
 
 
 def _exports(context: Context) -> Findings:

@@ -21,13 +21,12 @@ attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4
 gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs.
 ===============  ===================================================================================================
 
-Rotary embeddings and residual additions keep nothing. With ``gradient_checkpointing: true`` a layer keeps its input
-(p·H) and all of the above lives for one layer at a time; with ``offload`` that input is on the host, but for the layer
-at work and the next one's, on its way; ``selective`` is the same as ``true`` here. Checked against torch's saved-tensor
-hooks in tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every family.
+Rotary embeddings and residual additions keep nothing. What checkpointing leaves of it: :mod:`~.held`. Checked against
+torch's saved-tensor hooks in tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every
+family.
 
-Layers on ftcli's kernels keep less: :mod:`ftcli.preflight.memory.fused_activations`. Which of them a run has is
-decided in :mod:`ftcli.preflight.execution`.
+Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. Which of the two a run has says
+:mod:`ftcli.facts.execution`.
 """
 
 from __future__ import annotations
@@ -37,16 +36,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.config.training import Checkpointing
 from ftcli.facts.shape import Linear, ModelShape
-
-#: What ``offload`` sends to the host: what each half of a layer is run again from, or each layer's input.
-Offloaded = Literal["halves", "layers"]
-
-#: As ``ftcli.model.host_buffers`` allocates: no tensor wastes more.
-_SMALLEST_PIECE = 1 << 20
-#: Share of the host's free memory that may be pinned: the rest is the process's and the system's.
-_PINNABLE = 0.9
+from ftcli.preflight.memory.held import LayerBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +65,20 @@ Term = Callable[[ModelShape, Setting], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes per token: ``kept`` by each layer on the device, ``workspace`` of the one layer whose backward runs, and
-    ``host`` by each layer in pinned host memory.
-    """
-
-    kept: float
-    workspace: float
-    host: float
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationPolicy:
-    """How a layer is run. Each callable answers bytes per token.
+class LayerMemory:
+    """What a layer's code holds. Each callable answers bytes per token.
 
     ``kept`` is what one layer keeps for backward, by part. ``forward_peak`` is the most that a layer holds at once
     when nothing is kept (evaluation). ``backward_peak`` is what a layer's backward allocates on top of what is kept.
-    ``formed_again`` names the part of ``kept`` that ``selective`` leaves out; None where it checkpoints whole layers.
-    ``halves`` is the number of tensors of the residual stream's size that ``offload`` sends to the host where each half
-    of a layer is run again by itself, and ``ahead`` how many of them are fetched ahead; whole layers send one.
+    ``gate_and_up`` names the part of ``kept`` that can be formed again by itself; None where layers run again whole.
+    ``halves`` is the number of tensors of the residual stream's size that the halves of a layer are run again from,
+    and ``ahead`` how many of them are fetched from the host ahead; whole layers are run again from one.
     """
 
     kept: Mapping[str, Term]
     forward_peak: Term
     backward_peak: Term
-    formed_again: str | None = None
+    gate_and_up: str | None = None
     halves: Callable[[ModelShape], int] = lambda shape: 1
     ahead: Callable[[ModelShape], int] = lambda shape: 1
 
@@ -106,42 +86,30 @@ class ActivationPolicy:
         """Bytes per token that one layer keeps."""
         return sum(term(shape, setting) for term in self.kept.values())
 
-    def held(
-        self, shape: ModelShape, setting: Setting, checkpointing: Checkpointing, offloaded: Offloaded = "halves"
-    ) -> Held:
-        """What one layer keeps, and what the backward of one layer needs besides, under a setting of
-        ``train.gradient_checkpointing``. ``offloaded`` is read under ``offload``; layers without halves send their
-        input.
-        """
-        layer, backward = self.layer_bytes(shape, setting), self.backward_peak(shape, setting)
-        stream = shape.hidden_size * setting.bytes_residual
-        if checkpointing is False:
-            return Held(layer, backward, 0.0)
-        if checkpointing == "offload" and (self.formed_again is None or offloaded == "layers"):
-            # The input of the layer at work is counted in what it keeps; the next one is on its way.
-            return Held(0.0, layer + backward + stream, stream)
-        if self.formed_again is None:
-            return Held(stream, layer + backward, 0.0)
-        again = self.kept[self.formed_again](shape, setting)
-        if checkpointing == "selective":
-            return Held(layer - again, backward + again, 0.0)
-        if checkpointing is True:
-            return Held(stream, layer - stream + backward, 0.0)
-        # One half's input is at work, and those that come next are on their way.
-        return Held(0.0, again + backward + (1 + self.ahead(shape)) * stream, self.halves(shape) * stream)
+    def layer(self, shape: ModelShape, setting: Setting) -> LayerBytes:
+        """A layer's bytes per token, as checkpointing policies take them."""
+        again = None if self.gate_and_up is None else self.kept[self.gate_and_up](shape, setting)
+        return LayerBytes(
+            kept=self.layer_bytes(shape, setting),
+            backward=self.backward_peak(shape, setting),
+            stream=shape.hidden_size * setting.bytes_residual,
+            gate_and_up=again,
+            halves=self.halves(shape),
+            ahead=self.ahead(shape),
+        )
 
 
 def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
     """Bytes that transformers' RMSNorm of this width keeps; ``element`` is the size of one of its inputs."""
     kept = 4 * width + 4
     if setting.full:
-        kept += (4 if shape.family.gemma_norm else element) * width
+        kept += (4 if shape.family.norm == "gemma" else element) * width
     return kept
 
 
 def _norms(shape: ModelShape, setting: Setting) -> float:
     total = shape.family.norms * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
-    if shape.family.qk_norm:
+    if shape.family.head_norm:
         heads = shape.num_heads + shape.num_kv_heads
         total += heads * norm_bytes(shape.head_dim, shape, setting, setting.bytes_compute)
     if shape.family.sub_norms:
@@ -191,8 +159,8 @@ def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
     """
     if shape.family.sub_norms:
         return setting.bytes_compute == 4
-    if shape.family.fused or setting.full:
-        return not shape.family.fused
+    if shape.family.joined or setting.full:
+        return not shape.family.joined
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
 
 
@@ -241,30 +209,7 @@ def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
     return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
 
 
-def host_bytes(
-    shape: ModelShape,
-    setting: Setting,
-    policy: ActivationPolicy,
-    rows: int,
-    *,
-    checkpointing: Checkpointing,
-    offloaded: Offloaded = "halves",
-    uncheckpointed: int = 0,
-) -> int:
-    """Bytes of pinned host memory that activations take: for each tensor whole pieces."""
-    stream = shape.hidden_size * setting.bytes_residual
-    tensors = (shape.num_layers - uncheckpointed) * round(
-        policy.held(shape, setting, checkpointing, offloaded).host / stream
-    )
-    return tensors * -(-rows * setting.seq_len * stream // _SMALLEST_PIECE) * _SMALLEST_PIECE
-
-
-def pinnable_bytes(host_free_bytes: int) -> int:
-    """How much of the host's free memory activations may take."""
-    return int(_PINNABLE * host_free_bytes)
-
-
-def plain_policy(attention: Literal["eager", "sdpa"]) -> ActivationPolicy:
+def plain_layers(attention: Literal["eager", "sdpa"]) -> LayerMemory:
     """Layers as transformers and PEFT write them."""
     eager = attention == "eager"
     kept = {
@@ -275,5 +220,5 @@ def plain_policy(attention: Literal["eager", "sdpa"]) -> ActivationPolicy:
         "gated MLP": _mlp,
     }
     if eager:
-        return ActivationPolicy(MappingProxyType(kept), _eager_forward, _eager_backward)
-    return ActivationPolicy(MappingProxyType(kept), _sdpa_forward, _sdpa_backward)
+        return LayerMemory(MappingProxyType(kept), _eager_forward, _eager_backward)
+    return LayerMemory(MappingProxyType(kept), _sdpa_forward, _sdpa_backward)

@@ -1,42 +1,51 @@
-"""Does it fit, and if not: the cheapest change that makes it fit, found by estimating each candidate."""
+"""Does it fit, and if not: the cheapest change that makes it fit. And what single changes save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from itertools import islice
 
-from pydantic import BaseModel
+from ftcli.config import LoraConfig
+from ftcli.facts.device import GPUS
+from ftcli.preflight.memory.candidates import (
+    Candidate,
+    Level,
+    Settings,
+    candidate,
+    checkpointed,
+    shorter,
+    shown,
+    smaller_batches,
+)
+from ftcli.preflight.memory.setup import Setup
+from ftcli.preflight.memory.terms import EVALUATION
 
-from ftcli.config import LoraConfig, Recipe
-from ftcli.config.training import Checkpointing
-from ftcli.facts.device import GPUS, DeviceFacts
-from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import plan_dtypes
-from ftcli.preflight.execution import Work
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.levels import Level, level_of
-from ftcli.preflight.memory.policy import leaner_policies, on_kernels
-from ftcli.preflight.memory.result import MemoryEstimate
-from ftcli.preflight.memory.slowdown import relative_time
-
-_M = TypeVar("_M", bound=BaseModel)
-
-#: Dotted keys of a recipe and their values.
-Settings = dict[str, Any]
-
-_SHORTEST_SEQ_LEN = 256
+#: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
+#: An assumption, not a measurement: half the batch costs 3% at 8192 tokens, 11% at 2048 and 33% at 512.
+_FIXED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """Settings that make a recipe fit, as ``--set`` would take them, and the bytes it needs then."""
 
-    settings: tuple[tuple[str, Any], ...]
+    settings: Settings
     total_bytes: int
 
     def __str__(self) -> str:
-        return " ".join(f"--set {key}={_yaml(value)}" for key, value in self.settings)
+        return shown(self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Settings, as ``--set`` would take them, and by how many bytes the estimate falls with them."""
+
+    settings: Settings
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        return shown(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,133 +64,121 @@ class Verdict:
     fitting_gpus: tuple[str, ...] = ()
 
 
-def judge(estimate: MemoryEstimate, recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work) -> Verdict:
-    """The verdict on an estimate of ``recipe`` for ``device``; looks for a change only when it is not a clear fit.
+def judge(found: Candidate) -> Verdict:
+    """The verdict on an estimate; looks for a change only when it is not a clear fit.
 
-    ``recipe`` names its policy: where it says `auto`, the one that was chosen for ``device``. A change is then sought
+    The recipe names its policy: where it says `auto`, the one that was chosen for the device. A change is then sought
     for the leanest, and `auto` may take a faster one with it.
     """
-    level = level_of(estimate.total_bytes, device)
-    if level in ("fits", "unknown"):
-        return Verdict(level, estimate.total_bytes, device.available_bytes)
-    return Verdict(
-        level=level,
-        needed_bytes=estimate.total_bytes,
-        available_bytes=device.available_bytes,
-        change=_cheapest(recipe, facts, device, work),
-        fitting_gpus=_gpus_that_fit(recipe, facts, work),
-    )
+    needed, available = found.estimate.total_bytes, found.setup.device.available_bytes
+    if found.level in ("fits", "unknown"):
+        return Verdict(found.level, needed, available)
+    return Verdict(found.level, needed, available, _cheapest(found.setup), _gpus_that_fit(found.setup))
 
 
-def _cheapest(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work) -> Change | None:
-    if recipe.model.dtype == "bfloat16" and not device.has_bfloat16:
-        recipe, always = with_settings(recipe, {"model.dtype": "auto"}), {"model.dtype": "auto"}
-    else:
-        always = {}
-    kernels = on_kernels(recipe, facts, plan_dtypes(recipe, device), device, work)
-    leaner = leaner_policies(recipe, facts, device, work)
-    for settings in _candidates(recipe, work, leaner, kernels=kernels):
-        found = _fitting(recipe, facts, device, work, settings)
+def savings(setup: Setup, phase: str | None = None) -> tuple[Saving, ...]:
+    """What each single change to a recipe is predicted to save, cheapest for the user first.
+
+    Args:
+        phase: Of the estimate's phases the one that memory ran out in; None, and a name that it does not have: the
+            one that needs most.
+
+    Empty for a model family that there is no arithmetic for, and where nothing helps.
+    """
+    before = candidate(setup)
+    if before is None:
+        return ()
+    saved = []
+    for settings in _single_changes(setup, phase):
+        after = candidate(setup, settings)
+        if after is None:
+            continue
+        if phase is not None and phase in before.estimate.phases and phase in after.estimate.phases:
+            count = before.estimate.phase_bytes(phase) - after.estimate.phase_bytes(phase)
+        else:
+            count = before.estimate.total_bytes - after.estimate.total_bytes
+        if count > 0:
+            saved.append(Saving(settings, count))
+    return tuple(saved)
+
+
+def relative_time(setup: Setup) -> float:
+    """Time for a token of training, over that without checkpointing in batches of any size."""
+    policy = setup.policy.time if setup.execution.on_kernels else setup.policy.time_off_kernels
+    return policy * (1 + _FIXED_TOKENS / setup.tokens)
+
+
+def _by_time(setup: Setup, changes: Iterable[Settings]) -> list[Settings]:
+    """Settings that change nothing but the time a token takes, the cheapest first."""
+    return sorted(changes, key=lambda settings: relative_time(setup.changed(settings)))
+
+
+def _cheapest(setup: Setup) -> Change | None:
+    always: Settings = {}
+    if setup.recipe.model.dtype == "bfloat16" and not setup.device.has_bfloat16:
+        always = {"model.dtype": "auto"}
+        setup = setup.changed(always)
+    for settings in _changes_that_may_fit(setup):
+        found = _fitting(setup, settings)
         if found is not None:
-            return replace(found, settings=(*always.items(), *found.settings))
+            return Change({**always, **found.settings}, found.total_bytes)
     return None
 
 
-def _fitting(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, work: Work, settings: Settings) -> Change | None:
-    """The candidate when it fits; where only evaluation is too large, with a smaller evaluation batch."""
+def _fitting(setup: Setup, settings: Settings) -> Change | None:
+    """The change when it fits; where only evaluation is too large, with a smaller evaluation batch."""
     settings = dict(settings)
     while True:
-        changed = with_settings(recipe, settings)
-        estimate = estimate_memory(changed, facts, plan_dtypes(changed, device), device, work=work)
-        if estimate is None:
+        found = candidate(setup, settings)
+        if found is None:
             return None
-        if level_of(estimate.total_bytes, device) == "fits":
-            return Change(tuple(settings.items()), estimate.total_bytes) if settings else None
-        rows = changed.eval.per_device_eval_batch_size
-        if estimate.peak != "evaluation" or rows == 1:
+        if found.level == "fits":
+            return Change(settings, found.estimate.total_bytes) if settings else None
+        rows = found.setup.recipe.eval.per_device_eval_batch_size
+        if found.estimate.peak != EVALUATION or rows == 1:
             return None
-        settings["eval.per_device_eval_batch_size"] = rows // 2
+        settings = {**settings, "eval.per_device_eval_batch_size": rows // 2}
 
 
-def by_time(recipe: Recipe, work: Work, settings: Iterable[Settings], *, kernels: bool) -> list[Settings]:
-    """Settings that change nothing but the time a token takes, the cheapest first."""
-    return sorted(settings, key=lambda each: relative_time(with_settings(recipe, each), work=work, on_kernels=kernels))
-
-
-def checkpointed(recipe: Recipe, leaner: Iterable[Checkpointing]) -> list[Settings]:
-    """The policies as settings, of all layers; before them the recipe's own, where it leaves layers out."""
-    if not recipe.train.uncheckpointed_layers:
-        return [{"train.gradient_checkpointing": policy} for policy in leaner]
-    none = {"train.uncheckpointed_layers": 0}
-    return [none, *({"train.gradient_checkpointing": policy} | none for policy in leaner)]
-
-
-def _candidates(recipe: Recipe, work: Work, leaner: tuple[Checkpointing, ...], *, kernels: bool) -> Iterator[Settings]:
+def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
     """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
     yield {}
-    if work in ("eval", "export"):
-        yield from shorter(recipe, work) if work == "eval" else ()
+    if not setup.trains:
+        yield from shorter(setup) if setup.work == "eval" else ()
         return
-    smaller = list(smaller_batches(recipe))
-    policies = checkpointed(recipe, leaner)
-    both = [policy | batch for policy in policies for batch in smaller]
-    yield from by_time(recipe, work, [*smaller, *policies, *both], kernels=kernels)
-    checkpointing = policies[-1] if policies else {}
-    least = checkpointing | (smaller[-1] if smaller else {})
-    yield from (least | length for length in shorter(recipe, work))
-    if recipe.lora is None:
+    smaller = list(smaller_batches(setup))
+    policies = checkpointed(setup)
+    both = [{**policy, **batch} for policy in policies for batch in smaller]
+    yield from _by_time(setup, [*smaller, *policies, *both])
+    least = {**(policies[-1] if policies else {}), **(smaller[-1] if smaller else {})}
+    yield from ({**least, **length} for length in shorter(setup))
+    if setup.recipe.lora is None:
         lora = {"lora": LoraConfig()}
         yield lora
-        yield from (lora | batch for batch in smaller)
-        yield lora | least
-        yield from (lora | least | length for length in shorter(recipe, work))
+        yield from ({**lora, **batch} for batch in smaller)
+        yield {**lora, **least}
+        yield from ({**lora, **least, **length} for length in shorter(setup))
 
 
-def smaller_batches(recipe: Recipe) -> Iterator[Settings]:
-    """Smaller batches with as much more accumulation, so that an optimizer step sees the same rows."""
-    rows, accumulation = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
-    for smaller in range(rows - 1, 0, -1):
-        if rows % smaller == 0:
-            yield {
-                "train.per_device_train_batch_size": smaller,
-                "train.gradient_accumulation_steps": accumulation * (rows // smaller),
-            }
+def _single_changes(setup: Setup, phase: str | None) -> Iterator[Settings]:
+    """One step down in each direction; first those that only cost time."""
+    recipe = setup.recipe
+    if phase == EVALUATION:
+        rows = recipe.eval.per_device_eval_batch_size
+        if rows > 1:
+            yield {"eval.per_device_eval_batch_size": rows // 2}
+        return
+    yield from _by_time(setup, [*islice(smaller_batches(setup), 1), *checkpointed(setup)])
+    yield from islice(shorter(setup), 1)
+    if recipe.lora is None and setup.trains and setup.method.section is None:
+        yield {"lora": LoraConfig()}
 
 
-def shorter(recipe: Recipe, work: Work) -> Iterator[Settings]:
-    """Half the length, and half of that; never less than 256 tokens."""
-    if work == "grpo" and recipe.grpo is not None:
-        key, length = "grpo.max_completion_length", recipe.grpo.max_completion_length
-    else:
-        key, length = "data.max_seq_len", recipe.data.max_seq_len
-    while length // 2 >= _SHORTEST_SEQ_LEN:
-        length //= 2
-        yield {key: length}
-
-
-def _gpus_that_fit(recipe: Recipe, facts: ModelFacts, work: Work) -> tuple[str, ...]:
+def _gpus_that_fit(setup: Setup) -> tuple[str, ...]:
     names = []
     for gpu in sorted(GPUS.values(), key=lambda g: (g.memory_bytes or 0, g.bandwidth_gb_per_s or 0)):
-        estimate = estimate_memory(recipe, facts, plan_dtypes(recipe, gpu), gpu, work=work)
-        suits = recipe.model.dtype != "bfloat16" or gpu.has_bfloat16
-        if suits and estimate is not None and level_of(estimate.total_bytes, gpu) == "fits":
+        suits = setup.recipe.model.dtype != "bfloat16" or gpu.has_bfloat16
+        found = candidate(setup.on(gpu)) if suits else None
+        if found is not None and found.level == "fits":
             names.append(gpu.name)
     return tuple(names)
-
-
-def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
-    """A copy of the recipe with dotted keys set; the values are taken as valid."""
-    for key, value in settings.items():
-        recipe = _set(recipe, key.split("."), value)
-    return recipe
-
-
-def _set(model: _M, parts: list[str], value: Any) -> _M:
-    head, *rest = parts
-    return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"'{{r: {value.r}}}'" if isinstance(value, LoraConfig) else str(value)

@@ -16,11 +16,9 @@ gated MLP         c · 2I: gate and up without their adapters' share; all else i
 Backward writes the gradients of gate and up over them, and h over its gradient: it needs cI for that one, cH for each
 of the gradients of output, input and what is behind the norm, and 64P for the adapters' products.
 
-``gradient_checkpointing`` on the kernels: ``selective`` keeps all but gate and up. ``true`` keeps the layer's input.
-``offload`` runs each half of a layer again by itself, attention up to the output projection, the MLP from gate and up
-on; the host holds the input of each half, with four norms the input of the last, whose half would run whole else, and
-the output of attention where it is our kernel's, which then is not run again. Where the host has no room for those, it
-holds the layer's input, and the layer runs again as under ``true``.
+Under ``gradient_checkpointing: offload`` each half of a layer is run again by itself, attention up to the output
+projection, the MLP from gate and up on. The host holds the input of each half, with four norms the input of the last,
+whose half would run whole else, and attention's output where our kernel made it, which then is not run again.
 
 The plain torch form of the kernels (``kernels: reference``) rotates outside the fused product, c(Q + K), and its
 closing norms are transformers' own.
@@ -34,7 +32,7 @@ from types import MappingProxyType
 from ftkernels.limits import packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.preflight.memory.activations import ActivationPolicy, Setting, eager_scores, norm_bytes
+from ftcli.preflight.memory.activations import LayerMemory, Setting, eager_scores, norm_bytes
 
 _PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
@@ -42,16 +40,14 @@ _PRODUCTS = 7
 _RANK_BYTES = 64
 
 
-def fused_policy(
-    *, capped_without_kernel: bool, reference: bool, attention_by_kernel: bool = False
-) -> ActivationPolicy:
+def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_kernel: bool = False) -> LayerMemory:
     """Layers on the kernels. ``capped_without_kernel``: scores are capped, and attention runs eagerly all the same;
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
     def residual_stream(shape: ModelShape, setting: Setting) -> float:
         kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
-        if shape.family.norms == 4:
+        if shape.family.block == "sandwich":
             closing = setting.bytes_compute * shape.hidden_size + 4
             kept += 2 * (norm_bytes(shape.hidden_size, shape, setting, 4) if reference else closing)
         return kept
@@ -62,7 +58,7 @@ def fused_policy(
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
         rotated = c * (shape.q_width + shape.kv_width)
         kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
-        if shape.family.qk_norm:
+        if shape.family.head_norm:
             kept += rotated + 4 * (shape.num_heads + shape.num_kv_heads)
             if reference and c != 4:
                 kept += 4 * (shape.q_width + shape.kv_width)
@@ -85,7 +81,7 @@ def fused_policy(
         "gated MLP": _gate_and_up,
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return ActivationPolicy(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
+    return LayerMemory(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
 
 
 def _adapters(shape: ModelShape, setting: Setting) -> float:
@@ -107,7 +103,7 @@ def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
 
 
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
-    return (3 if shape.family.norms == 4 else 2) + attention_by_kernel
+    return shape.family.half_inputs + attention_by_kernel
 
 
 def _ahead(shape: ModelShape) -> int:

@@ -1,9 +1,9 @@
-"""Memory that belongs to no layer: the loss, masks, and what cuBLAS keeps. Pure arithmetic, all answers in bytes."""
+"""Memory that belongs to no layer: masks, what cuBLAS keeps, and GRPO's loss. Pure arithmetic, all answers in bytes."""
 
 from __future__ import annotations
 
 from ftcli.facts.device import DeviceFacts
-from ftcli.preflight.execution import Execution
+from ftcli.facts.execution import Execution
 
 #: Rows and columns of the one tile of logits in TRL's fused head.
 _TRL_TILE = (4096, 2048)
@@ -19,7 +19,7 @@ def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -
     if device.kind != "cuda":
         return 0
     each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
-    return each * (2 if backward else 1) * (2 if execution.kernels == "fused" else 1)
+    return each * (2 if backward else 1) * (2 if execution.layers.code == "fused" else 1)
 
 
 def grpo_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
@@ -36,10 +36,10 @@ def mask_bytes(
     Causal attention over rows without padding needs none, whatever their length; our kernels read intervals instead.
     transformers' eager form always has one, of numbers of ``element`` bytes, and so has ours without a kernel.
     """
-    if execution.attention == "triton":
+    if execution.dense == "triton":
         return 0
-    if execution.attention == "eager":
-        kinds, plain = 2 if window else 1, execution.kernels == "transformers"
-        return (rows if padded else 1) * queries * keys * kinds * (element if plain else 1)
-    windowed = window is not None and window < keys and execution.attention == "sdpa"
+    if execution.dense == "eager":
+        kinds = 2 if window else 1
+        return (rows if padded else 1) * queries * keys * kinds * (1 if execution.on_kernels else element)
+    windowed = window is not None and window < keys and execution.masked != "triton"
     return rows * queries * keys * (1 + windowed) if padded else queries * keys * windowed

@@ -12,13 +12,12 @@ from ftkernels.nf4 import quantize_nf4
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.precision import plan_dtypes
 from ftcli.facts.quantization import nf4_bytes
 from ftcli.facts.shape import Linear
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.base import Context
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from tests.estimates import setup_of
 
 LORA = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
 
@@ -30,7 +29,7 @@ def estimate(load: Callable[..., Any]) -> Callable[..., tuple[MemoryEstimate, Mo
         loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{LORA}", kept, *overrides)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         gpu = named_device("h200")
-        found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work=work)
+        found = estimate_memory(setup_of(loaded.recipe, facts, gpu, work))
         assert found is not None
         return found, facts
 
@@ -81,7 +80,7 @@ def test_fp8_is_dequantised_where_no_fp8_product_runs(
     loaded = load(text, "quantization.method=fp8", f"model.dtype={dtype}", "train.gradient_checkpointing=false")
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
     gpu = named_device(device)
-    found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work="train")
+    found = estimate_memory(setup_of(loaded.recipe, facts, gpu))
     assert found is not None
     assert found.parts.get("dequantized weights", 0) == dense * 2 * 14336 * 4096
 
@@ -94,7 +93,7 @@ def test_export_counts_the_full_precision_base(estimate: Callable[..., Any]) -> 
 def test_kept_layers_cost_what_bfloat16_costs(estimate: Callable[..., Any]) -> None:
     kept, facts = estimate("quantization.method=nf4", "quantization.keep_dequantized=true")
     plain, _ = estimate()
-    assert kept.kept_layers == facts.shape.num_layers
+    assert kept.dequantized_layers == facts.shape.num_layers
     assert kept.parts["weights"] == plain.parts["weights"]
     assert "dequantized weights" not in kept.parts
     assert kept.total_bytes == plain.total_bytes
@@ -112,12 +111,12 @@ def test_auto_keeps_as_many_layers_as_there_is_ample_room_for(load: Callable[...
         )
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
         device = named_device(gpu)
-        kept = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, device), device, work="train")
+        kept = estimate_memory(setup_of(loaded.recipe, facts, device))
         assert kept is not None
         assert device.memory_bytes is not None
-        found[gpu] = kept.kept_layers
+        found[gpu] = kept.dequantized_layers
         assert kept.total_bytes <= 0.8 * device.memory_bytes
-        if 0 < kept.kept_layers < 32:
+        if 0 < kept.dequantized_layers < 32:
             layer = 2 * facts.shape.linear_parameters // 32
             assert kept.total_bytes + layer > 0.8 * device.memory_bytes
     assert 0 < found["rtx4090"] < 32

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ftkernels.attention_config import Machine
+from ftkernels.limits import Gpu
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import (
@@ -18,44 +18,45 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from ftcli.model.attention import NAME, AttentionCall, attention_forward, choose_attention, register
+from ftcli.facts.attention import AttentionCall, choose_attention
+from ftcli.model.attention import NAME, attention_forward, register
 from ftcli.model.masks import CallMask
 
 CUDA = torch.device("cuda")
-HOPPER = Machine(CUDA, (9, 0), 227 * 1024)
-AMPERE = Machine(CUDA, (8, 0), 163 * 1024)
-TURING = Machine(CUDA, (7, 5), 64 * 1024)
-CPU = Machine(torch.device("cpu"), None, 0)
+HOPPER = Gpu((9, 0), 227 * 1024)
+AMPERE = Gpu((8, 0), 163 * 1024)
+TURING = Gpu((7, 5), 64 * 1024)
+CPU = Gpu(None, 0)
 
 
 @pytest.mark.parametrize(("machine", "call", "backend", "reason"), [
     (HOPPER, {}, "cudnn", "dense causal"),
     (AMPERE, {}, "flash", "dense causal"),
-    (TURING, {"dtype": torch.float16}, "sdpa", "7.5"),
-    (CPU, {"dtype": torch.float32}, "sdpa", "CPU"),
-    (HOPPER, {"dtype": torch.float32}, "sdpa", "float32"),
+    (TURING, {"dtype": "float16"}, "sdpa", "7.5"),
+    (CPU, {"dtype": "float32"}, "sdpa", "CPU"),
+    (HOPPER, {"dtype": "float32"}, "sdpa", "float32"),
     (HOPPER, {"windowed": True}, "triton", "window"),
     (HOPPER, {"mask": "intervals"}, "triton", "padding"),
     (AMPERE, {"mask": "intervals", "windowed": True}, "triton", "padding"),
-    (TURING, {"mask": "intervals", "dtype": torch.float16}, "sdpa", "capability 7.5"),
-    (CPU, {"mask": "intervals", "dtype": torch.float32}, "sdpa", "CUDA"),
+    (TURING, {"mask": "intervals", "dtype": "float16"}, "sdpa", "capability 7.5"),
+    (CPU, {"mask": "intervals", "dtype": "float32"}, "sdpa", "CUDA"),
     (HOPPER, {"mask": "any"}, "sdpa", "not made of intervals"),
     (HOPPER, {"mask": "any", "decoding": True}, "sdpa", "intervals"),
     (HOPPER, {"softcap": 50.0, "head_dim": 256}, "triton", "capped"),
-    (HOPPER, {"softcap": 50.0, "head_dim": 256, "dtype": torch.float32}, "triton", "capped"),
+    (HOPPER, {"softcap": 50.0, "head_dim": 256, "dtype": "float32"}, "triton", "capped"),
     (HOPPER, {"softcap": 50.0, "head_dim": 256, "mask": "intervals", "windowed": True}, "triton", "capped"),
     (HOPPER, {"softcap": 50.0, "head_dim": 512}, "eager", "not 512"),
     (HOPPER, {"softcap": 50.0, "mask": "any"}, "eager", "not made of intervals"),
     (HOPPER, {"softcap": 50.0, "decoding": True}, "eager", "one query"),
     (HOPPER, {"softcap": 50.0, "dropout": True}, "eager", "dropout"),
     (HOPPER, {"dropout": True}, "sdpa", "dropout"),
-    (TURING, {"softcap": 50.0, "dtype": torch.float16}, "eager", "capability 7.5"),
-    (CPU, {"softcap": 50.0, "dtype": torch.float32}, "eager", "CUDA"),
+    (TURING, {"softcap": 50.0, "dtype": "float16"}, "eager", "capability 7.5"),
+    (CPU, {"softcap": 50.0, "dtype": "float32"}, "eager", "CUDA"),
 ])  # fmt: skip
 def test_the_backend_is_a_pure_function_of_machine_and_call(
-    machine: Machine, call: dict[str, Any], backend: str, reason: str
+    machine: Gpu, call: dict[str, Any], backend: str, reason: str
 ) -> None:
-    chosen = choose_attention(machine, AttentionCall(**{"dtype": torch.bfloat16, "head_dim": 128, **call}))
+    chosen = choose_attention(machine, AttentionCall(**{"dtype": "bfloat16", "head_dim": 128, **call}))
     assert chosen.backend == backend
     assert reason in chosen.reason
 

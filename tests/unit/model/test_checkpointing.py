@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from ftcli.config.training import Checkpointing
 from ftcli.model.backbone import forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.patch import patch
+from ftcli.tables.policies import PolicyName
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -65,7 +65,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_policy_gives_the_same_bits(name: str, kernels: str) -> None:
     wanted = gradients(adapted(name, kernels), accumulated=2)
-    policies: tuple[Checkpointing, ...] = ("selective", "offload")
+    policies: tuple[PolicyName, ...] = ("selective", "offload")
     for policy in policies:
         model = adapted(name, kernels)
         use_checkpointing(model, policy)
@@ -89,7 +89,7 @@ def _checkpoint(function: Any, *args: Any) -> Any:
 
 
 def test_dropout_is_the_same_when_layers_run_again() -> None:
-    policies: tuple[Checkpointing, ...] = (False, "selective", "offload")
+    policies: tuple[PolicyName, ...] = (False, "selective", "offload")
     runs = []
     for policy in policies:
         model = adapted("llama", "reference", lora_dropout=0.2)
@@ -99,7 +99,7 @@ def test_dropout_is_the_same_when_layers_run_again() -> None:
     assert same(runs[2], runs[0])
 
 
-def kept_elements(name: str, policy: Checkpointing, **settings: Any) -> int:
+def kept_elements(name: str, policy: PolicyName, **settings: Any) -> int:
     """Elements of distinct activations that autograd holds after a forward pass of the last layer alone."""
     model = adapted(name, "reference")
     use_checkpointing(model, policy, **settings)

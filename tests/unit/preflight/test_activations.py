@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states
-from ftcli.model.families import FAMILIES as KERNEL_FAMILIES
 from ftcli.model.patch import patch
-from ftcli.preflight.execution import FUSED_FAMILIES
-from ftcli.preflight.memory.activations import Setting, host_bytes, norm_bytes, plain_policy
-from ftcli.preflight.memory.fused_activations import fused_policy
+from ftcli.preflight.memory.activations import LayerMemory, Setting, norm_bytes, plain_layers
+from ftcli.preflight.memory.fused_activations import fused_layers
+from ftcli.preflight.memory.held import Held, Offloaded
+from ftcli.preflight.memory.host import pinned_bytes
+from ftcli.tables import code_of, families, policies
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -47,6 +48,13 @@ PLANS = {
 }
 # A length that is no width of any weight, so that activations cannot be taken for cast copies of weights.
 BATCH, SEQ_LEN, RANK = 2, 72, 4
+SENT: tuple[Offloaded, ...] = ("layers", "halves")
+
+
+def held(layers: LayerMemory, shape: Any, setting: Setting, policy: Any, sent: Offloaded = "halves") -> Held:
+    """What a layer holds under a policy of the table."""
+    found: Held = code_of(policies.row(policy).held)(layers.layer(shape, setting), sent)
+    return found
 
 
 def build(
@@ -127,7 +135,7 @@ def predicted_bytes(family: str, attention: Any, plan: DtypePlan, *, batch: int 
     shape = shape_of(config_of(family, 1))
     assert shape is not None
     setting = setting_of(family, plan, batch=batch, **options)
-    return batch * SEQ_LEN * plain_policy(attention).layer_bytes(shape, setting)
+    return batch * SEQ_LEN * plain_layers(attention).layer_bytes(shape, setting)
 
 
 CASES = [
@@ -188,7 +196,9 @@ def test_whole_model_is_within_ten_percent(family: str, attention: Any, plan: st
     shape = shape_of(config_of(family, layers))
     assert shape is not None
     setting = setting_of(family, dtypes)
-    kept = BATCH * setting.seq_len * shape.num_layers * plain_policy(attention).held(shape, setting, checkpointing).kept
+    kept = (
+        BATCH * setting.seq_len * shape.num_layers * held(plain_layers(attention), shape, setting, checkpointing).kept
+    )
     kept += BATCH * SEQ_LEN * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)  # the last one
     assert kept == pytest.approx(measured_bytes(model, dtypes), rel=0.10)
 
@@ -204,7 +214,7 @@ def on_kernels(family: str, plan: DtypePlan, layers: int, rows: int, *, dropout:
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
-@pytest.mark.parametrize("family", sorted(FUSED_FAMILIES))
+@pytest.mark.parametrize("family", sorted(name for name, row in families.TABLE.items() if row.kernels == "layers"))
 @pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
@@ -213,13 +223,9 @@ def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) 
     measured = (sizes[3, 4] - sizes[2, 4]) - (sizes[3, 2] - sizes[2, 2])
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    policy = fused_policy(capped_without_kernel=family == "gemma2", reference=True)
+    policy = fused_layers(capped_without_kernel=family == "gemma2", reference=True)
     predicted = 2 * SEQ_LEN * policy.layer_bytes(shape, setting_of(family, dtypes, batch=1))
     assert predicted == pytest.approx(measured, rel=0.03)
-
-
-def test_the_fused_families_are_those_of_the_kernels() -> None:
-    assert {name for name, kernels in KERNEL_FAMILIES.items() if kernels.block != "parts"} == FUSED_FAMILIES
 
 
 def test_kernels_keep_far_less_than_plain_layers() -> None:
@@ -227,23 +233,23 @@ def test_kernels_keep_far_less_than_plain_layers() -> None:
     shape = shape_of(config_of("gemma2", 1))
     assert shape is not None
     setting = setting_of("gemma2", dtypes, batch=1)
-    fused = fused_policy(capped_without_kernel=False, reference=False)
-    assert fused.layer_bytes(shape, setting) < 0.5 * plain_policy("eager").layer_bytes(shape, setting)
+    fused = fused_layers(capped_without_kernel=False, reference=False)
+    assert fused.layer_bytes(shape, setting) < 0.5 * plain_layers("eager").layer_bytes(shape, setting)
 
 
 def test_layers_whose_inputs_alone_are_offloaded_need_what_checkpointed_ones_do() -> None:
     shape, setting = shape_of(config_of("llama", 2)), setting_of("llama", PLANS["lora-bfloat16"])
     assert shape is not None
-    policy = fused_policy(capped_without_kernel=False, reference=False, attention_by_kernel=True)
+    policy = fused_layers(capped_without_kernel=False, reference=False, attention_by_kernel=True)
     stream = shape.hidden_size * setting.bytes_residual
-    whole, halves = (policy.held(shape, setting, "offload", sent) for sent in ("layers", "halves"))
-    checkpointed = policy.held(shape, setting, True)
+    whole, halves = (held(policy, shape, setting, "offload", sent) for sent in SENT)
+    checkpointed = held(policy, shape, setting, True)
     # The input of the layer at work is no longer among those that are kept, and one more is on its way.
     assert whole.workspace == checkpointed.workspace + 2 * stream
     assert (whole.kept, whole.host) == (0.0, stream)
     assert (halves.kept, halves.host) == (0.0, 3 * stream)
     assert halves.workspace < whole.workspace
     sizes = [
-        host_bytes(shape, setting, policy, 1, checkpointing="offload", offloaded=sent) for sent in ("layers", "halves")
+        pinned_bytes(shape.num_layers * round(each.host / stream), setting.seq_len * stream) for each in (whole, halves)
     ]
     assert sizes == [2 * 2**20, 6 * 2**20]  # a tensor takes a piece of 1 MiB at least

@@ -13,22 +13,14 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.precision import plan_dtypes
-from ftcli.preflight.memory.advice import judge
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.levels import TIGHT_SHARE
-from ftcli.preflight.memory.policy import (
-    CheckpointingChoice,
-    choose_checkpointing,
-    leaner_policies,
-    with_choice,
-    with_layers,
-    with_policy,
-)
-from ftcli.preflight.memory.result import MemoryEstimate
-from ftcli.preflight.memory.slowdown import relative_time
+from ftcli.preflight.memory.advice import judge, relative_time
+from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory.policy import CheckpointingChoice, choose_checkpointing
+from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
+from tests.estimates import setup_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\n"
 LORA = "lora: {r: 16}\ndata: {train: [bundled:sample-chat], max_seq_len: 2048}\n"
@@ -51,14 +43,15 @@ class Case:
         self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
 
     def estimate(self, policy: Any, device: DeviceFacts = H100, work: Any = "train") -> MemoryEstimate:
-        plan = plan_dtypes(self.recipe, device)
-        found = estimate_memory(with_policy(self.recipe, policy), self.facts, plan, device, work=work)
+        found = estimate_memory(self.setup(device, work).under(policy))
         assert found is not None
         return found
 
+    def setup(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> Setup:
+        return setup_of(self.recipe, facts or self.facts, device, work)
+
     def choice(self, device: DeviceFacts, work: Any = "train", facts: ModelFacts | None = None) -> CheckpointingChoice:
-        plan = plan_dtypes(self.recipe, device)
-        return choose_checkpointing(self.recipe, facts or self.facts, plan, device, work=work)
+        return choose_checkpointing(self.setup(device, work, facts))
 
 
 @pytest.fixture
@@ -131,9 +124,8 @@ def test_offload_is_for_a_host_that_has_room_for_it(case: Callable[..., Case]) -
     layers = made.estimate("offload", short)
     assert layers.total_bytes < whole.total_bytes
     assert made.choice(replace(short, memory_bytes=int(layers.total_bytes / TIGHT_SHARE) + STEP)).policy == "offload"
-    open_ended = with_policy(made.recipe, False)
-    assert leaner_policies(open_ended, made.facts, roomy, "train") == ("selective", "offload")
-    assert leaner_policies(open_ended, made.facts, short, "train") == ("selective", True, "offload")
+    assert leaner_policies(made.setup(roomy).under(False)) == ("selective", "offload")
+    assert leaner_policies(made.setup(short).under(False)) == ("selective", True, "offload")
 
 
 def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[..., Case]) -> None:
@@ -144,7 +136,7 @@ def test_offload_is_left_out_where_the_host_has_room_for_nothing(case: Callable[
     assert choice.tried[-1].host_has_room is False
     pinned = made.estimate("offload", full).pinned_host_bytes
     assert f"but {pinned / 2**30:.2f} on the host, which lacks it" in choice.reason
-    assert leaner_policies(with_policy(made.recipe, False), made.facts, full, "train") == ("selective", True)
+    assert leaner_policies(made.setup(full).under(False)) == ("selective", True)
 
 
 def test_layers_that_there_is_room_for_keep_everything(case: Callable[..., Case]) -> None:
@@ -157,7 +149,9 @@ def test_layers_that_there_is_room_for_keep_everything(case: Callable[..., Case]
     assert 0 < layers < 32
 
     def needed(count: int) -> int:
-        return Case(replace(made.loaded, recipe=with_layers(made.recipe, count))).estimate("selective").total_bytes
+        found = estimate_memory(made.setup(H100).under("selective", count))
+        assert found is not None
+        return found.total_bytes
 
     assert needed(layers) <= TIGHT_SHARE * int(device.memory_bytes or 0) < needed(layers + 1)
     sizes = [needed(count) for count in (0, 1, 16, 31, 32)]
@@ -171,7 +165,7 @@ def test_offloading_some_layers_can_be_faster_than_running_all_a_little_again(ca
     small = with_room_for(made.estimate("offload").total_bytes * 11 // 10, host_free_bytes=2**40)
     choice = made.choice(small)
     assert (choice.policy, choice.uncheckpointed_layers > 0) == ("offload", True)
-    pinned = Case(replace(made.loaded, recipe=with_choice(made.recipe, choice))).estimate("offload").pinned_host_bytes
+    pinned = Case(replace(made.loaded, recipe=choice.of(made.setup(H100)).recipe)).estimate("offload").pinned_host_bytes
     whole = made.estimate("offload").pinned_host_bytes
     assert pinned * 32 == whole * (32 - choice.uncheckpointed_layers)
 
@@ -193,7 +187,7 @@ def test_dequantised_copies_keep_to_the_budget(case: Callable[..., Case]) -> Non
     bound = report_of(case(LLAMA + LORA + nf4, "train.memory_budget_gib=20").loaded, H100).memory
     assert free is not None
     assert bound is not None
-    assert free.kept_layers == 32
+    assert free.dequantized_layers == 32
     assert bound.total_bytes <= 20 * 2**30
 
 
@@ -280,10 +274,10 @@ def test_dequantised_copies_take_what_the_policy_leaves(case: Callable[..., Case
     for device in (with_room_for(kept), GPUS["a100-40gb"], H100):
         assert made.choice(device).policy is False
         assert made.choice(device).tried == lean.choice(device).tried
-    assert made.estimate(False, with_room_for(kept)).kept_layers == 0
+    assert made.estimate(False, with_room_for(kept)).dequantized_layers == 0
     report = preflight(made.loaded, command="train", device=H100, offline=True)
     assert report.memory is not None
-    assert (report.checkpointing.policy, report.memory.kept_layers) == (False, 32)
+    assert (report.checkpointing.policy, report.memory.dequantized_layers) == (False, 32)
     assert made.choice(just_short_of(kept)).policy == "selective"
     # Copies that the recipe insists on are part of what has to fit.
     always = case(LLAMA + LORA, "quantization.method=nf4", "quantization.keep_dequantized=true")
@@ -303,7 +297,7 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     report = report_of(made.loaded, named_device(device))
     assert (report.checkpointing.requested, report.checkpointing.policy) == ("auto", policy)
     assert report.recipe.train.checkpointing == policy
-    assert report.recipe == with_choice(made.recipe, report.checkpointing)
+    assert report.recipe == report.checkpointing.of(made.setup(H100)).recipe
     assert report.memory == Case(replace(made.loaded, recipe=report.recipe)).estimate(policy, named_device(device))
     values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
@@ -317,7 +311,7 @@ def test_an_open_setting_never_passes_for_a_policy(case: Callable[..., Case]) ->
         _ = TrainConfig(gradient_checkpointing="auto").checkpointing
     made = case()
     with pytest.raises(ValueError, match="has not been resolved"):
-        estimate_memory(made.recipe, made.facts, plan_dtypes(made.recipe, H100), H100, work="train")
+        estimate_memory(made.setup(H100))
     assert TrainConfig(gradient_checkpointing="offload").checkpointing == "offload"
 
 
@@ -353,8 +347,8 @@ def test_time_of_a_token(
     rows: int, length: int, policy: Any, on_kernels: bool, expected: float, case: Callable[..., Case]
 ) -> None:
     made = case(LLAMA + LORA, f"train.per_device_train_batch_size={rows}", f"data.max_seq_len={length}")
-    found = relative_time(with_policy(made.recipe, policy), work="train", on_kernels=on_kernels)
-    assert found == pytest.approx(expected)
+    setup = made.setup(H100).changed({"model.kernels": "auto" if on_kernels else "off"})
+    assert relative_time(setup.under(policy)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +367,8 @@ def test_the_change_that_costs_least_speed_is_proposed(
     single = ("train.per_device_train_batch_size=1", f"train.gradient_accumulation_steps={rows}")
     one = case(LLAMA + LORA, f"data.max_seq_len={length}", *single)
     gpu = with_room_for(max(one.estimate(False).total_bytes, made.estimate("selective").total_bytes))
-    recipe = with_policy(made.recipe, False)
-    change = judge(made.estimate(False, gpu), recipe, made.facts, gpu, work="train").change
+    found = candidate(made.setup(gpu).under(False))
+    assert found is not None
+    change = judge(found).change
     assert change is not None
     assert dict(change.settings) == expected

@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.attention_config import Machine
 from ftkernels.device import fuses_products
 from ftkernels.fp8 import on_tensor_cores
 from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
+from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
+from ftcli.facts.execution import Part, gpu_of, parts_of
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
-from ftcli.model.attention import AttentionCall, choose_attention
-from ftcli.preflight.execution import execution_of
-from ftcli.preflight.kernel_table import KernelRow, kernel_rows
 from ftcli.preflight.stages import preflight
+from tests.estimates import setup_of
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
 GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"
@@ -31,25 +29,23 @@ def _gpu(device: DeviceFacts) -> Gpu:
     return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
-def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, KernelRow]:
+def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, Part]:
     recipe = loaded.recipe
     facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
-    plan = plan_dtypes(recipe, device)
-    execution = execution_of(recipe, facts, plan, device, work="train")
-    return {row.part: row for row in kernel_rows(recipe, facts, plan, device, execution)}
+    setup = setup_of(recipe, facts, device)
+    return {row.part: row for row in parts_of(recipe, facts, setup.plan, device, setup.execution)}
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_is_what_the_model_would_choose(load: Any, gpu: str, dtype: str) -> None:
     device = named_device(gpu)
-    machine = Machine(torch.device("cuda"), device.capability, device.shared_memory_bytes or 0)
     llama = rows_for(load(LLAMA % (dtype, 16)), device)
-    chosen = choose_attention(machine, AttentionCall(DTYPES[dtype], 128))
+    chosen = choose_attention(gpu_of(device), AttentionCall(dtype, 128))
     assert llama["attention"].runs == chosen.backend
     gemma = rows_for(load(GEMMA % (dtype, 16)), device)
     for part, windowed in (("attention, window 4096", True), ("attention, global", False)):
-        chosen = choose_attention(machine, AttentionCall(DTYPES[dtype], 256, softcap=50.0, windowed=windowed))
+        chosen = choose_attention(gpu_of(device), AttentionCall(dtype, 256, softcap=50.0, windowed=windowed))
         assert gemma[part].runs == chosen.backend
 
 
@@ -113,9 +109,8 @@ def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str,
 @pytest.mark.parametrize("gpu", ["t4", "a100-80gb", "h100"])
 def test_packed_documents_go_where_masked_calls_go(load: Any, gpu: str) -> None:
     device = named_device(gpu)
-    machine = Machine(torch.device("cuda"), device.capability, device.shared_memory_bytes or 0)
     row = rows_for(load(LLAMA % ("bfloat16", 16), "data.packing=true"), device)["attention"]
-    chosen = choose_attention(machine, AttentionCall(torch.bfloat16, 128, mask="intervals"))
+    chosen = choose_attention(gpu_of(device), AttentionCall("bfloat16", 128, mask="intervals"))
     assert row.runs == chosen.backend
     if gpu == "h100":
         assert row.runs == "triton"

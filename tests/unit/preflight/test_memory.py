@@ -14,16 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.facts.device import GPUS, named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.facts.precision import plan_dtypes
 from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
 from ftcli.preflight.checks import room
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
-from ftcli.preflight.execution import execution_of
 from ftcli.preflight.memory.advice import judge
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.levels import TIGHT_SHARE
-from ftcli.preflight.memory.policy import leaner_policies, with_policy
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from tests.estimates import estimate_of, setup_of
 
 GIB = 2**30
 LORA = "lora: {r: 16}\n"
@@ -41,20 +38,17 @@ class Case:
         self.loaded = loaded
         self.recipe = loaded.recipe
         if self.recipe.train.gradient_checkpointing == "auto":
-            self.recipe = with_policy(self.recipe, False)
+            train = self.recipe.train.model_copy(update={"gradient_checkpointing": False})
+            self.recipe = self.recipe.model_copy(update={"train": train})
         self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
 
     def estimate(self, device: str = "h100", work: Any = "train") -> MemoryEstimate:
-        gpu = named_device(device)
-        found = estimate_memory(self.recipe, self.facts, plan_dtypes(self.recipe, gpu), gpu, work=work)
-        assert found is not None
-        return found
+        return estimate_of(self.recipe, self.facts, device, work)
 
     def verdict(self, device: Any, work: Any = "train") -> Any:
-        gpu = named_device(device) if isinstance(device, str) else device
-        estimate = estimate_memory(self.recipe, self.facts, plan_dtypes(self.recipe, gpu), gpu, work=work)
-        assert estimate is not None
-        return judge(estimate, self.recipe, self.facts, gpu, work=work)
+        found = candidate(setup_of(self.recipe, self.facts, device, work))
+        assert found is not None
+        return judge(found)
 
 
 @pytest.fixture
@@ -133,9 +127,8 @@ def test_what_runs_the_layers(
 ) -> None:
     _, _, kernels = text.partition("#kernels: ")
     made = case(name, text, f"model.kernels={kernels or 'auto'}")
-    gpu = named_device(device)
-    found = execution_of(made.recipe, made.facts, plan_dtypes(made.recipe, gpu), gpu, work=work)
-    assert (found.kernels, found.attention) == expected
+    found = setup_of(made.recipe, made.facts, device, work).execution
+    assert (found.layers.code, found.attention) == expected
 
 
 def test_checkpointing_trades_activations_for_one_layer_at_a_time(case: Callable[..., Case]) -> None:
@@ -337,7 +330,7 @@ def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA)
     unknown = replace(made.facts, shape=None)
     gpu = GPUS["h100"]
-    assert estimate_memory(made.recipe, unknown, plan_dtypes(made.recipe, gpu), gpu, work="train") is None
+    assert estimate_memory(setup_of(made.recipe, unknown, gpu)) is None
 
 
 def test_fits_tight_and_does_not_fit(case: Callable[..., Case]) -> None:
@@ -400,7 +393,7 @@ def test_policies_that_are_proposed(
     now: str, kernels: str, device: str, work: Any, leaner: tuple[Any, ...], case: Callable[..., Case]
 ) -> None:
     made = case("google/gemma-2-9b", LORA, f"train.gradient_checkpointing={now}", f"model.kernels={kernels}")
-    assert leaner_policies(made.recipe, made.facts, named_device(device), work) == leaner
+    assert leaner_policies(setup_of(made.recipe, made.facts, device, work)) == leaner
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
 from ftcli.preflight.checks import room
-from ftcli.preflight.memory.estimate import estimate_memory
-from ftcli.preflight.memory.result import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from tests.estimates import setup_of
 
 GIB = 2**30
 RECIPE = "lora: {r: 16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
@@ -32,7 +31,7 @@ def estimate(load: Callable[..., Any]) -> Estimate:
         free = None if host_gib is None else int(host_gib * GIB)
         gpu = replace(named_device("h200"), host_free_bytes=free)
         facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-        found = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work="train")
+        found = estimate_memory(setup_of(loaded.recipe, facts, gpu))
         assert found is not None
         return found
 

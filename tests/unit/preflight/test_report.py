@@ -40,7 +40,7 @@ def test_a_good_recipe_gets_a_full_report(load: Callable[..., Any]) -> None:
     report = check(load(FINE))
     assert report.facts.parameters == 2614341888
     assert report.plan.compute == "bfloat16"
-    assert (report.kernels, report.attention) == ("fused", "triton")
+    assert (report.setup.execution.layers.code, report.setup.execution.attention) == ("fused", "triton")
     assert report.verdict is not None
     assert report.verdict.level == "fits"
     assert report.memory is not None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
 from ftcli.facts.shape import Linear
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.preflight.checks import crossfield, support
@@ -24,6 +23,7 @@ from ftcli.preflight.checks.base import Context
 from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.tables import code_of, quantizations
 from tests.e2e.conftest import User
+from tests.estimates import setup_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def test_its_bytes_are_counted(load: Callable[..., Any]) -> None:
     for method in ("none", "int8"):
         loaded = load(text, f"quantization.method={method}", "train.gradient_checkpointing=true")
         facts, gpu = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), named_device("h200")
-        found[method] = estimate_memory(loaded.recipe, facts, plan_dtypes(loaded.recipe, gpu), gpu, work="train")
+        found[method] = estimate_memory(setup_of(loaded.recipe, facts, gpu))
     linears = facts.shape.linears
     rows = sum(linear.out_features for linear in linears)
     saved = facts.shape.num_layers * (sum(linear.in_features * linear.out_features for linear in linears) - 4 * rows)

@@ -1,0 +1,111 @@
+"""Which attention backend serves a call: a pure function of the GPU and the call.
+
+The model asks it for each call that it makes; preflight asks it for the calls that a run will make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ftkernels.limits import Gpu, why_no_attention
+
+#: ``eager`` is plain torch with all scores; the others but ``triton`` are torch's scaled dot product attention.
+Backend = Literal["cudnn", "flash", "sdpa", "triton", "eager"]
+
+#: ``plain``: causal over the whole sequence, with or without a window; ``intervals``: padding, documents or a cached
+#: prefix, still one interval of keys a query; ``any``: something else, for dense masks only.
+MaskKind = Literal["plain", "intervals", "any"]
+
+#: Which kernels a caller wants: what fits, ours wherever the call allows them, or none of them.
+Kernels = Literal["auto", "triton", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention, as far as the choice of a backend depends on it.
+
+    Attributes:
+        dtype: What the products are taken in, by torch's name: autocast's dtype, or the inputs'.
+        softcap: Cap on the scores; 0 for none.
+        windowed: A sliding window shorter than the sequence is in force.
+        mask: What the mask is made of.
+        decoding: One query a row, against cached keys.
+        dropout: Probabilities are dropped.
+    """
+
+    dtype: str
+    head_dim: int
+    softcap: float = 0.0
+    windowed: bool = False
+    mask: MaskKind = "plain"
+    decoding: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """What runs, and why, as one clause."""
+
+    backend: Backend
+    reason: str
+
+
+def choose_attention(
+    gpu: Gpu, call: AttentionCall, kernels: Kernels = "auto", *, interpreted: bool = False
+) -> AttentionChoice:
+    """The backend of one attention call.
+
+    Args:
+        interpreted: Triton's interpreter is there to run the kernels on a CPU, if ``kernels`` insists on them.
+
+    Raises:
+        ValueError: ``kernels="triton"`` on a machine that cannot run them.
+    """
+    refusal = _why_no_kernel(gpu, call, kernels, interpreted=interpreted)
+    plain = call.mask == "plain" and not call.decoding
+    if call.softcap:
+        if refusal is None:
+            return AttentionChoice("triton", "scores are capped, which SDPA cannot do")
+        return AttentionChoice("eager", f"scores are capped, which SDPA cannot do, and {refusal}")
+    if not plain or call.windowed or kernels == "triton":
+        if refusal is None:
+            masked = "padding, packed documents or a cached prefix are masked"
+            what = "a sliding window is in force" if plain else masked
+            return AttentionChoice("triton", f"{what}, which dense backends cannot skip")
+        return AttentionChoice("sdpa", f"with a dense mask: {refusal}")
+    return _dense_backend(gpu.capability, call)
+
+
+def _why_no_kernel(gpu: Gpu, call: AttentionCall, kernels: Kernels, *, interpreted: bool) -> str | None:
+    """Why our kernels do not serve the call, or None."""
+    if kernels == "torch":
+        machine = "plain torch was asked for"
+    elif gpu.capability is None and not (kernels == "triton" and interpreted):
+        machine = "the kernels need a CUDA GPU"
+    else:
+        machine = why_no_attention(gpu, call.dtype, call.head_dim) or ""
+    if machine and kernels == "triton":
+        raise ValueError(f"the Triton kernels were asked for, but {machine}")
+    if call.dropout:
+        return "the kernels have no dropout of probabilities"
+    if call.mask == "any":
+        return "the mask is not made of intervals"
+    if call.decoding:
+        return "one query a row would leave the kernels' tiles empty"
+    return machine or None
+
+
+def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> AttentionChoice:
+    """Causal attention over whole sequences, without cap, window or padding."""
+    if capability is None:
+        return AttentionChoice("sdpa", "a CPU has no fused backend")
+    if call.dropout:
+        return AttentionChoice("sdpa", "dropout of probabilities")
+    if call.dtype not in ("bfloat16", "float16"):
+        return AttentionChoice("sdpa", f"{call.dtype} has no fused backend")
+    if capability >= (9, 0):
+        return AttentionChoice("cudnn", "dense causal attention on capability 9.0 or more")
+    if capability >= (8, 0):
+        return AttentionChoice("flash", "dense causal attention on capability 8.x")
+    return AttentionChoice("sdpa", f"capability {capability[0]}.{capability[1]} has no flash attention")

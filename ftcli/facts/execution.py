@@ -1,0 +1,241 @@
+"""What runs where: which code computes the decoder layers and attention of a run, and why.
+
+Preflight asks before anything is built, :mod:`ftcli.model.patch` and :mod:`ftcli.model.attention` ask when a model is
+there. What only a built model can say (an adapter of a kind that cannot be fused, say) comes on top there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from ftkernels.limits import (
+    LARGEST_FUSED_RANK,
+    Activation,
+    Gpu,
+    packed_rank,
+    why_no_products,
+)
+
+from ftcli.config import ModelConfig, Recipe
+from ftcli.config.model import Kernels
+from ftcli.facts.attention import AttentionCall, AttentionChoice, choose_attention
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.quantization import why_dequantized
+from ftcli.tables import quantizations
+from ftcli.tables.families import family_of
+from ftcli.tables.methods import Method
+
+#: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+)
+
+#: What computes the layers: Triton kernels, their plain torch form, or transformers' own code.
+LayerCode = Literal["fused", "reference", "transformers"]
+#: What a command does with a model. Benchmarks train or evaluate.
+Work = Literal["train", "eval", "export"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """What computes the decoder layers, and why.
+
+    ``activation`` is the kernels' name of the MLP's, where they compute anything. ``parts``: of layers that stay
+    transformers', norms and attention are on the kernels all the same.
+    """
+
+    code: LayerCode
+    reason: str
+    activation: Activation | None = None
+    parts: bool = False
+
+
+def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, device: str, cuda: bool) -> LayerChoice:
+    """What computes the layers of a model whose base weights are frozen.
+
+    Args:
+        activation: transformers' name of the MLP's activation; None where it is not known.
+        kernels: The recipe's ``model.kernels``; that ``triton`` allows no exception is the caller's to see to.
+        device: The device's name, for the reason.
+        cuda: Whether it is a CUDA GPU.
+    """
+    family = family_of(model_type)
+    if kernels == "off":
+        return LayerChoice("transformers", "model.kernels: off")
+    if kernels != "reference" and not cuda:
+        return LayerChoice("transformers", f"{device} is no CUDA GPU")
+    if family is None or family.kernels == "none":
+        return LayerChoice("transformers", f"model_type {model_type} is not in the family table of the kernels")
+    if activation is None or activation not in ACTIVATIONS:
+        return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
+    if family.kernels == "parts":
+        reason = "q, k, v and gate, up are single layers with one adapter each; norms and attention are on the kernels"
+        return LayerChoice("transformers", reason, ACTIVATIONS[activation], parts=True)
+    if kernels == "reference":
+        return LayerChoice("reference", "model.kernels: reference", ACTIVATIONS[activation])
+    return LayerChoice("fused", f"{device} runs Triton kernels", ACTIVATIONS[activation])
+
+
+def own_attention(model: ModelConfig, softcap: float | None) -> str:
+    """transformers' name of the attention that its own layers take.
+
+    SDPA cannot cap scores, so a model with ``attn_logit_softcapping`` gets the exact eager form under ``auto``.
+    """
+    if model.attention != "auto":
+        return model.attention
+    return "eager" if softcap else "sdpa"
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How the layers of a run are computed.
+
+    Attributes:
+        layers: What computes them.
+        attention: The backend, for people.
+        dense: What serves causal calls over whole sequences.
+        masked: What serves calls with a window in force, or with packed documents.
+        sends_attention: Attention's output is our kernel's in calls of this run.
+    """
+
+    layers: LayerChoice
+    attention: str
+    dense: str
+    masked: str
+    sends_attention: bool
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether ftcli's kernels, or their torch form, compute the layers."""
+        return self.layers.code != "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of `ftcli check`'s table: ``part`` of the model, what ``runs`` there, and the ``reason``.
+
+    ``runs`` is an attention backend, ``triton``, ``torch``, ``transformers``, or how stored weights are multiplied.
+    """
+
+    part: str
+    runs: str
+    reason: str
+
+
+def execution_of(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work, method: Method
+) -> Execution:
+    """How the layers of a run are computed. Evaluation freezes full fine-tunes as well."""
+    layers = _layers(recipe, facts, device, work=work, method=method)
+    if layers.code == "transformers":
+        own = own_attention(recipe.model, facts.attn_logit_softcapping)
+        return Execution(layers, own, own, own, sends_attention=False)
+    dense = _attention(facts, plan, device).backend
+    masked = _attention(facts, plan, device, masked=True).backend
+    windowed = _window_in_force(recipe, facts)
+    by_kernel = masked == "triton"
+    if dense in ("triton", "eager"):
+        shown: str = dense
+    else:
+        shown = "sdpa, triton where a window is in force" if windowed and by_kernel else "sdpa"
+    sends = by_kernel and (dense == "triton" or windowed or recipe.data.packing)
+    return Execution(layers, shown, dense, masked, sends)
+
+
+def parts_of(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
+) -> tuple[Part, ...]:
+    """What runs on each part of a training step, in the order of the model."""
+    layers = execution.layers
+    if layers.code == "transformers":
+        first = Part("layers", "transformers", layers.reason)
+        if layers.parts:
+            return (first, *_attention_parts(recipe, facts, plan, device))
+        own = "eager" if execution.attention == "eager" else "sdpa"
+        return (first, Part("attention", own, "transformers' own"))
+    elementwise = "torch" if layers.code == "reference" else "triton"
+    return (
+        Part("norms, rotary embedding, gated unit", elementwise, layers.reason),
+        *_frozen_products(recipe, plan, device),
+        _low_rank(recipe, plan, device, elementwise),
+        *_attention_parts(recipe, facts, plan, device),
+        Part("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
+    )
+
+
+def gpu_of(device: DeviceFacts) -> Gpu:
+    """The device as the kernels' rules take it."""
+    return Gpu(device.capability, device.shared_memory_bytes or 0)
+
+
+def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work, method: Method) -> LayerChoice:
+    if work == "export":
+        return LayerChoice("transformers", "nothing is trained or evaluated")
+    kernels, cuda = recipe.model.kernels, device.kind == "cuda"
+    choice = choose_layers(facts.model_type, facts.activation, kernels, device=device.name, cuda=cuda)
+    if work == "eval" or (choice.code == "transformers" and not choice.parts):
+        return choice
+    if not method.on_kernels:
+        return LayerChoice("transformers", f"{method.title} generates and trains on transformers' own layers")
+    if recipe.lora is None:
+        reason = "the kernels keep base weights frozen, and full fine-tuning trains them"
+        return LayerChoice("transformers", reason, parts=choice.parts)
+    return choice
+
+
+def _window_in_force(recipe: Recipe, facts: ModelFacts) -> bool:
+    return facts.sliding_window is not None and facts.sliding_window < recipe.data.max_seq_len
+
+
+def _attention(
+    facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, windowed: bool = False, masked: bool = False
+) -> AttentionChoice:
+    head_dim = 0 if facts.shape is None else facts.shape.head_dim
+    softcap = facts.attn_logit_softcapping or 0.0
+    mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
+    return choose_attention(gpu_of(device), AttentionCall(plan.compute, head_dim, softcap, windowed, mask))
+
+
+def _attention_parts(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
+    """One row, or one for layers with and one for layers without a window that is in force."""
+
+    def row(part: str, choice: AttentionChoice) -> Part:
+        return Part(part, choice.backend, choice.reason)
+
+    everywhere = _attention(facts, plan, device, masked=recipe.data.packing)
+    if not _window_in_force(recipe, facts):
+        return [row("attention", everywhere)]
+    rows = [row(f"attention, window {facts.sliding_window}", _attention(facts, plan, device, windowed=True))]
+    layers = 0 if facts.shape is None else facts.shape.num_layers
+    if facts.windowed_layers(layers) < layers:
+        rows.append(row("attention, global", everywhere))
+    return rows
+
+
+def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
+    """The frozen products, where they are not plain ones."""
+    method = recipe.quantization.method
+    if quantizations.row(method).products is None:
+        return []
+    part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, plan, device)
+    if refusal is not None:
+        return [Part(part, "torch", f"{refusal}: dequantised to {plan.compute}")]
+    return [Part(part, method, "as they are stored, on tensor cores")]
+
+
+def _low_rank(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> Part:
+    part = "LoRA products"
+    rank = 0 if recipe.lora is None else recipe.lora.r
+    if elementwise == "torch":
+        return Part(part, "torch", "model.kernels: reference")
+    if packed_rank(rank) > LARGEST_FUSED_RANK:
+        return Part(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
+    refusal = why_no_products(gpu_of(device), plan.compute)
+    if refusal is not None:
+        return Part(part, "torch", f"{refusal}: products of their own")
+    return Part(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")

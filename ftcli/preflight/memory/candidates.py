@@ -1,0 +1,152 @@
+"""Changes to a recipe, each with what it would need. The one place that asks for estimates.
+
+Choosing a policy, proposing a change where a recipe does not fit, and telling what saves memory all weigh candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ftcli.config import LoraConfig
+from ftcli.facts.device import DeviceFacts
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
+from ftcli.preflight.memory.host import pinnable_bytes
+from ftcli.preflight.memory.setup import Setup
+from ftcli.tables import policies
+from ftcli.tables.policies import PolicyName
+
+#: Dotted keys of a recipe and their values.
+Settings = Mapping[str, Any]
+Level = Literal["fits", "tight", "does not fit", "unknown"]
+
+#: Above this share of the memory a run may still fail on fragmentation or on another process.
+TIGHT_SHARE = 0.9
+_SHORTEST_SEQ_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe with ``settings`` changed, and its estimate."""
+
+    settings: Settings
+    setup: Setup
+    estimate: MemoryEstimate
+
+    @property
+    def level(self) -> Level:
+        """How its peak stands to the device's memory."""
+        return level_of(self.estimate.total_bytes, self.setup.device)
+
+
+def candidate(setup: Setup, settings: Settings | None = None) -> Candidate | None:
+    """``setup`` with ``settings`` changed; None for a family without arithmetic."""
+    changed = setup.changed(settings) if settings else setup
+    estimate = estimate_memory(changed)
+    return None if estimate is None else Candidate(settings or {}, changed, estimate)
+
+
+def level_of(needed: int, device: DeviceFacts) -> Level:
+    """``unknown`` where the device does not say what it has, ``tight`` above ``TIGHT_SHARE`` of it."""
+    available = device.available_bytes
+    if available is None:
+        return "unknown"
+    if needed > available:
+        return "does not fit"
+    return "tight" if needed > TIGHT_SHARE * available else "fits"
+
+
+def host_has_room(estimate: MemoryEstimate, device: DeviceFacts) -> bool | None:
+    """Whether the host has what the run pins; None where it pins nothing, and where the host is not known."""
+    if not estimate.pinned_host_bytes or device.host_free_bytes is None:
+        return None
+    return estimate.pinned_host_bytes <= pinnable_bytes(device.host_free_bytes)
+
+
+def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
+    """The policies that differ for this run, the fastest first.
+
+    Where the host has room for the layers' inputs alone, layers run again whole under ``offload``, with one product
+    more than under ``true``: it is the slowest then.
+    """
+    usable = setup.method.supports.get("train.gradient_checkpointing")
+    on_kernels = setup.execution.on_kernels
+    found = [
+        name
+        for name, row in policies.TABLE.items()
+        if (usable is None or name in usable)
+        and (on_kernels or row.off_kernels is None)
+        and (setup.device.kind != "cpu" or not row.by_layer)
+    ]
+    short_host = on_kernels and offloaded_of(setup.under("offload")) == "layers"
+
+    def time(name: PolicyName) -> tuple[bool, float]:
+        row = policies.row(name)
+        return short_host and row.on_host, row.time if on_kernels else row.time_off_kernels
+
+    return tuple(sorted(found, key=time))
+
+
+def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:
+    """Policies that keep less than the recipe's and that the host has room for, the fastest first.
+
+    On the kernels ``offload`` is both faster and leaner than ``true``, which is for a host without the room for what
+    the halves of layers are run again from.
+    """
+    if not setup.trains:
+        return ()
+    order = [name for name in policies_by_speed(setup) if _host_has_room_for(setup.under(name))]
+    last = policies.row(order[-1])
+    if last.by_transformers and any(policies.row(name).on_host for name in order):
+        order.pop()
+    now = setup.recipe.train.checkpointing
+    if now in order:
+        return tuple(order[order.index(now) + 1 :])
+    return tuple(name for name in order if policies.row(name).on_host)
+
+
+def _host_has_room_for(setup: Setup) -> bool:
+    free = setup.device.host_free_bytes
+    return free is None or not setup.policy.on_host or pinned_by(setup, offloaded_of(setup)) <= pinnable_bytes(free)
+
+
+def smaller_batches(setup: Setup) -> Iterator[Settings]:
+    """Smaller batches with as much more accumulation, so that an optimizer step sees the same rows."""
+    rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
+    for smaller in range(rows - 1, 0, -1):
+        if rows % smaller == 0:
+            yield {
+                "train.per_device_train_batch_size": smaller,
+                "train.gradient_accumulation_steps": accumulation * (rows // smaller),
+            }
+
+
+def shorter(setup: Setup) -> Iterator[Settings]:
+    """Half the length, and half of that; never less than 256 tokens."""
+    key = setup.method.length if setup.trains else "data.max_seq_len"
+    section, _, name = key.partition(".")
+    length = getattr(getattr(setup.recipe, section), name)
+    while length // 2 >= _SHORTEST_SEQ_LEN:
+        length //= 2
+        yield {key: length}
+
+
+def checkpointed(setup: Setup) -> list[Settings]:
+    """The leaner policies as settings, of all layers; before them the recipe's own, where it leaves layers out."""
+    leaner = [{"train.gradient_checkpointing": name} for name in leaner_policies(setup)]
+    if not setup.recipe.train.uncheckpointed_layers:
+        return [*leaner]
+    none = {"train.uncheckpointed_layers": 0}
+    return [none, *(each | none for each in leaner)]
+
+
+def shown(settings: Settings) -> str:
+    """Settings as the command line takes them."""
+    return " ".join(f"--set {key}={_yaml(value)}" for key, value in settings.items())
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{{r: {value.r}}}'" if isinstance(value, LoraConfig) else str(value)

@@ -1,0 +1,31 @@
+"""What each training method decides about the memory of a step: the code of :mod:`ftcli.tables.methods`."""
+
+from __future__ import annotations
+
+from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
+from ftcli.preflight.memory.workspaces import grpo_loss_bytes
+
+
+def supervised(setup: Setup) -> MethodMemory:
+    """Rows that hold their answers, up to ``data.max_seq_len``."""
+    return MethodMemory(seq_len=setup.recipe.data.max_seq_len)
+
+
+def grpo(setup: Setup) -> MethodMemory:
+    """Completions of an optimizer step's prompts, generated all at once; TRL's loss; with ``beta`` under full
+    fine-tuning a reference model.
+    """
+    recipe, train = setup.recipe, setup.recipe.train
+    settings = recipe.grpo
+    if settings is None:
+        return supervised(setup)
+    seq_len = settings.max_prompt_length + settings.max_completion_length
+    tokens = train.per_device_train_batch_size * seq_len
+    second = recipe.lora is None and settings.beta > 0
+    completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return MethodMemory(
+        seq_len=seq_len,
+        loss_bytes=grpo_loss_bytes(tokens, setup.shape.hidden_size, setup.plan.compute_bytes),
+        reference_bytes=setup.shape.parameters * setup.plan.parameter_bytes if second else 0,
+        generation=Generation(completions, settings.max_prompt_length, seq_len),
+    )

@@ -1,0 +1,184 @@
+"""A recipe on a machine: everything that the memory of a run depends on, and the quantities that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from ftcli.config import Recipe
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.execution import Execution, Work, execution_of
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.facts.shape import ModelShape
+from ftcli.facts.trained import Trained, trained_parameters
+from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
+from ftcli.preflight.memory.fused_activations import fused_layers
+from ftcli.tables import code_of, policies
+from ftcli.tables.methods import Method
+from ftcli.tables.policies import Policy, PolicyName
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A batch that is generated: ``rows`` prompts of up to ``prompt`` tokens, grown to ``seq_len``."""
+
+    rows: int
+    prompt: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodMemory:
+    """What a training method decides about the memory of a step.
+
+    Attributes:
+        seq_len: Longest row in tokens.
+        loss_bytes: Workspace of its loss; None: that of ``ftkernels.linear_cross_entropy``.
+        reference_bytes: A second model, kept to be compared with.
+        generation: What it generates between steps.
+    """
+
+    seq_len: int
+    loss_bytes: int | None = None
+    reference_bytes: int = 0
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is to be estimated. The recipe's policy must be settled: not ``auto``.
+
+    Attributes:
+        device: With no more memory than the run may count on.
+        work: What is done; evaluation and export keep nothing for backward.
+        method: How the recipe trains.
+    """
+
+    recipe: Recipe
+    facts: ModelFacts
+    device: DeviceFacts
+    work: Work
+    method: Method
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape; only for families with arithmetic."""
+        assert self.facts.shape is not None
+        return self.facts.shape
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.work == "train"
+
+    @cached_property
+    def plan(self) -> DtypePlan:
+        """The dtypes."""
+        return plan_dtypes(self.recipe, self.device)
+
+    @cached_property
+    def execution(self) -> Execution:
+        """What runs where."""
+        return execution_of(self.recipe, self.facts, self.plan, self.device, work=self.work, method=self.method)
+
+    @cached_property
+    def layers(self) -> LayerMemory:
+        """What the layers' code keeps and allocates."""
+        execution, capped = self.execution, bool(self.facts.attn_logit_softcapping)
+        if not execution.on_kernels:
+            return plain_layers("eager" if execution.attention == "eager" else "sdpa")
+        return fused_layers(
+            capped_without_kernel=capped and execution.dense == "eager",
+            reference=execution.layers.code == "reference",
+            attention_by_kernel=execution.sends_attention,
+        )
+
+    @cached_property
+    def trained(self) -> Trained:
+        """What is trained."""
+        return trained_parameters(self.recipe, self.shape)
+
+    @cached_property
+    def of_method(self) -> MethodMemory:
+        """What the method decides."""
+        found: MethodMemory = code_of(self.method.memory)(self)
+        return found
+
+    @property
+    def policy(self) -> Policy:
+        """The checkpointing policy."""
+        return policies.row(self.recipe.train.checkpointing)
+
+    @property
+    def uncheckpointed(self) -> int:
+        """Layers that keep everything whatever the others do."""
+        return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers) if self.policy.by_layer else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.recipe.train.per_device_train_batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch at its largest."""
+        return self.rows * self.of_method.seq_len
+
+    @property
+    def padded(self) -> bool:
+        """Whether training hands attention a padding mask. Supervised rows are padded on the right, under causal
+        attention, and need none.
+        """
+        return self.method.pads_left and self.rows > 1
+
+    @property
+    def head_is_trained(self) -> bool:
+        """Whether the head has a gradient."""
+        lora = self.recipe.lora
+        return lora is None or "lm_head" in lora.modules_to_save
+
+    def setting(self, seq_len: int, *, padded: bool) -> Setting:
+        """What the activation terms depend on. ``padded``: rows of a batch may differ in length."""
+        lora = self.recipe.lora
+        return Setting(
+            seq_len=seq_len,
+            bytes_residual=self.plan.parameter_bytes,
+            bytes_compute=self.plan.compute_bytes,
+            autocast=self.plan.autocast,
+            adapted=self.shape.adapted(lora.target_modules) if lora is not None else (),
+            rank=lora.r if lora is not None else 0,
+            dropout=lora is not None and lora.dropout > 0,
+            full=lora is None,
+            softcap=bool(self.facts.attn_logit_softcapping),
+            padded=padded,
+        )
+
+    def on(self, device: DeviceFacts) -> Setup:
+        """The same on another machine."""
+        return replace(self, device=device)
+
+    def changed(self, settings: Mapping[str, Any]) -> Setup:
+        """The same with dotted keys of the recipe set; the values are taken as valid."""
+        recipe = self.recipe
+        for key, value in settings.items():
+            recipe = _set(recipe, key.split("."), value)
+        return replace(self, recipe=recipe)
+
+    def under(self, name: PolicyName, uncheckpointed: int | None = None) -> Setup:
+        """The same under a checkpointing policy, with so many layers left out of it (None: as the recipe says)."""
+        settings: dict[str, Any] = {"train.gradient_checkpointing": name}
+        if uncheckpointed is not None:
+            settings["train.uncheckpointed_layers"] = uncheckpointed
+        return self.changed(settings)
+
+
+def _set(model: _M, parts: list[str], value: Any) -> _M:
+    head, *rest = parts
+    return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})

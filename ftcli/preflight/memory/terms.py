@@ -1,0 +1,268 @@
+"""The terms of the memory estimate, one after another: what it is, when it is there, how many bytes.
+
+A run passes through phases, and each phase holds some of the terms at once.
+
+==============  ======================================================================================================
+forward         of a training step: the kept activations grow to their full size, then the loss
+backward        one layer's backward after the other. The kernels' layers begin when the hidden states are gone
+end of backward what the first layer's backward allocates, or that of the embeddings; no activations any more
+optimizer step  the optimizer's temporaries
+generation      of methods that generate: the key-value cache of a whole batch of completions
+evaluation      one layer at a time, no gradients; the key-value cache where answers are generated
+export          weights and adapters
+==============  ======================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
+
+from ftcli.facts.quantization import dequantized_bytes, weight_bytes
+from ftcli.facts.trained import optimizer_state_bytes
+from ftcli.preflight.memory.activations import Setting, norm_bytes, plain_layers
+from ftcli.preflight.memory.held import Held, Offloaded
+from ftcli.preflight.memory.setup import Setup
+from ftcli.preflight.memory.workspaces import cublas_bytes, mask_bytes
+from ftcli.tables import code_of, optimizers, policies
+from ftcli.tables.policies import Policy
+
+FORWARD, BACKWARD, END, STEP = "forward", "backward", "end of backward", "optimizer step"
+GENERATION, EVALUATION, EXPORT = "generation", "evaluation", "export"
+_TRAINING = (FORWARD, BACKWARD, END, STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """``bytes`` that are there in ``phases``. ``lasting``: they outlive a pass over a micro-batch."""
+
+    name: str
+    bytes: int
+    phases: tuple[str, ...]
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What is left open by a recipe and depends on the room there is: what ``offload`` sends to the host, and how many
+    layers hold the numbers of their quantised weights in full.
+    """
+
+    offloaded: Offloaded = "halves"
+    dequantized_layers: int = 0
+
+
+def phases_of(setup: Setup) -> tuple[str, ...]:
+    """The phases of a run, in order."""
+    recipe = setup.recipe
+    if setup.work == "export":
+        return (EXPORT,)
+    if setup.work == "eval":
+        return (EVALUATION,)
+    generation = (GENERATION,) if setup.of_method.generation is not None else ()
+    evaluation = (EVALUATION,) if recipe.data.eval or recipe.eval.tasks else ()
+    return (*_TRAINING, *generation, *evaluation)
+
+
+def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
+    """Every term of a run, in reading order."""
+    always = phases_of(setup)
+    yield Term("weights", _weights(setup, settled), always, lasting=True)
+    if setup.recipe.lora is not None:
+        yield Term("adapters", 4 * setup.trained.elements, always, lasting=True)
+    if setup.work != "export" and (workspaces := _cublas(setup)):
+        yield Term("cuBLAS workspaces", workspaces, always, lasting=True)
+    if setup.trains:
+        yield from _what_training_holds(setup, always)
+        yield from _what_a_step_allocates(setup, settled)
+    if GENERATION in always and (batch := setup.of_method.generation) is not None:
+        cache = _generation(setup, settled, batch.rows, batch.prompt, batch.seq_len)
+        yield Term("generation", cache, (GENERATION,))
+    if EVALUATION in always:
+        yield Term("evaluation", _evaluation(setup, settled), (EVALUATION,))
+
+
+def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term]:
+    """Gradients are there from the end of a backward pass to the optimizer's step: in the phases before only where
+    micro-batches are accumulated. Under autocast each trained matrix is cast once in a forward pass, and the copies
+    live until its context ends; what backward needs of them it keeps, or, where layers run again, makes anew.
+    """
+    trained, recipe = setup.trained, setup.recipe
+    if setup.plan.autocast:
+        phases = (FORWARD,) if _copies_run_again(setup) else (FORWARD, BACKWARD)
+        # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
+        later = (GENERATION,) if setup.execution.on_kernels else (GENERATION, EVALUATION)
+        phases = tuple(phase for phase in (*phases, *later) if phase in always)
+        yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
+    accumulates = recipe.train.gradient_accumulation_steps > 1
+    yield Term("gradients", 4 * trained.elements, _TRAINING if accumulates else (END, STEP), lasting=True)
+    yield Term("optimizer", optimizer_state_bytes(recipe.train.optim, trained), always, lasting=True)
+    if reference := setup.of_method.reference_bytes:
+        yield Term("reference model", reference, always, lasting=True)
+
+
+def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
+    tokens, on_kernels = setup.tokens, setup.execution.on_kernels
+    setting = setup.setting(setup.of_method.seq_len, padded=setup.padded)
+    layer, whole = held_by_layers(setup, setting, settled.offloaded)
+    states = _hidden_states(setup, tokens, setting)
+    # What backward begins with is there before any of the kernels' layers.
+    workspace = max(int(tokens * max(layer.workspace, whole.workspace)), 0 if on_kernels else states)
+    dense = _dequantized(setup, settled)
+    yield Term("activations", _kept(setup, layer, whole) + _shared(setup, setting), (FORWARD, BACKWARD))
+    yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
+    of_method = setup.of_method.loss_bytes
+    loss = _cross_entropy(setup, tokens, training=True) if of_method is None else of_method
+    yield Term("loss workspace", loss, (FORWARD,))
+    yield Term("backward workspace", workspace, (BACKWARD,))
+    last = max(workspace + int(tokens * layer.kept), _embedding_gradient(setup))
+    yield Term("last workspace", last, (END,))
+    foreach = optimizers.row(setup.recipe.train.optim).foreach and setup.device.kind == "cuda"
+    yield Term("optimizer workspace", 4 * setup.trained.elements if foreach else 0, (STEP,))
+    if of_method is None and setup.head_is_trained:
+        yield Term("head gradient", 4 * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
+    if _copies_run_again(setup):
+        again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
+        yield Term("copies run again", again, (BACKWARD,))
+    if dense:
+        yield Term("dequantized weights", dense, (BACKWARD, END))
+
+
+def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
+    """What a layer under the run's policy holds, and what one that is left out of it does."""
+    layer = setup.layers.layer(setup.shape, setting)
+
+    def held(by: Policy) -> Held:
+        found: Held = code_of(by.held)(layer, offloaded)
+        return found
+
+    mine = held(setup.policy)
+    return mine, held(policies.row(False)) if setup.uncheckpointed else mine
+
+
+def _kept(setup: Setup, layer: Held, whole: Held) -> int:
+    tokens, run_again = setup.tokens, setup.shape.num_layers - setup.uncheckpointed
+    kept = tokens * (run_again * layer.kept + setup.uncheckpointed * whole.kept)
+    if setup.device.kind == "cpu":  # what goes to the host elsewhere stays where it is
+        kept += tokens * run_again * layer.host
+    return int(kept)
+
+
+def _weights(setup: Setup, settled: Settled) -> int:
+    """The base model; export merges into it in full precision."""
+    if setup.work == "export":
+        return setup.shape.parameters * setup.plan.parameter_bytes
+    stored, element = setup.recipe.quantization, setup.plan.parameter_bytes
+    return weight_bytes(stored, setup.shape, element, kept_layers=settled.dequantized_layers)
+
+
+def _dequantized(setup: Setup, settled: Settled) -> int:
+    """The one matrix that a product of quantised weights needs in the compute dtype."""
+    if settled.dequantized_layers == setup.shape.num_layers:
+        return 0
+    quantization, on_kernels = setup.recipe.quantization, setup.execution.on_kernels
+    return dequantized_bytes(quantization, setup.shape, setup.plan, setup.device, on_kernels=on_kernels)
+
+
+def _cublas(setup: Setup) -> int:
+    return cublas_bytes(setup.device, setup.execution, backward=setup.trains)
+
+
+def _copies_run_again(setup: Setup) -> bool:
+    """Whether transformers' layers run again under autocast, which casts their weights again."""
+    runs_again = setup.policy.recomputes != "nothing" and not setup.execution.on_kernels
+    return setup.plan.autocast and runs_again
+
+
+def _cast_elements(setup: Setup) -> int:
+    return setup.trained.elements if setup.recipe.lora is not None else setup.shape.linear_parameters
+
+
+def _at_once(setup: Setup) -> int:
+    """Layers whose copies are there together: the one that runs again, and those that do not."""
+    return min(1 + setup.uncheckpointed, setup.shape.num_layers)
+
+
+def _autocast_copies(setup: Setup) -> int:
+    """Each trained matrix once more, cast (autocast) or packed, with a padded rank (kernels)."""
+    lora, cast = setup.recipe.lora, _cast_elements(setup)
+    if setup.execution.on_kernels:
+        if lora is not None:
+            cast = cast * packed_rank(lora.r) // lora.r
+        if setup.policy.repacks:
+            cast = cast * _at_once(setup) // setup.shape.num_layers
+    return setup.plan.compute_bytes * cast
+
+
+def _embedding_gradient(setup: Setup) -> int:
+    """The last gradient of a backward pass, dense, beside those that are finished; a tied head's waits for it."""
+    lora, shape = setup.recipe.lora, setup.shape
+    if lora is not None and "embed_tokens" not in lora.modules_to_save:
+        return 0
+    waiting = shape.tied and setup.recipe.train.gradient_accumulation_steps > 1
+    return 4 * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
+
+
+def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:
+    """The backbone's output, its gradient that the loss computes in forward, and what the last norm keeps."""
+    hidden = setup.shape.hidden_size
+    norm = norm_bytes(hidden, setup.shape, setting, setting.bytes_residual)
+    return int(tokens * (2 * hidden * setup.plan.parameter_bytes + norm))
+
+
+def _shared(setup: Setup, setting: Setting) -> int:
+    """What training makes once for all layers. transformers' layers keep packed documents apart by a mask."""
+    documents = setup.recipe.data.packing and not setup.execution.on_kernels
+    return _made_once(setup, setup.rows, setting.seq_len, padded=setup.padded or documents)
+
+
+def _made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
+    """Masks, and the cosines and sines of the positions."""
+    tables = 2 * seq_len * setup.shape.head_dim * setup.plan.parameter_bytes
+    return tables + _masks(setup, rows, seq_len, padded=padded)
+
+
+def _masks(setup: Setup, rows: int, tokens: int, *, padded: bool) -> int:
+    element, window = setup.plan.parameter_bytes, setup.facts.sliding_window
+    return mask_bytes(setup.execution, rows, tokens, tokens, window, element, padded=padded)
+
+
+def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
+    """Chunks of rows, all in one buffer; in place by the kernel on a GPU, with float32 copies on a CPU."""
+    shape, element = setup.shape, setup.plan.compute_bytes
+    needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
+    if setup.plan.parameter_bytes != element:
+        needed += shape.vocab_size * shape.hidden_size * element  # the head, cast
+    if training and setup.head_is_trained:
+        needed += 4 * shape.hidden_size * (shape.vocab_size + min(shape.vocab_size, LOSS_VOCABULARY_SLAB))
+    return needed
+
+
+def _evaluation(setup: Setup, settled: Settled) -> int:
+    """The larger of a forward pass with loss and of generating, for one evaluation batch."""
+    recipe, shape = setup.recipe, setup.shape
+    rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len
+    tokens, setting = rows * seq_len, setup.setting(seq_len, padded=False)
+    hidden = 3 * tokens * shape.hidden_size * setup.plan.parameter_bytes
+    hidden += _made_once(setup, rows, seq_len, padded=False)
+    layer = int(tokens * setup.layers.forward_peak(shape, setting)) + _dequantized(setup, settled)
+    scoring = hidden + max(layer, _cross_entropy(setup, tokens, training=False))
+    return max(scoring, _generation(setup, settled, rows, seq_len, seq_len)) if recipe.eval.tasks else scoring
+
+
+def _generation(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
+    """Key-value cache of ``rows`` sequences, and a forward pass: over the prompts, or over one token of each when
+    the cache has grown to ``seq_len``. Where rows are padded each layer repeats keys and values for all heads.
+    """
+    shape, element = setup.shape, setup.plan.parameter_bytes
+    token = 2 * rows * shape.kv_width * element  # of one layer's cache
+    # Through transformers' own layers, for the cache, with the attention of the others.
+    plain = plain_layers("eager" if setup.execution.attention == "eager" else "sdpa")
+    prefill = rows * prompt * plain.forward_peak(shape, setup.setting(prompt, padded=rows > 1))
+    prefill += shape.num_layers * token * prompt + _masks(setup, rows, prompt, padded=rows > 1)
+    repeated = token * seq_len * shape.num_heads // shape.num_kv_heads
+    decoding = shape.num_layers * token * seq_len + max(repeated, token * seq_len // 2)
+    logits = rows * shape.vocab_size * (4 + setup.plan.compute_bytes)
+    return max(int(prefill), decoding) + logits + _dequantized(setup, settled)

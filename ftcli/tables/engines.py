@@ -1,0 +1,44 @@
+"""Engines: how the processes of a run work together. ``launch.engine`` names a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        run: Code: ``(work, processes) -> result``, runs ``work()``; None: not supported yet.
+        processes: Most processes that it takes; None: any number.
+    """
+
+    run: str | None = None
+    processes: int | None = None
+
+
+TABLE: Mapping[str, Engine] = MappingProxyType(
+    {
+        "single": Engine("ftcli.pipeline.launch:in_this_process", processes=1),
+        "ddp": Engine(),
+        "fsdp": Engine(),
+    }
+)
+
+
+def row(name: str) -> Engine:
+    """The row of an engine. Raises KeyError for a name without one."""
+    return TABLE[name]
+
+
+def names() -> tuple[str, ...]:
+    """All names, supported or not."""
+    return tuple(TABLE)
+
+
+def supported() -> tuple[str, ...]:
+    """Names of the engines that this version has."""
+    return tuple(name for name, row in TABLE.items() if row.run is not None)

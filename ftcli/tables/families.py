@@ -1,0 +1,107 @@
+"""Model families: one row a ``model_type``, with all that the program knows of how it is built.
+
+The memory estimate, the rules about layers and the kernels read the same row. A ``model_type`` without a row still
+loads and trains on transformers' own layers; what then cannot be said beforehand is reported as not made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one ``model_type`` is built.
+
+    Attributes:
+        block: ``pre``: two norms, each before its half of the layer. ``sandwich``: four, one before and one after each
+            half.
+        norm: The RMSNorm's form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``llama`` casts
+            first.
+        head_norm: Queries and keys are normalised by head, over head_dim, before the rotation.
+        sub_norms: BitNet's two further norms, of width hidden_size and intermediate_size.
+        joined: q, k, v are one linear layer, and so are gate and up.
+        kernels: What ftcli's kernels stand in for: whole layers, the norms and attention alone (``parts``), or nothing.
+        bias: Which projections have biases: none, q, k and v, or what the config's ``attention_bias`` says.
+        mlp_bias: The config's ``mlp_bias`` is read.
+        tied: Whether embedding and head are one matrix where the config does not say.
+        head_dim: Features of a head where the config does not say; None: hidden_size over heads.
+        activation: transformers' name of the MLP's activation where the config does not say.
+        attention_softcap, final_softcap: Caps on scores and logits where the config does not say.
+        full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
+            everything. None: every layer has the window.
+        window_on_config: transformers' attention modules do not hold their window; it is read from the config.
+    """
+
+    block: Literal["pre", "sandwich"] = "pre"
+    norm: Literal["llama", "gemma"] = "llama"
+    head_norm: bool = False
+    sub_norms: bool = False
+    joined: bool = False
+    kernels: Literal["layers", "parts", "none"] = "layers"
+    bias: Literal["config", "qkv", "none"] = "none"
+    mlp_bias: bool = False
+    tied: bool = False
+    head_dim: int | None = None
+    activation: str = "silu"
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    full_attention_every: int | None = None
+    window_on_config: bool = False
+
+    @property
+    def norms(self) -> int:
+        """Norms of width hidden_size in a layer."""
+        return 4 if self.block == "sandwich" else 2
+
+    @property
+    def half_inputs(self) -> int:
+        """Tensors of the residual stream that the halves of a layer are run again from: the input of each, and where
+        the MLP's output is normalised that one too.
+        """
+        return 3 if self.block == "sandwich" else 2
+
+
+_GEMMA = "gelu_pytorch_tanh"
+
+TABLE: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(bias="config", mlp_bias=True),
+        "mistral": Family(window_on_config=True),
+        "qwen2": Family(bias="qkv"),
+        "qwen3": Family(bias="config", head_norm=True, head_dim=128),
+        "gemma": Family(norm="gemma", bias="config", tied=True, head_dim=256, activation=_GEMMA),
+        "gemma2": Family(
+            "sandwich",
+            "gemma",
+            bias="config",
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            attention_softcap=50.0,
+            final_softcap=30.0,
+            full_attention_every=2,
+        ),
+        "gemma3_text": Family(
+            "sandwich",
+            "gemma",
+            head_norm=True,
+            bias="config",
+            tied=True,
+            head_dim=256,
+            activation=_GEMMA,
+            full_attention_every=6,
+        ),
+        # One weight and one adapter for q, k and v, and one for gate and up: not the shapes of the fused functions.
+        "phi3": Family(joined=True, kernels="parts"),
+        "bitnet": Family(sub_norms=True, kernels="none", bias="config", activation="relu2"),
+    }
+)
+
+
+def family_of(model_type: str) -> Family | None:
+    """The row of a ``model_type``; None where there is none."""
+    return TABLE.get(model_type)

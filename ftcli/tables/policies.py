@@ -1,0 +1,84 @@
+"""Checkpointing policies: what of a layer's activations is kept for backward. All give the same bits.
+
+``train.gradient_checkpointing`` names a row, or says `auto`, which preflight replaces by the fastest row that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+#: A policy as a recipe writes it: ``false``, ``true`` or a word.
+PolicyName = bool | str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One way to keep less.
+
+    Attributes:
+        time: Of a training step on the kernels, over that of ``false``: the means of Llama-3.1-8B and Gemma-2-9B on an
+            H200, 2026-11-21; docs/performance.md has later runs, within 0.02 of these.
+        time_off_kernels: The same on transformers' own layers; 1.42 was measured with two other tools there, what
+            copying to the host adds to it was not measured.
+        held: Code: ``(LayerBytes, Offloaded) -> Held``, the bytes that a layer keeps, works with and sends to the host.
+        apply: Code: ``(layers, Offloaded) -> object``, sets the policy on a model's decoder layers; None where
+            transformers' own setting does, or where there is nothing to set.
+        by_transformers: It is transformers' own ``gradient_checkpointing``.
+        recomputes: What of a layer's forward pass is made again in backward.
+        by_layer: Layers may be left out of it one by one (``train.uncheckpointed_layers``).
+        on_host: It keeps tensors in pinned host memory: nothing that a CPU could gain from.
+        repacks: Whatever the kernels pack of a layer's adapters is made again with the layer, and not kept.
+        off_kernels: The policy that it comes to where layers are not on the kernels; None: itself.
+    """
+
+    time: float
+    time_off_kernels: float
+    held: str
+    apply: str | None = None
+    by_transformers: bool = False
+    recomputes: Literal["nothing", "gate and up", "layer"] = "layer"
+    by_layer: bool = False
+    on_host: bool = False
+    repacks: bool = False
+    off_kernels: PolicyName | None = None
+
+
+_HELD = "ftcli.preflight.memory.held"
+_APPLY = "ftcli.model.checkpointing"
+
+TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
+    {
+        False: Policy(1.0, 1.0, f"{_HELD}:everything", recomputes="nothing"),
+        "selective": Policy(
+            1.19,
+            1.42,
+            f"{_HELD}:all_but_gate_and_up",
+            f"{_APPLY}:use_selective",
+            recomputes="gate and up",
+            by_layer=True,
+            off_kernels=True,
+        ),
+        "offload": Policy(
+            1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True, repacks=True
+        ),
+        True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True, repacks=True),
+    }
+)
+
+
+def row(name: PolicyName) -> Policy:
+    """The row of a policy. Raises KeyError for a name without one."""
+    return TABLE[name]
+
+
+def names() -> tuple[str, ...]:
+    """The words that a recipe may write besides ``true`` and ``false``."""
+    return ("auto", *(name for name in TABLE if isinstance(name, str)))
+
+
+def shown(name: PolicyName) -> str:
+    """A policy as a recipe writes it."""
+    return str(name).lower()
