@@ -16,7 +16,6 @@ from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, Origin
 from ftcli.facts.device import named_device
 from ftcli.preflight.stages import preflight
-from ftcli.units import size
 
 PLAIN = Style(color=False)
 
@@ -133,12 +132,6 @@ def test_results_are_aligned_and_carry_units() -> None:
 def test_records_are_a_table() -> None:
     text = result_text({"rows": [{"name": "a", "on": True}, {"name": "long", "on": False}]})
     assert text == "rows\n  name  on\n  a     yes\n  long  no"
-
-
-def test_sizes() -> None:
-    assert [size(count) for count in (0, 1023, 2048, 5 * 2**20, 3.5 * 2**30)] == [
-        "0 B", "1023 B", "2.00 KiB", "5.00 MiB", "3.50 GiB",
-    ]  # fmt: skip
 
 
 def test_evaluation_has_a_column_for_each_model() -> None:

@@ -22,6 +22,8 @@ from ftcli.rows.row import Row
     ({"use": "contains"}, "it is 41", " 42 ", False),
     ({"use": "regex", "pattern": r"^\d+$"}, "42", None, True),
     ({"use": "regex", "pattern": r"^\d+$"}, "forty", "42", False),
+    ({"use": "regex", "pattern": "a.b"}, "a\nb", None, True),
+    ({"use": "regex", "pattern": "z"}, "a" * 20_000 + "z", None, False),
     ({"use": "json_valid"}, ' {"a": [1, null, "x"]}\n', None, True),
     ({"use": "json_valid"}, "3", None, True),
     ({"use": "json_valid"}, "{'a': 1}", None, False),

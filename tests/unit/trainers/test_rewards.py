@@ -41,6 +41,12 @@ def test_regex_spans_lines() -> None:
     assert score(build({"use": "regex", "pattern": "^<t>.*</t>"})[0], ["<t>a\nb</t>", "x"]) == [1.0, 0.0]
 
 
+def test_the_judges_of_tasks_are_rewards_too() -> None:
+    contains, valid = build({"use": "contains", "answer": "gold"}, {"use": "json_valid"}, columns=("gold",))
+    assert score(contains, ["it is 7", "8"], gold=[7, 7]) == [1.0, 0.0]
+    assert score(valid, ['{"a": 1}', "{"], gold=[7, 7]) == [1.0, 0.0]
+
+
 def test_equal_names_are_made_unique_for_the_log() -> None:
     names = [r.name for r in build({"use": "regex", "pattern": "a"}, {"use": "regex", "pattern": "b"})]
     assert names == ["regex", "regex#2"]
