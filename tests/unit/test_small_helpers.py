@@ -18,7 +18,7 @@ def test_sizes() -> None:
 
 
 def test_the_first_line_of_an_error_or_its_type() -> None:
-    assert first_line(ValueError("\n no such key \nsecond")) == "no such key"
+    assert first_line(ValueError("\n no such key\nsecond")) == "no such key"
     assert first_line(KeyError()) == "KeyError"
 
 
