@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
-from ftcli.tables import judges, methods, optimizers, policies
+from ftcli.tables import judges, loggers, methods, optimizers, policies
 
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
 Optimizer = Annotated[str, Word(optimizers.names)]
@@ -135,9 +136,39 @@ class CheckpointConfig(Section):
     on_sigterm: bool = Field(default=True, description="On SIGTERM finish the step, save and exit 75.")
 
 
+def _logger_name(name: str) -> str:
+    if name not in loggers.names():
+        raise PydanticKnownError("extra_forbidden")
+    return name
+
+
 class LoggingConfig(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
+    model_config = ConfigDict(extra="allow")
+
     every_steps: Count = Field(default=10, description="Steps between lines.")
-    tensorboard: bool = Field(default=False, description="Also write TensorBoard files (needs tensorboard).")
-    wandb: bool = Field(default=False, description="Also log to Weights & Biases (extra `wandb`).")
+    # Every other key switches on a logger: a row of ftcli.tables.loggers, which is asked each time.
+    __pydantic_extra__: dict[Annotated[str, BeforeValidator(_logger_name)], bool] = Field(init=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switched_off(cls, value: Any) -> Any:
+        """Loggers that are not mentioned are off."""
+        return {**dict.fromkeys(loggers.names(), False), **value} if isinstance(value, dict) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The switches are listed as the keys that they are."""
+        found = handler.resolve_ref_schema(handler(schema))
+        for name in loggers.names():
+            row = loggers.row(name)
+            about = f"{row.about} Needs `pip install '{row.install}'`."
+            found["properties"][name] = {"type": "boolean", "default": False, "description": about}
+        found["additionalProperties"] = False
+        return found
+
+    @property
+    def loggers(self) -> tuple[str, ...]:
+        """Names of the loggers that are switched on."""
+        return tuple(name for name, on in (self.__pydantic_extra__ or {}).items() if on)

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ftcli.config import Recipe
+from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.pipeline.options import BenchOptions
@@ -80,7 +80,7 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "warmup_steps": 0.0,
         }
     )
-    logging = recipe.logging.model_copy(update={"every_steps": options.steps + 1, "tensorboard": False, "wandb": False})
+    logging = LoggingConfig(every_steps=options.steps + 1)
     if not options.evaluation:
         data = data.model_copy(update={"eval": ()})
     return recipe.model_copy(

@@ -22,6 +22,7 @@ from ftcli.rows.places import resolve_path
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
+from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -44,6 +45,7 @@ class RunContext:
     opened: OpenedRun
     previous: Mapping[str, Any]
     metrics: MetricsWriter
+    loggers: OpenLoggers
     stop: StopRequest
 
     @property
@@ -79,8 +81,10 @@ class RunContext:
             raise out_of_memory(f"while {name}", self.report, error) from error
 
     def write_line(self, line: Mapping[str, Any]) -> None:
-        """Appends to metrics.jsonl; ``line`` has ``step``."""
-        self.metrics.write(int(line["step"]), {key: value for key, value in line.items() if key != "step"})
+        """Appends to metrics.jsonl and gives the numbers to the loggers; ``line`` has ``step``."""
+        step = int(line["step"])
+        self.metrics.write(step, {key: value for key, value in line.items() if key != "step"})
+        self.loggers.log(step, line)
 
     def save_result(self, *writers: Callable[[Path], object]) -> Path:
         """Writes adapter/ or model/ aside and renames it; each of ``writers`` is given the folder to write into.
@@ -152,7 +156,9 @@ def _opened_run(
                     evaluate_again=opened.trained is not None,
                 )
             )
-            context = RunContext(session, command, report, opened, previous, metrics, stop)
+            with stop.interruptible("opening the metrics loggers"):
+                loggers = stack.enter_context(_open_loggers(recipe, opened, session))
+            context = RunContext(session, command, report, opened, previous, metrics, loggers, stop)
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
             if opened.trained is not None:
@@ -160,6 +166,18 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+def _open_loggers(recipe: Recipe, opened: OpenedRun, session: Session) -> OpenLoggers:
+    return OpenLoggers(
+        recipe.logging.loggers,
+        opened.directory.path,
+        recipe.model_dump(mode="json"),
+        session.reporter,
+        resume_step=opened.resume_step,
+        new_series=recipe.run.resume not in ("auto", "never"),
+        offline=session.offline,
+    )
 
 
 @contextmanager

@@ -113,13 +113,7 @@ def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -
         "logging_nan_inf_filter": False,
         "remove_unused_columns": False,
         "dataloader_pin_memory": device.type == "cuda",
-        "report_to": reporters(recipe),
     }
-
-
-def reporters(recipe: Recipe) -> list[str]:
-    """transformers' names of the trackers that the recipe asks for."""
-    return [name for name in ("tensorboard", "wandb") if getattr(recipe.logging, name)]
 
 
 def build_sft_trainer(

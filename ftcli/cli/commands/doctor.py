@@ -11,6 +11,7 @@ from ftcli import __version__
 from ftcli.cli import options, views
 from ftcli.cli.request import Request, Result
 from ftcli.reporting import Session
+from ftcli.tables import loggers
 
 if TYPE_CHECKING:
     from ftcli.facts.device import DeviceFacts
@@ -25,9 +26,7 @@ _OPTIONAL = (
     ("bitsandbytes", "ftcli[qlora]", "tests that hold NF4 against it; NF4 itself works without"),
     ("gguf", "ftcli[gguf]", "export to GGUF"),
     ("lm-eval", "ftcli[eval]", "public benchmarks"),
-    ("wandb", "ftcli[wandb]", "logging.wandb"),
     ("vllm", "ftcli[vllm]", "generation in GRPO"),
-    ("tensorboard", "tensorboard", "logging.tensorboard"),
 )
 
 #: ftcli's own kernels, by the operation that each fuses.
@@ -59,7 +58,7 @@ def examine(session: Session) -> Result:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version(name) for name in _REQUIRED},
-        "extras": [_extra(*entry) for entry in _OPTIONAL],
+        "extras": [_extra(*entry) for entry in (*_OPTIONAL, *_loggers())],
         "environment": dict(session.environment),
         "offline": session.offline,
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
@@ -127,6 +126,11 @@ def _refused(key: str, value: str) -> str | None:
     context = Context(Recipe(version=1, model=model), Origins(Leaf(Origin("doctor"), None, "")), "check")
     found = any(finding.code == "FT250" for finding in support.check(context))
     return "not supported yet by this version of ftcli" if found else None
+
+
+def _loggers() -> list[tuple[str, str, str]]:
+    rows = ((name, loggers.row(name)) for name in loggers.names())
+    return [(row.package, row.install, f"logging.{name}") for name, row in rows]
 
 
 def _row(name: str, against: str | None, otherwise: str) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from ftcli.config import LaunchConfig
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, shown
-from ftcli.tables import engines, exports, quantizations
+from ftcli.tables import engines, exports, loggers, quantizations
 
 Installed = Callable[[str], bool]
 
 _ATTENTION = ("auto", "eager", "sdpa")
 _KERNELS = ("auto", "triton", "reference", "off")
-#: Recipe key, package it needs, and the extra that installs it.
-_TRACKERS = (("logging.wandb", "wandb", "ftcli[wandb]"), ("logging.tensorboard", "tensorboard", "tensorboard"))
 
 
 def is_installed(package: str) -> bool:
@@ -28,7 +26,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _values(context)
     yield from _exports(context)
     yield from _code(context)
-    yield from _trackers(context, installed)
+    yield from _loggers(context, installed)
 
 
 def _values(context: Context) -> Findings:
@@ -91,14 +89,15 @@ def _code(context: Context) -> Findings:
         )
 
 
-def _trackers(context: Context, installed: Installed) -> Findings:
-    for path, package, install in _TRACKERS:
-        if getattr(context.recipe.logging, package) and not installed(package):
+def _loggers(context: Context, installed: Installed) -> Findings:
+    for name in context.recipe.logging.loggers:
+        row = loggers.row(name)
+        if not installed(row.package):
             yield context.error(
                 "FT253",
-                path,
-                f"{path} needs the package {package}, which is not installed",
-                help=f"pip install '{install}'",
+                f"logging.{name}",
+                f"logging.{name} needs the package {row.package}, which is not installed",
+                help=f"pip install '{row.install}'",
             )
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel
-
 from ftcli.config import Recipe
 from ftcli.run.report.charts import number, short
 from ftcli.run.report.html import Html, join, table, tag
@@ -195,11 +193,11 @@ def settings(recipe: Mapping[str, Any]) -> Html | None:
     """Every setting by section; what differs from its default is bold."""
     if not recipe:
         return None
-    cards = []
+    cards, all_defaults = [], _defaults()
     for section, values in recipe.items():
         if not isinstance(values, dict):
             continue
-        defaults = _defaults(section)
+        defaults = _map(all_defaults, section)
         rows = [
             [key, tag("span", _plain(value), class_="set" if _plain(value) != _plain(defaults.get(key)) else None)]
             for key, value in values.items()
@@ -209,18 +207,10 @@ def settings(recipe: Mapping[str, Any]) -> Html | None:
     return join([note, tag("div", *cards, class_="columns")])
 
 
-def _defaults(section: str) -> dict[str, Any]:
-    """Default of each key of a section, as plain values."""
-    if section not in Recipe.model_fields:
-        return {}
-    annotation: Any = Recipe.model_fields[section].annotation
-    kinds = [t for t in (annotation, *getattr(annotation, "__args__", ())) if isinstance(t, type)]
-    models = [t for t in kinds if issubclass(t, BaseModel)]
-    fields = models[0].model_fields if models else {}
-    found = {
-        key: field.get_default(call_default_factory=True) for key, field in fields.items() if not field.is_required()
-    }
-    return {k: v.model_dump(mode="json") if isinstance(v, BaseModel) else v for k, v in found.items()}
+def _defaults() -> dict[str, Any]:
+    """The recipe that says nothing, as plain values: the defaults of every section."""
+    nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, "grpo": {}}
+    return Recipe.model_validate(nothing).model_dump(mode="json")
 
 
 def provenance(manifest: Mapping[str, Any]) -> Html | None:

@@ -1,0 +1,151 @@
+"""The loggers of a run: each is given every number exactly once, and none of them can end the run.
+
+What each was given last is kept in loggers.json. Steps that are trained again after a resume give the numbers that they
+gave before, so a logger is not given them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ftcli.errors import Finding, first_line
+from ftcli.reporting import Reporter
+from ftcli.run.atomic import read_json_object, write_json
+from ftcli.run.loggers.protocol import LoggedRun, MetricsLogger, OpenLogger
+from ftcli.run.status import read_status
+from ftcli.tables import code_of, loggers
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The last step of which a logger was given numbers, and their names."""
+
+    step: int
+    names: tuple[str, ...] = ()
+
+    def not_yet(self, step: int, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Those of ``numbers`` that the logger was not given before."""
+        if step < self.step:
+            return {}
+        return {name: value for name, value in numbers.items() if step > self.step or name not in self.names}
+
+    def and_also(self, step: int, numbers: Mapping[str, float]) -> _Given:
+        """What it was given when these follow."""
+        return _Given(step, (*(self.names if step == self.step else ()), *numbers))
+
+
+class OpenLoggers:
+    """Context manager around the loggers that a recipe switches on. At its end they are told how the run ended."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        recipe: Mapping[str, Any],
+        reporter: Reporter,
+        *,
+        resume_step: int,
+        new_series: bool = False,
+        offline: bool = False,
+    ) -> None:
+        """Open them. One that fails is reported as the warning FT736.
+
+        Args:
+            names: Rows of :mod:`ftcli.tables.loggers`.
+            folder: The run directory.
+            recipe: The resolved recipe as plain values.
+            resume_step: The step that the run continues after; 0 when it begins.
+            new_series: The run continues in another way than it went before: its numbers are not a repetition.
+        """
+        self._reporter = reporter
+        self._folder = folder
+        self._path = folder / "loggers.json"
+        self._open: dict[str, MetricsLogger] = {}
+        self._id, self._given = self._read(keep=resume_step > 0 and not new_series)
+        self._lasting = dict(self._given)
+        for name in names:
+            with self._failing_alone(name):
+                given = self._given.setdefault(name, _Given(resume_step))
+                run = LoggedRun(
+                    name=str(recipe["run"]["name"] or folder.name),
+                    id=self._id,
+                    folder=folder,
+                    recipe=dict(recipe),
+                    continued=bool(given.names),
+                    after_step=given.step,
+                    offline=offline,
+                )
+                open_logger: OpenLogger = code_of(loggers.row(name).code)
+                self._open[name] = open_logger(run)
+                self._write()
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        """Give the numbers of a line of metrics to all loggers; what is no number is left out."""
+        numbers = {name: float(value) for name, value in line.items() if _is_number(value) and name != "step"}
+        for name, logger in list(self._open.items()):
+            new = self._given[name].not_yet(step, numbers)
+            if not new:
+                continue
+            with self._failing_alone(name):
+                logger.log(step, new)
+                self._given[name] = self._given[name].and_also(step, new)
+                if not loggers.row(name).buffered:
+                    self._keep(name)
+
+    def _read(self, *, keep: bool) -> tuple[str, dict[str, _Given]]:
+        """The run's id and what each logger was given; a new id when the series begins here."""
+        known = read_json_object(self._path) if keep else {}
+        given = {
+            name: _Given(int(entry["step"]), tuple(entry["names"])) for name, entry in known.get("given", {}).items()
+        }
+        return known.get("id") or secrets.token_hex(6), given
+
+    def _keep(self, name: str) -> None:
+        """Note that what the logger was given outlasts this process."""
+        self._lasting[name] = self._given[name]
+        self._write()
+
+    def _write(self) -> None:
+        given = {name: asdict(lasting) for name, lasting in self._lasting.items()}
+        write_json(self._path, {"id": self._id, "given": given})
+
+    @contextlib.contextmanager
+    def _failing_alone(self, name: str) -> Iterator[None]:
+        """A block in which nothing but this logger can fail; it is not called again then."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - code of others, which may raise anything; the run is worth more
+            self._open.pop(name, None)
+            reason = first_line(error)
+            self._reporter.finding(
+                Finding(
+                    "FT736",
+                    f"logging.{name} has failed, and the run goes on without it: {reason}",
+                    help="every number is in metrics.jsonl as well",
+                    severity="warning",
+                )
+            )
+
+    def __enter__(self) -> OpenLoggers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status = read_status(self._folder / "status.json")
+        state = "failed" if status is None or status.state == "running" else status.state
+        for name, logger in list(self._open.items()):
+            with self._failing_alone(name):
+                logger.finish(state)
+                self._keep(name)
+        self._open.clear()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

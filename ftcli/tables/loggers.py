@@ -1,0 +1,68 @@
+"""Metrics loggers: where a run's numbers go besides metrics.jsonl. A row's name is a key of the section ``logging``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Logger:
+    """What the rest of the program has to know of a metrics logger.
+
+    Attributes:
+        package: The package that it needs, as it is imported and installed.
+        install: What to give to ``pip install``.
+        about: One sentence for the documentation.
+        code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.protocol.OpenLogger`).
+        buffered: What it was given last is lost when the process is killed. It is given those numbers again after the
+            resume, and ignores the steps that it has.
+    """
+
+    package: str
+    install: str
+    about: str
+    code: str
+    buffered: bool = False
+
+
+TABLE: Mapping[str, Logger] = MappingProxyType(
+    {
+        "tensorboard": Logger(
+            package="tensorboard",
+            install="ftcli[tensorboard]",
+            about="Also write TensorBoard files, to `tensorboard/` in the run directory.",
+            code="ftcli.run.loggers.tensorboard:open_logger",
+        ),
+        "wandb": Logger(
+            package="wandb",
+            install="ftcli[wandb]",
+            about="Also log to Weights & Biases, project `ftcli`.",
+            code="ftcli.run.loggers.wandb:open_logger",
+            buffered=True,
+        ),
+        "trackio": Logger(
+            package="trackio",
+            install="ftcli[trackio]",
+            about="Also log to Trackio, project `ftcli`.",
+            code="ftcli.run.loggers.trackio:open_logger",
+        ),
+        "mlflow": Logger(
+            package="mlflow",
+            install="ftcli[mlflow]",
+            about="Also log to MLflow, experiment `ftcli`.",
+            code="ftcli.run.loggers.mlflow:open_logger",
+        ),
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """The switches of a recipe's ``logging`` section."""
+    return tuple(TABLE)
+
+
+def row(name: str) -> Logger:
+    """The row of a logger that a recipe names."""
+    return TABLE[name]
