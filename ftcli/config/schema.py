@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from ftcli.config.recipe import Recipe
@@ -11,16 +10,11 @@ from ftcli.config.recipe import Recipe
 Node = Mapping[str, Any]
 
 
-@cache
-def _root() -> dict[str, Any]:
-    return Recipe.model_json_schema()
-
-
 class RecipeSchema:
-    """JSON Schema of recipes with its references resolved on the way. Built once; read only."""
+    """JSON Schema of recipes as the tables have it now, with its references resolved on the way. Read only."""
 
     def __init__(self) -> None:
-        self.root: Node = _root()
+        self.root: Node = Recipe.model_json_schema()
 
     def resolve(self, node: Node) -> Node:
         """`node`, or what it refers to; what is written beside the reference stays."""
