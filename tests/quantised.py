@@ -32,7 +32,9 @@ def load(
     model = ModelConfig(name_or_path=str(source), tokenizer="bytes", **change)
     facts = read_facts(model, offline=True, origins=Origins(Section(None, {})))
     device = torch.device("cpu")
-    return load_model(model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings, kept_layers=kept)
+    return load_model(
+        model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings, dequantized_layers=kept
+    )
 
 
 def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:

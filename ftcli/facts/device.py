@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from ftkernels.limits import FLOAT8_CAPABILITY, Gpu
+
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.units import GIB
 
@@ -60,13 +62,18 @@ class DeviceFacts:
 
     @property
     def has_float8(self) -> bool:
-        """float8 tensor cores: capability 8.9 or more."""
-        return self.capability is not None and self.capability >= (8, 9)
+        """float8 tensor cores."""
+        return self.capability is not None and self.capability >= FLOAT8_CAPABILITY
 
     @property
     def available_bytes(self) -> int | None:
         """Memory that a run may count on: what is free, or all of a device that was only named."""
         return self.free_bytes if self.free_bytes is not None else self.memory_bytes
+
+
+def gpu_of(device: DeviceFacts) -> Gpu:
+    """The device as the kernels' rules take it."""
+    return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
 def _gpu(

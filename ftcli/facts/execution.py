@@ -14,7 +14,6 @@ from typing import Literal
 from ftkernels.limits import (
     LARGEST_FUSED_RANK,
     Activation,
-    Gpu,
     packed_rank,
     why_no_products,
 )
@@ -22,7 +21,7 @@ from ftkernels.limits import (
 from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
 from ftcli.facts.attention import AttentionCall, AttentionChoice, choose_attention
-from ftcli.facts.device import DeviceFacts
+from ftcli.facts.device import DeviceFacts, gpu_of
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
@@ -166,11 +165,6 @@ def parts_of(
         *_attention_parts(recipe, facts, plan, device),
         Part("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
     )
-
-
-def gpu_of(device: DeviceFacts) -> Gpu:
-    """The device as the kernels' rules take it."""
-    return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
 def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work, method: Method) -> LayerChoice:

@@ -13,7 +13,7 @@ from typing import Any
 from ftkernels.limits import Gpu
 
 from ftcli.config import QuantizationConfig
-from ftcli.facts.device import DeviceFacts
+from ftcli.facts.device import DeviceFacts, gpu_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import Linear, ModelShape
 from ftcli.tables import code_of, quantizations
@@ -27,15 +27,15 @@ _AMPLE = 0.8
 
 
 def weight_bytes(
-    quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, kept_layers: int = 0
+    quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, dequantized_layers: int = 0
 ) -> int:
-    """Bytes of the base model in memory, with ``kept_layers`` of its decoder layers held dequantised."""
+    """Bytes of the base model in memory, with ``dequantized_layers`` of its decoder layers held dequantised."""
     reference = quantizations.row(quantization.method).stored_bytes
     if reference is None:
         return shape.parameters * parameter_bytes
     stored_bytes: Callable[[Linear, QuantizationConfig], int] = code_of(reference)
     layer = sum(stored_bytes(linear, quantization) for linear in shape.linears)
-    packed = shape.num_layers - kept_layers
+    packed = shape.num_layers - dequantized_layers
     return (shape.parameters - packed * _elements(shape.linears)) * parameter_bytes + packed * layer
 
 
@@ -51,7 +51,7 @@ def layers_with_room(
     if available is None:
         return 0
     packed, dense = (
-        weight_bytes(quantization, shape, parameter_bytes, kept_layers=kept) for kept in (0, shape.num_layers)
+        weight_bytes(quantization, shape, parameter_bytes, dequantized_layers=n) for n in (0, shape.num_layers)
     )
     layer = (dense - packed) // shape.num_layers
     return max(0, min(shape.num_layers, (int(_AMPLE * available) - needed) // layer))
@@ -89,7 +89,7 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
     if method.products is None:
         return f"there are no products of {quantization.method} weights"
     why_not: Callable[[Gpu, str], str | None] = code_of(method.products.why_not)
-    return why_not(Gpu(device.capability, device.shared_memory_bytes or 0), plan.compute)
+    return why_not(gpu_of(device), plan.compute)
 
 
 def dequantized_bytes(

@@ -74,13 +74,13 @@ def load_model(
     source: str | None = None,
     num_layers: int | None = None,
     quantization: QuantizationConfig | None = None,
-    kept_layers: int = 0,
+    dequantized_layers: int = 0,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
     Args:
         quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
-        kept_layers: How many decoder layers, from the first on, are held dequantised.
+        dequantized_layers: How many decoder layers, from the first on, are held dequantised.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
 
@@ -94,7 +94,7 @@ def load_model(
     attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
     if quantization is not None and quantizations.row(quantization.method).quantize is not None:
-        holding = Holding(quantization, dtype, device, kept_layers)
+        holding = Holding(quantization, dtype, device, dequantized_layers)
     if model.init == "random" and source is None:
         return _random_model(facts.raw, dtype, attention, device, seed, num_layers, holding)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None

@@ -33,18 +33,18 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class Holding:
     """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
 
-    The first ``kept_layers`` decoder layers are held dequantised where the method allows it.
+    The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it.
     """
 
     settings: QuantizationConfig
     dtype: torch.dtype
     device: torch.device
-    kept_layers: int = 0
+    dequantized_layers: int = 0
 
     def held(self, layer: QuantizedLinear) -> nn.Linear:
         """The layer itself, or its numbers in ``dtype``."""
         found = _DECODER_LAYER.search(layer.layer_name)
-        dequantized = found is not None and int(found[1]) < self.kept_layers
+        dequantized = found is not None and int(found[1]) < self.dequantized_layers
         if dequantized and quantizations.row(self.settings.method).holds_dequantized:
             return DequantizedLinear(layer, self.dtype)
         return layer

@@ -176,13 +176,13 @@ def build_base(
         source=str(weights) if weights is not None else None,
         num_layers=num_layers,
         quantization=recipe.quantization if weights is None else None,
-        kept_layers=_kept_layers(recipe, report),
+        dequantized_layers=_dequantized_layers(recipe, report),
     )
     align_special_tokens(model, texts.tokenizer, texts.stops)
     return Built(model, device)
 
 
-def _kept_layers(recipe: Recipe, report: PreflightReport) -> int:
+def _dequantized_layers(recipe: Recipe, report: PreflightReport) -> int:
     """Decoder layers that are held dequantised; a family without arithmetic has all of them or none."""
     if report.memory is not None:
         return report.memory.dequantized_layers
@@ -195,10 +195,10 @@ def offloaded_of(report: PreflightReport) -> Offloaded:
 
 
 def _stored(recipe: Recipe, report: PreflightReport) -> str:
-    method, kept = recipe.quantization.method, _kept_layers(recipe, report)
+    method, layers = recipe.quantization.method, _dequantized_layers(recipe, report)
     if quantizations.row(method).quantize is None:
         return ""
-    held = "" if not kept else f" ({'all' if report.memory is None else kept} decoder layers held dequantized)"
+    held = "" if not layers else f" ({'all' if report.memory is None else layers} decoder layers held dequantized)"
     return f", linear layers in {method}{held}"
 
 

@@ -51,8 +51,8 @@ def test_training_on_the_kernels_is_that_of_the_dequantised_weights(cuda: torch.
     config = LlamaConfig(**NARROW, num_hidden_layers=2, vocab_size=1024)
     ids = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(0)).to(cuda)
 
-    def run(kept_layers: int) -> tuple[float, dict[str, torch.Tensor]]:
-        base = random_quantized(config, Holding(NF4, torch.bfloat16, cuda, kept_layers), "sdpa", 1)
+    def run(dequantized_layers: int) -> tuple[float, dict[str, torch.Tensor]]:
+        base = random_quantized(config, Holding(NF4, torch.bfloat16, cuda, dequantized_layers), "sdpa", 1)
         torch.manual_seed(2)
         model = peft.get_peft_model(
             base,

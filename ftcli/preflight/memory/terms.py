@@ -155,7 +155,7 @@ def _weights(setup: Setup, settled: Settled) -> int:
     if setup.work == "export":
         return setup.shape.parameters * setup.plan.parameter_bytes
     stored, element = setup.recipe.quantization, setup.plan.parameter_bytes
-    return weight_bytes(stored, setup.shape, element, kept_layers=settled.dequantized_layers)
+    return weight_bytes(stored, setup.shape, element, dequantized_layers=settled.dequantized_layers)
 
 
 def _dequantized(setup: Setup, settled: Settled) -> int:

@@ -14,8 +14,8 @@ from ftkernels.limits import Gpu
 from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.attention import AttentionCall, choose_attention
-from ftcli.facts.device import GPUS, DeviceFacts, named_device
-from ftcli.facts.execution import Part, gpu_of, parts_of
+from ftcli.facts.device import GPUS, DeviceFacts, gpu_of, named_device
+from ftcli.facts.execution import Part, parts_of
 from ftcli.facts.model import read_facts
 from ftcli.preflight.stages import preflight
 from tests.estimates import setup_of
