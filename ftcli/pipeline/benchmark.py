@@ -11,11 +11,13 @@ from typing import Any
 from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.flops import StepFlops, step_flops
+from ftcli.facts.quantization import why_dequantized
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.base import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
+from ftcli.tables import code_of, quantizations
 
 
 def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
 
     Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
     this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
-    operations counted by :mod:`ftcli.facts.flops`. Products of frozen fp8 weights count at the measured fp8 rate.
+    operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
     """
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     command: Command = "bench --eval" if options.evaluation else "bench"
@@ -48,7 +50,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         uncheckpointed_layers=left_out,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
-    measured |= _fp8_rate(flops, report, recipe, options)
+    measured |= _stored_rate(flops, report, recipe, options)
     return {
         "recipe": str(loaded.path),
         "mode": "evaluation" if options.evaluation else "training",
@@ -240,17 +242,19 @@ def _forward(flops: StepFlops, recipe: Recipe) -> float:
     return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
 
 
-def _fp8_rate(
+def _stored_rate(
     flops: StepFlops | None, report: PreflightReport, recipe: Recipe, options: BenchOptions
 ) -> dict[str, float | None]:
-    """The fp8 rate of this machine, and the share of a step's operations that run at it; None where none do."""
+    """The rate at which this machine multiplies weights as they are stored, in fp8, and the share of a step's
+    operations that run at it; None where none do.
+    """
     rate = share = None
-    plain = report.device.kind != "cuda" or report.plan.compute != "bfloat16"
-    if recipe.quantization.method == "fp8" and flops is not None and not plain:
+    products = quantizations.row(recipe.quantization.method).products
+    dequantized = why_dequantized(recipe.quantization, report.plan, report.device)
+    if products is not None and dequantized is None and flops is not None:
         from ftcli.pipeline import build
-        from ftcli.trainers.bench import measure_fp8_rate
 
-        rate = measure_fp8_rate(build.device_of(report)) / 1e12
+        rate = code_of(products.measure_rate)(build.device_of(report)) / 1e12
         # What checkpointing runs again is linear layers for the most part.
         share = (
             flops.linear / 2.0 / _forward(flops, recipe)
