@@ -134,14 +134,14 @@ def _staged(target: Path) -> Iterator[Path]:
 
 
 def _require_replaceable(target: Path) -> None:
-    """An earlier export is replaced; anything else in its place belongs to somebody."""
+    """Refuses to replace anything but an earlier export and an empty folder."""
     if not target.exists() or (target / RECORD).is_file():
         return
     if target.is_dir() and not any(target.iterdir()):
         return
     raise FtcliError.single(
         "FT743",
-        f"{target} is there and is no export of ftcli's",
+        f"{target} exists and was not written by ftcli export",
         exit_code=ExitCode.RECIPE,
         help="move it away; ftcli replaces only what it wrote",
     )
