@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ftcli.run.report.html import Html, escape, join, tag
+from markupsafe import Markup
+
+from ftcli.run.report.markup import tag
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40
@@ -116,7 +118,7 @@ def line_chart(
     show: Callable[[float], str] = number,
     marks: Iterable[int] = (),
     steps: tuple[int, int] | None = None,
-) -> Html | None:
+) -> Markup | None:
     """A chart with its title and legend, or None when no series has a single value.
 
     Args:
@@ -162,7 +164,7 @@ def _vertical(axes: Axes, step: float) -> dict[str, str]:
     return {"x1": x, "x2": x, "y1": str(TOP), "y2": str(HEIGHT - BOTTOM)}
 
 
-def _grid(axes: Axes) -> Html:
+def _grid(axes: Axes) -> Markup:
     parts = []
     for value in axes.y_ticks:
         y = f"{axes.y(value):.1f}"
@@ -175,10 +177,10 @@ def _grid(axes: Axes) -> Html:
     base = HEIGHT - BOTTOM
     parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base, class_="axis"))
     parts.append(tag("text", "step", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 5, class_="tick mid"))
-    return join(parts)
+    return Markup("").join(parts)
 
 
-def _line(axes: Axes, series: Series, index: int) -> Html:
+def _line(axes: Axes, series: Series, index: int) -> Markup:
     points = series.finite
     smooth = series.smooth and len(points) >= SMOOTHED_FROM
     parts = [_path(axes, run, f"line s{index}" + (" raw" if smooth else "")) for run in _unbroken(series)]
@@ -189,7 +191,7 @@ def _line(axes: Axes, series: Series, index: int) -> Html:
             tag("circle", cx=f"{axes.x(s):.1f}", cy=f"{axes.y(v):.1f}", r="2.6", class_=f"dot s{index}")
             for s, v in points
         ]
-    return join(parts)
+    return Markup("").join(parts)
 
 
 def _unbroken(series: Series) -> list[list[tuple[int, float]]]:
@@ -203,14 +205,14 @@ def _unbroken(series: Series) -> list[list[tuple[int, float]]]:
     return [run for run in runs if run]
 
 
-def _path(axes: Axes, points: Sequence[tuple[int, float]], class_: str) -> Html:
+def _path(axes: Axes, points: Sequence[tuple[int, float]], class_: str) -> Markup:
     coordinates = " ".join(f"{axes.x(step):.1f},{axes.y(value):.1f}" for step, value in thinned(points))
     return tag("polyline", points=coordinates, class_=class_)
 
 
-def _not_finite(axes: Axes, series: Series) -> Html:
+def _not_finite(axes: Axes, series: Series) -> Markup:
     bad = [step for step, value in series.points if value is None][:DRAWN_POINTS]
-    return join(
+    return Markup("").join(
         tag(
             "text",
             "✕",
@@ -223,7 +225,7 @@ def _not_finite(axes: Axes, series: Series) -> Html:
     )
 
 
-def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -> Html:
+def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -> Markup:
     """Invisible columns; the one under the pointer shows its values as a tooltip and as dots."""
     at: dict[int, list[tuple[int, float]]] = {}
     for index, one in enumerate(series):
@@ -248,8 +250,8 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
                 class_="h",
             )
         )
-    return join(columns)
+    return Markup("").join(columns)
 
 
-def _key(series: Series, index: int) -> Html:
-    return tag("span", tag("i", class_=f"s{index}"), escape(series.name))
+def _key(series: Series, index: int) -> Markup:
+    return tag("span", tag("i", class_=f"s{index}"), series.name)

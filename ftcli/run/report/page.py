@@ -1,7 +1,7 @@
 """report.html: one file that opens offline and shows how a run went, built from the run directory alone.
 
 The page loads nothing and runs no script; its content security policy forbids both, and everything that models or
-data say is escaped (:mod:`ftcli.run.report.html`).
+data say is escaped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from ftcli import __version__
 from ftcli.errors import FtcliError
@@ -21,7 +23,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.report import sections
 from ftcli.run.report.charts import Series, line_chart
-from ftcli.run.report.html import Html, join, tag
+from ftcli.run.report.markup import printable
 from ftcli.run.status import Status, read_status
 from ftcli.units import GIB
 
@@ -67,44 +69,43 @@ def write_report(run: RunDirectory) -> Path:
 
 def render_report(run: RunDirectory) -> str:
     """The page as text."""
-    notices: list[str] = []
-    metrics = _metrics(run, notices)
-    recipe = _recipe(run, notices)
+    troubles: list[str] = []
+    metrics = _metrics(run, troubles)
+    recipe = _recipe(run, troubles)
     status = read_status(run.status_path)
     manifest = read_json_object(run.manifest_path)
     evaluation = read_json_object(run.eval_path)
-    name = str(recipe.get("run", {}).get("name") or run.path.name)
-    body = tag(
-        "main",
-        sections.heading(name, recipe, status, manifest),
-        _notices(status, notices),
-        sections.key_facts(metrics, evaluation, status),
-        _section("Curves", _charts(metrics, manifest)),
-        _section("Evaluation", sections.evaluation_table(evaluation)),
-        _section("Samples", sections.samples(evaluation.get("samples"))),
-        _section("Tokens", sections.token_ledger(read_json_object(run.tokens_path))),
-        _section("Settings", sections.settings(recipe)),
-        _section("Provenance", sections.provenance(manifest)),
-        tag("footer", f"Written by ftcli {__version__} at {utc_now()} from {run.path.name}/."),
+    resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
+    return _template().render(
+        policy=_POLICY,
+        style=Markup(files(__package__).joinpath("report.css").read_text(encoding="utf-8")),  # noqa: S704 our own file
+        name=str(recipe.get("run", {}).get("name") or run.path.name),
+        state="unknown" if status is None else status.state,
+        summary=sections.summary(recipe, manifest),
+        notices=_notices(status, troubles),
+        facts=sections.key_facts(metrics, evaluation, status),
+        charts=_charts(metrics, resumed),
+        resumed=any(resumed),
+        scores=sections.scores(evaluation),
+        samples=sections.samples(evaluation.get("samples")),
+        tokens=sections.tokens(read_json_object(run.tokens_path)),
+        settings=sections.settings(recipe),
+        provenance=sections.provenance(manifest),
+        version=__version__,
+        now=utc_now(),
+        folder=run.path.name,
     )
-    return _page(name, body)
 
 
-def _page(name: str, body: Html) -> str:
-    style = Html(files("ftcli.run.report").joinpath("report.css").read_text(encoding="utf-8"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{name}: ftcli run"),
-        tag("style", style),
-    )
-    return f"<!doctype html>\n{tag('html', head, tag('body', body), lang='en')}\n"
-
-
-def _section(title: str, content: Html | None) -> Html:
-    return Html("") if content is None else tag("section", tag("h2", title), content)
+def _template() -> Template:
+    """The page's template. It escapes every value; what cannot be printed is replaced before."""
+    return Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        finalize=printable,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    ).get_template("page.html.jinja")
 
 
 def _metrics(run: RunDirectory, notices: list[str]) -> list[dict[str, Any]]:
@@ -124,15 +125,13 @@ def _recipe(run: RunDirectory, notices: list[str]) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
 
 
-def _notices(status: Status | None, notices: Sequence[str]) -> Html:
-    parts = [tag("div", text, class_="notice") for text in notices]
-    if status is not None and status.message:
-        parts.insert(0, tag("div", status.message, class_=f"notice {status.state}"))
-    return join(parts)
+def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, str]]:
+    """Texts with their class: how the run ended, where that needs saying, and what could not be read."""
+    ended = [(status.message, str(status.state))] if status is not None and status.message else []
+    return [*ended, *((text, "") for text in troubles)]
 
 
-def _charts(metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> Html | None:
-    resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
+def _charts(metrics: Sequence[Mapping[str, Any]], resumed: Sequence[int]) -> list[Markup]:
     steps = [int(row["step"]) for row in metrics]
     limits = (min(steps), max(steps)) if steps else None
     figures = []
@@ -144,10 +143,7 @@ def _charts(metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -
             continue  # one point is no curve; its value stands among the figures or in the evaluation
         drawn = line_chart(chart.title, series, from_zero=chart.from_zero, marks=filter(None, resumed), steps=limits)
         figures += [drawn] if drawn is not None else []
-    if not figures:
-        return None
-    note = "A dashed line marks where the run was resumed." if any(resumed) else ""
-    return join([tag("div", *figures, class_="charts"), tag("p", note, class_="soft") if note else ""])
+    return figures
 
 
 def _points(metrics: Sequence[Mapping[str, Any]], key: str, unit: float) -> list[tuple[int, float | None]]:

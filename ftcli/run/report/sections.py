@@ -1,15 +1,18 @@
-"""The parts of report.html besides its curves, from plain maps read from JSON; what is not there is left out."""
+"""What report.html shows besides its curves, from plain maps read from JSON. What is not in them is left out.
+
+Each function gives the texts of one part of the page; page.html.jinja has their markup.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.run.report.charts import number, short
-from ftcli.run.report.html import Html, join, table, tag
 from ftcli.run.status import Status
 from ftcli.units import size
 
@@ -22,8 +25,8 @@ _SCORES = (
     ("perplexity", "Perplexity", -1),
     ("token_accuracy", "Token accuracy", 1),
 )
-#: Columns of the token ledger after the name, by their keys in tokens.json.
-_LEDGER = {
+#: Columns of the token counts after the name, by their keys in tokens.json.
+_COUNTS = {
     "rows": "Rows",
     "rows_kept": "kept",
     "rows_dropped": "dropped",
@@ -33,32 +36,101 @@ _LEDGER = {
     "tokens_cut": "cut",
     "longest": "Longest row",
 }
+#: Of the manifest, what is shown in a table of its own or not at all.
+_ELSEWHERE = ("kernels", "processes", "format", "data", "libraries")
+
+Show = Callable[[float], str]
 
 
-def heading(name: str, recipe: Mapping[str, Any], status: Status | None, manifest: Mapping[str, Any]) -> Html:
-    """Name, state, and one line that says what was trained on what."""
-    state = "unknown" if status is None else status.state
-    title = tag("h1", name, " ", tag("span", state, class_=f"badge {state}"))
-    return tag("header", title, tag("p", " · ".join(_summary(recipe, manifest)), class_="soft"))
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Texts in rows. ``numeric`` are the columns set to the right, ``code`` those set in a fixed width."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: Sequence[int] = ()
+    code: Sequence[int] = ()
 
 
-def _summary(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One measure of the base model and of the run. ``verdict`` is ``better``, ``worse`` or empty."""
+
+    label: str
+    before: str
+    after: str
+    change: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """The beginning of a text, and how many characters are left out; ``same`` says whether it equals the reference."""
+
+    label: str
+    text: str
+    left_out: int
+    same: bool | None
+    wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRow:
+    """One held-out row as it was asked and answered."""
+
+    task: str
+    quotes: Sequence[Quote]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A data set's tokens as a bar: class, width in percent and number of each part."""
+
+    name: str
+    trained: str
+    parts: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What became of the data: a bar for each data set, and the counts."""
+
+    bars: Sequence[Bar]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of the recipe; ``changed``: it is not the default."""
+
+    key: str
+    value: str
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What the run was made of; ``folded`` are tables by title that open on a click."""
+
+    cards: Mapping[str, Table]
+    folded: Mapping[str, Table]
+
+
+def summary(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+    """One line that says what was trained on what."""
     model, lora = _map(recipe, "model"), recipe.get("lora")
     parts = [str(model["name_or_path"])] if "name_or_path" in model else []
     method = _map(recipe, "quantization").get("method")
     kind = f"LoRA r={lora['r']}" if isinstance(lora, dict) and "r" in lora else "full fine-tuning"
     parts.append(f"{kind} on {method}" if method not in (None, "none") else kind)
-    if manifest.get("command"):
-        parts.append(str(manifest["command"]))
-    device = _map(manifest, "device")
-    if device.get("name"):
-        parts.append(str(device["name"]))
-    compute = _map(manifest, "dtype_plan").get("compute")
-    return [*parts, str(compute)] if compute else parts
+    known = (manifest.get("command"), _map(manifest, "device").get("name"), _map(manifest, "dtype_plan").get("compute"))
+    return " · ".join([*parts, *(str(value) for value in known if value)])
 
 
-def key_facts(metrics: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], status: Status | None) -> Html:
-    """The figures people look for first."""
+def key_facts(
+    metrics: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], status: Status | None
+) -> list[tuple[str, str]]:
+    """The figures that people look for first, with their labels."""
     base, tuned = _map(evaluation, "base"), _map(evaluation, "run")
     facts: list[tuple[str, str]] = []
     steps = [int(row["step"]) for row in metrics]
@@ -72,8 +144,7 @@ def key_facts(metrics: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any
     for task in _maps(tuned.get("tasks")):
         before = next((t.get("value") for t in _maps(base.get("tasks")) if t.get("name") == task.get("name")), None)
         facts.append((_words(str(task.get("name"))), _before_after(before, task.get("value"), _percent)))
-    facts += _work_facts(metrics, status)
-    return tag("div", *(tag("div", tag("span", k), tag("b", v), class_="fact") for k, v in facts), class_="facts")
+    return [*facts, *_work_facts(metrics, status)]
 
 
 def _work_facts(metrics: Sequence[Mapping[str, Any]], status: Status | None) -> list[tuple[str, str]]:
@@ -102,10 +173,10 @@ def _duration(status: Status | None) -> str | None:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
-def evaluation_table(evaluation: Mapping[str, Any]) -> Html | None:
-    """Base model against the run, with the change coloured by whether it is an improvement."""
+def scores(evaluation: Mapping[str, Any]) -> list[Score]:
+    """Base model against the run, and whether a change is an improvement."""
     base, tuned = _map(evaluation, "base"), _map(evaluation, "run")
-    rows = [(label, base.get(key), tuned.get(key), sign, number) for key, label, sign in _SCORES]
+    found = [_score(label, base.get(key), tuned.get(key), sign, number) for key, label, sign in _SCORES]
     names = dict.fromkeys(str(t.get("name")) for side in (base, tuned) for t in _maps(side.get("tasks")))
     for name in names:
         before, after = (
@@ -113,98 +184,70 @@ def evaluation_table(evaluation: Mapping[str, Any]) -> Html | None:
         )
         count = after.get("count", before.get("count"))
         label = f"{_words(name)}, {count:,} rows" if isinstance(count, int) else _words(name)
-        rows.append((label, before.get("value"), after.get("value"), 1, _percent))
-    shown = [row for row in rows if _is_number(row[1]) or _is_number(row[2])]
-    if not shown:
-        return None
-    body = []
-    for label, before_value, after_value, sign, show in shown:
-        texts = [_shown(value, show) for value in (before_value, after_value)]
-        body.append([label, *texts, _change(before_value, after_value, sign, show)])
-    return tag("div", table(["", "Base model", "This run", "Change"], body, numeric=(1, 2, 3)), class_="card")
+        found.append(_score(label, before.get("value"), after.get("value"), 1, _percent))
+    return [score for score in found if score is not None]
 
 
-def _change(before: Any, after: Any, sign: int, show: Any) -> Html:
+def _score(label: str, before: Any, after: Any, sign: int, show: Show) -> Score | None:
+    shown, shown_after = (show(value) if _is_number(value) else "–" for value in (before, after))
     if not (_is_number(before) and _is_number(after)):
-        return tag("span", "–")
+        return Score(label, shown, shown_after, "–", "") if _is_number(before) or _is_number(after) else None
     difference = after - before
-    kind = "better" if difference * sign > 0 else "worse" if difference * sign < 0 else None
+    verdict = "better" if difference * sign > 0 else "worse" if difference * sign < 0 else ""
     prefix = "+" if difference > 0 else "−" if difference < 0 else ""
-    size = f"{100 * abs(difference):.1f} points" if show is _percent else show(abs(difference))
-    return tag("span", f"{prefix}{size}", class_=kind)
+    change = f"{100 * abs(difference):.1f} points" if show is _percent else show(abs(difference))
+    return Score(label, shown, shown_after, f"{prefix}{change}", verdict)
 
 
-def samples(rows: object) -> Html | None:
+def samples(rows: object) -> list[ShownRow]:
     """What was asked, expected and answered before and after."""
-    cards = [_sample(row) for row in _maps(rows)]
-    return join(cards) if cards else None
+    return [_sample(row) for row in _maps(rows)]
 
 
-def _sample(row: Mapping[str, Any]) -> Html:
-    columns = [("prompt", "Prompt", "wide"), ("reference", "Reference", None)]
-    columns += [("before", "Before training", None), ("after", "After training", None)]
-    parts = []
-    for key, label, class_ in columns:
+def _sample(row: Mapping[str, Any]) -> ShownRow:
+    labels = {"prompt": "Prompt", "reference": "Reference", "before": "Before training", "after": "After training"}
+    reference = row.get("reference")
+    quotes = []
+    for key, label in labels.items():
         if row.get(key) is None:
             continue
-        text, verdict = str(row[key]), ""
-        if key in ("before", "after") and isinstance(row.get("reference"), str):
-            same = text.strip() == row["reference"].strip()
-            verdict = tag("span", " ✓ as the reference" if same else " ✗ differs", class_="better" if same else "soft")
-        parts.append(tag("div", tag("h3", label, verdict), _quoted(text), class_=class_))
-    task = tag("p", _words(str(row["task"])), class_="soft") if row.get("task") else ""
-    return tag("article", task, tag("div", *parts, class_="sample"), class_="card")
+        text, same = str(row[key]), None
+        if key in ("before", "after") and isinstance(reference, str):
+            same = text.strip() == reference.strip()
+        left_out = max(0, len(text) - SHOWN_CHARACTERS)
+        quotes.append(Quote(label, text[:SHOWN_CHARACTERS], left_out, same, wide=key == "prompt"))
+    return ShownRow(_words(str(row["task"])) if row.get("task") else "", quotes)
 
 
-def _quoted(text: str) -> Html:
-    if not text:
-        return tag("p", "(empty)", class_="empty")
-    cut = len(text) - SHOWN_CHARACTERS
-    more = tag("p", f"… and {cut:,} more characters", class_="soft") if cut > 0 else ""
-    return join([tag("pre", text[:SHOWN_CHARACTERS]), more])
-
-
-def token_ledger(ledger: Mapping[str, Any]) -> Html | None:
-    """A bar for each data set: tokens trained, masked and cut; then the counts."""
-    datasets = _maps(ledger.get("datasets"))
+def tokens(counts: Mapping[str, Any]) -> Tokens | None:
+    """Tokens trained, masked and cut of each data set."""
+    datasets = _maps(counts.get("datasets"))
     if not datasets:
         return None
-    colours = (("trained", "s0"), ("masked", "masked"), ("cut", "cut"))
-    key = tag("p", *(tag("span", tag("i", class_=c), text) for text, c in colours), class_="legend soft")
-    rows = [[f"{d.get('name')} ({d.get('split')})", *(_count(d.get(c)) for c in _LEDGER)] for d in datasets]
-    head = ["Data set", *_LEDGER.values()]
-    body = [key, *(_ledger_bar(d) for d in datasets), table(head, rows, numeric=range(1, 9))]
-    return tag("div", *body, class_="card")
+    rows = [[f"{d.get('name')} ({d.get('split')})", *(_count(d.get(c)) for c in _COUNTS)] for d in datasets]
+    table = Table(["Data set", *_COUNTS.values()], rows, numeric=range(1, 1 + len(_COUNTS)))
+    return Tokens([_bar(dataset) for dataset in datasets], table)
 
 
-def _ledger_bar(dataset: Mapping[str, Any]) -> Html:
+def _bar(dataset: Mapping[str, Any]) -> Bar:
     kept, masked, cut = (float(dataset.get(f"tokens_{k}") or 0) for k in ("kept", "masked", "cut"))
     total = max(1.0, kept + cut)
     shares = (("s0", kept - masked), ("masked", masked), ("cut", cut))
-    bar = [tag("span", class_=c, style=f"width:{100 * v / total:.2f}%", title=f"{v:,.0f}") for c, v in shares if v > 0]
-    caption = [
-        tag("span", dataset.get("name", "")),
-        tag("span", f"{(kept - masked) / total:.1%} of all tokens trained", class_="soft"),
-    ]
-    return tag("div", tag("p", *caption), tag("div", *bar, class_="bar"), class_="ledger")
+    parts = [(kind, f"{100 * value / total:.2f}", f"{value:,.0f}") for kind, value in shares if value > 0]
+    return Bar(str(dataset.get("name", "")), f"{(kept - masked) / total:.1%}", parts)
 
 
-def settings(recipe: Mapping[str, Any]) -> Html | None:
-    """Every setting by section; what differs from its default is bold."""
-    if not recipe:
-        return None
-    cards, all_defaults = [], _defaults()
-    for section, values in recipe.items():
-        if not isinstance(values, dict):
-            continue
-        defaults = _map(all_defaults, section)
-        rows = [
-            [key, tag("span", _plain(value), class_="set" if _plain(value) != _plain(defaults.get(key)) else None)]
+def settings(recipe: Mapping[str, Any]) -> dict[str, list[Setting]]:
+    """Every setting by section."""
+    defaults = _defaults()
+    return {
+        str(section): [
+            Setting(str(key), _plain(value), _plain(value) != _plain(_map(defaults, section).get(key)))
             for key, value in values.items()
         ]
-        cards.append(tag("div", tag("h3", section), table([], rows, class_="mono"), class_="card"))
-    note = tag("p", "Bold: set to something else than the default.", class_="soft")
-    return join([note, tag("div", *cards, class_="columns")])
+        for section, values in recipe.items()
+        if isinstance(values, dict)
+    }
 
 
 def _defaults() -> dict[str, Any]:
@@ -213,42 +256,32 @@ def _defaults() -> dict[str, Any]:
     return Recipe.model_validate(nothing).model_dump(mode="json")
 
 
-def provenance(manifest: Mapping[str, Any]) -> Html | None:
+def provenance(manifest: Mapping[str, Any]) -> Provenance | None:
     """Device, versions, plan, seeds, data; the layers' kernels folded away."""
     if not manifest:
         return None
-    kernels = _maps(manifest.get("kernels"))
-    shown = {k: v for k, v in manifest.items() if k not in ("kernels", "processes", "format", "data", "libraries")}
-    rows = [[key, _plain(value)] for key, value in _flat(shown)]
-    cards = [tag("div", tag("h3", "run"), table([], rows, class_="mono"), class_="card")]
+    shown = {key: value for key, value in manifest.items() if key not in _ELSEWHERE}
+    cards = {"run": Table([], [(key, _plain(value)) for key, value in _flat(shown)])}
     libraries = _map(manifest, "libraries")
     if libraries:
-        body = table([], [[k, v] for k, v in libraries.items()], class_="mono")
-        cards.append(tag("div", tag("h3", "libraries"), body, class_="card"))
-    parts = [tag("div", *cards, class_="columns")]
-    data = _maps(manifest.get("data"))
+        cards["libraries"] = Table([], [(key, str(value)) for key, value in libraries.items()])
+    folded = {}
+    data, kernels, processes = (_maps(manifest.get(key)) for key in ("data", "kernels", "processes"))
     if data:
-        files = [(d.get("name"), _count(d.get("bytes")), tag("code", d.get("sha256"))) for d in data]
-        parts.append(_fold("Data fingerprints", table(["File", "Bytes", "SHA-256"], files, numeric=(1,))))
+        rows = [(str(d.get("name")), _count(d.get("bytes")), str(d.get("sha256"))) for d in data]
+        folded["Data fingerprints"] = Table(["File", "Bytes", "SHA-256"], rows, numeric=(1,), code=(2,))
     if kernels:
-        columns = list(dict.fromkeys(key for layer in kernels for key in layer))
-        body = table(columns, [[_plain(layer.get(c)) for c in columns] for layer in kernels])
-        parts.append(_fold(f"Kernels, {len(kernels):,} layers", body))
-    processes = _maps(manifest.get("processes"))
+        columns = list(dict.fromkeys(str(key) for layer in kernels for key in layer))
+        body = [[_plain(layer.get(column)) for column in columns] for layer in kernels]
+        folded[f"Kernels, {len(kernels):,} layers"] = Table(columns, body)
     if len(processes) > 1:
-        parts.append(_fold("Processes of this run", _processes(processes)))
-    return join(parts)
+        folded["Processes of this run"] = _processes(processes)
+    return Provenance(cards, folded)
 
 
-def _processes(processes: Sequence[Mapping[str, Any]]) -> Html:
-    rows: list[tuple[object, ...]] = [
-        (p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")) for p in processes
-    ]
-    return table(["Started", "From step", "Device", "ftcli"], rows)
-
-
-def _fold(title: str, content: Html) -> Html:
-    return tag("details", tag("summary", title), content, class_="card", style="margin-top:14px")
+def _processes(processes: Sequence[Mapping[str, Any]]) -> Table:
+    facts = ((p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")) for p in processes)
+    return Table(["Started", "From step", "Device", "ftcli"], [[str(fact) for fact in row] for row in facts])
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -290,13 +323,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _shown(value: Any, show: Any) -> str:
-    return str(show(value)) if _is_number(value) else "–"
-
-
-def _before_after(before: Any, after: Any, show: Any) -> str:
-    texts = [show(value) for value in (before, after) if _is_number(value)]
-    return " → ".join(texts) or "–"
+def _before_after(before: Any, after: Any, show: Show) -> str:
+    return " → ".join(show(value) for value in (before, after) if _is_number(value)) or "–"
 
 
 def _percent(value: float) -> str:

@@ -17,7 +17,7 @@ from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import render_report, write_report
 from ftcli.run.report.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
-from ftcli.run.report.html import Html, escape, join, tag
+from ftcli.run.report.markup import tag
 from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
@@ -171,12 +171,11 @@ def test_a_single_point_is_no_curve(run: RunDirectory) -> None:
 
 
 def test_escaping_is_the_default_and_survives_a_careless_join() -> None:
-    assert escape("<b>&'\"") == "&lt;b&gt;&amp;&#x27;&quot;"
-    assert tag("p", "<i>", tag("b", "x")) == "<p>&lt;i&gt;<b>x</b></p>"
-    careless = tag("b", "x") + "<script>"  # a plain string again
-    assert not isinstance(careless, Html)
-    assert tag("p", careless) == "<p>&lt;b&gt;x&lt;/b&gt;&lt;script&gt;</p>"
-    assert join(["<", Html("<br/>")]) == "&lt;<br/>"
+    assert tag("p", "<b>&'\"") == "<p>&lt;b&gt;&amp;&#39;&#34;</p>"
+    assert tag("p", "<i>", tag("b", "x"), title='"<') == '<p title="&#34;&lt;">&lt;i&gt;<b>x</b></p>'
+    assert tag("p", tag("b", "x") + "<script>") == "<p><b>x</b>&lt;script&gt;</p>"
+    assert tag("p", "".join([tag("b", "x"), "<script>"])) == "<p>&lt;b&gt;x&lt;/b&gt;&lt;script&gt;</p>"
+    assert tag("line", x1=1, class_="a", stroke_width=None) == '<line x1="1" class="a"></line>'
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""Text of models and data on a page: made visible here, escaped by :class:`markupsafe.Markup`, never markup."""
+
+from __future__ import annotations
+
+import re
+
+from markupsafe import Markup, escape
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
+
+
+def visible(value: str) -> str:
+    """``value`` with control characters as their pictures (NUL as ␀) and other unprintable ones as �."""
+    return _UNPRINTABLE.sub("\ufffd", _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])), value))
+
+
+def printable(value: object) -> object:
+    """Finished markup as it is; everything else as visible text, which is still to be escaped."""
+    return value if isinstance(value, Markup) else visible(str(value))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """An element of a drawing. ``class_`` is the attribute ``class``, ``stroke_width`` is ``stroke-width``.
+
+    Children and attributes are escaped unless they are markup; an attribute that is None is left out.
+    """
+    pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
+    opening = Markup("").join(Markup(' {}="{}"').format(key, printable(value)) for key, value in pairs)
+    inside = Markup("").join(escape(printable(child)) for child in children)
+    return Markup("<{0}{1}>{2}</{0}>").format(name, opening, inside)
