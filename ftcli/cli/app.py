@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Annotated
@@ -14,7 +14,8 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
-from ftcli.cli.commands import bench, check, doctor, evaluate, export, grpo, recipes, train
+from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes
+from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
     library_environment,
@@ -24,6 +25,7 @@ from ftcli.cli.environment import (
 )
 from ftcli.cli.request import Request, Result
 from ftcli.errors import ExitCode, Finding
+from ftcli.tables import methods
 
 _PLAIN_HELP = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 
@@ -67,15 +69,15 @@ def build_app() -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    for name, command in (
-        ("train", train.train),
+    commands: tuple[tuple[str, Callable[..., Request]], ...] = (
+        *((name, training_command(method)) for name, method in methods.of_commands().items()),
         ("eval", evaluate.evaluate),
-        ("grpo", grpo.grpo),
         ("export", export.export),
         ("check", check.check),
         ("bench", bench.bench),
         ("doctor", doctor.doctor),
-    ):
+    )
+    for name, command in commands:
         app.command(name, context_settings=_PLAIN_HELP)(command)
     app.add_typer(recipes.build_app(_PLAIN_HELP), name="recipes")
     return app

@@ -5,55 +5,55 @@ Heavy libraries are imported inside the functions that need them, so that a reci
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ftcli.config.load import LoadedRecipe
+from ftcli.pipeline.launch import in_this_process
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Session
+from ftcli.tables import code_of, engines, methods
 
-__all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "grpo", "train"]
+__all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "train"]
 
 Result = dict[str, Any]
 
 
 def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> Result:
     """Preflight only. ``as_gpu`` answers for a named GPU; ``samples`` rows of each training source are shown."""
-    from ftcli.pipeline.checking import run
+    from ftcli.pipeline.checking import check_recipe
 
-    return run(loaded, session, as_gpu, samples)
-
-
-def train(loaded: LoadedRecipe, session: Session) -> Result:
-    """Supervised fine-tuning into the recipe's run directory."""
-    from ftcli.pipeline.training import run
-
-    return run(loaded, session)
+    return check_recipe(loaded, session, as_gpu, samples)
 
 
-def grpo(loaded: LoadedRecipe, session: Session) -> Result:
-    """GRPO reinforcement fine-tuning into the recipe's run directory."""
-    from ftcli.pipeline.reinforcement import run
-
-    return run(loaded, session)
+def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> Result:
+    """Trains by the method that ``command`` and the recipe name, under the recipe's engine, into its run directory."""
+    method = methods.method_of(loaded.recipe, command)
+    engine = engines.row(loaded.recipe.launch.engine)
+    work = partial(code_of(method.run), loaded, session)
+    # Of an engine that is not supported yet preflight says so, in this process.
+    launch = in_this_process if engine.run is None else code_of(engine.run)
+    result: Result = launch(work, loaded.recipe.launch.num_processes)
+    return result
 
 
 def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> Result:
     """Loss and tasks of the base model, and of the run in ``run_dir`` beside it."""
-    from ftcli.pipeline.evaluation import run
+    from ftcli.pipeline.evaluation import evaluate_recipe
 
-    return run(loaded, session, run_dir)
+    return evaluate_recipe(loaded, session, run_dir)
 
 
 def export(loaded: LoadedRecipe, session: Session, run_dir: Path) -> Result:
     """Writes the run's result in the recipe's formats, each verified by loading it again."""
-    from ftcli.pipeline.exporting import run
+    from ftcli.pipeline.exporting import export_recipe
 
-    return run(loaded, session, run_dir)
+    return export_recipe(loaded, session, run_dir)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Result:
     """The real training step on synthetic tokens and random weights."""
-    from ftcli.pipeline.benchmark import run
+    from ftcli.pipeline.benchmark import bench_step
 
-    return run(loaded, session, options)
+    return bench_step(loaded, session, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +13,14 @@ from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.facts.quantization import why_dequantized
+from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checks.base import Command
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 from ftcli.tables import code_of, quantizations
 
 
-def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
+def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
     true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
 
@@ -29,18 +29,15 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
     """
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
-    command: Command = "bench --eval" if options.evaluation else "bench"
-    report = preflight(shortened, command=command, device=None, offline=True)
-    recipe, left_out = report.recipe, report.checkpointing.uncheckpointed_layers
-    if options.layers is not None and report.facts.shape is not None:  # the same share of them
-        left_out = left_out * options.layers // report.facts.shape.num_layers
-        recipe = report.setup.changed({"train.uncheckpointed_layers": left_out}).recipe
-    for finding in report.findings:
-        session.reporter.finding(finding)
+    report = checked(shortened, session, "bench --eval" if options.evaluation else "bench")
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
-    measure = _measure_evaluation if options.evaluation else _measure
-    measured = measure(recipe, report, session, options)
+    left_out = report.checkpointing.uncheckpointed_layers
+    if options.layers is not None and report.facts.shape is not None:  # the same share of them
+        left_out = left_out * options.layers // report.facts.shape.num_layers
+        report = replace(report, setup=report.setup.changed({"train.uncheckpointed_layers": left_out}))
+    measured = (_measure_evaluation if options.evaluation else _measure)(report, session, options)
+    recipe = report.recipe
     flops = step_flops(
         report.facts,
         recipe.lora,
@@ -50,7 +47,7 @@ def run(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[s
         uncheckpointed_layers=left_out,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
-    measured |= _stored_rate(flops, report, recipe, options)
+    measured |= _stored_rate(flops, report, options)
     return {
         "recipe": str(loaded.path),
         "mode": "evaluation" if options.evaluation else "training",
@@ -103,67 +100,37 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     )
 
 
-def _measure(recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
+def _measure(report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
     import torch
 
+    from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
-    from ftcli.trainers.bench import (
-        StepProfiler,
-        StepTimer,
-        device_memory,
-        measure_matmul_rate,
-        spread,
-        synthetic_tokens,
-    )
-    from ftcli.trainers.callbacks import peak_memory_bytes
+    from ftcli.trainers.bench import StepProfiler, StepTimer, device_memory, measure_matmul_rate, synthetic_tokens
     from ftcli.trainers.sft import build_sft_trainer
 
-    batch, seq = recipe.train.per_device_train_batch_size, recipe.data.max_seq_len
-    texts = build.texts_of(recipe, report, session)
-    device = build.device_of(report)
-    rate = measure_matmul_rate(device, getattr(torch, report.plan.compute))
-    base = build.build_base(recipe, report, session, texts, num_layers=options.layers)
-    built = build.with_adapters(base, recipe, report)
-    tokens = synthetic_tokens(
-        batch * (options.steps + 1 + options.profile), seq, int(report.facts.vocab_size or 256), recipe.run.seed
-    )
-    kernels = build.with_kernels(built, recipe, report, tokens)
-    session.reporter.info(kernels.summary())
+    job = open_job(report, session)
+    batch, seq, seed = job.recipe.train.per_device_train_batch_size, job.recipe.data.max_seq_len, job.recipe.run.seed
+    rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
+    model = build.build_trainable(job, num_layers=options.layers)
+    tokens = synthetic_tokens(batch * (options.steps + 1 + options.profile), seq, job.vocab_size, seed)
+    kernels = build.put_on_kernels(job, model, tokens)
+    timer = StepTimer(job.device)
+    profiler = StepProfiler(job.device, options.steps + 2) if options.profile else None
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        trainer = build_sft_trainer(
-            recipe,
-            built.model,
-            texts.tokenizer,
-            tokens,
-            report.plan,
-            TrainerHooks(None, 1, None),
-            device=device,
-            scratch_dir=scratch,
-            offloaded=build.offloaded_of(report),
-        )
-        timer = StepTimer(device)
+        trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch)
         trainer.add_callback(timer)
-        profiler = StepProfiler(device, options.steps + 2) if options.profile else None
         if profiler is not None:
             trainer.add_callback(profiler)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
         with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {seq}"):
             trainer.train()
     times = timer.times(options.steps + 1)
-    fastest, slowest = spread(times.steady)
     memory = report.memory
     return {
-        "steps": options.steps,
-        "first_step_only": options.steps == 0,
-        "tokens_per_second": batch * seq / times.median,
-        "step_ms": 1000 * times.median,
-        "step_ms_min": 1000 * fastest,
-        "step_ms_max": 1000 * slowest,
-        "first_step_seconds": times.first,
-        "peak_memory_bytes": peak_memory_bytes(),
-        **device_memory(device),
+        **_timing(batch * seq, times.first, times.steady, options),
+        **device_memory(job.device),
         "matmul_tflops": rate / 1e12,
         "profile": profiler.table() if profiler is not None else None,
         "gpu_time": profiler.busy() if profiler is not None else None,
@@ -174,51 +141,52 @@ def _measure(recipe: Recipe, report: PreflightReport, session: Session, options:
     }
 
 
-def _measure_evaluation(
-    recipe: Recipe, report: PreflightReport, session: Session, options: BenchOptions
-) -> dict[str, Any]:
+def _measure_evaluation(report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
     """The loss of `ftcli eval`: the frozen model on the kernels, no gradients, the head in chunks."""
     import torch
 
     from ftcli.evaluate.suite import Evaluator
-    from ftcli.pipeline import build
-    from ftcli.pipeline.evaluation import on_kernels
-    from ftcli.trainers.bench import measure_matmul_rate, spread, synthetic_tokens
-    from ftcli.trainers.callbacks import peak_memory_bytes
+    from ftcli.job import open_job
+    from ftcli.pipeline.build import build_trainable
+    from ftcli.pipeline.evaluation import freeze_on_kernels
+    from ftcli.trainers.bench import measure_matmul_rate, synthetic_tokens
 
-    batch, seq = recipe.train.per_device_train_batch_size, recipe.data.max_seq_len
-    texts = build.texts_of(recipe, report, session)
-    device = build.device_of(report)
-    rate = measure_matmul_rate(device, getattr(torch, report.plan.compute))
-    built = build.with_adapters(
-        build.build_base(recipe, report, session, texts, num_layers=options.layers), recipe, report
-    )
-    rows = synthetic_tokens(batch * (options.steps + 1), seq, int(report.facts.vocab_size or 256), recipe.run.seed)
-    kernels = on_kernels(built, recipe, report, session, rows)
-    evaluator = Evaluator(recipe, texts.tokenizer, texts.stops, rows, report.plan, device, session.reporter)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    job = open_job(report, session)
+    batch, seq, seed = job.recipe.train.per_device_train_batch_size, job.recipe.data.max_seq_len, job.recipe.run.seed
+    rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
+    model = build_trainable(job, num_layers=options.layers)
+    rows = synthetic_tokens(batch * (options.steps + 1), seq, job.vocab_size, seed)
+    kernels = freeze_on_kernels(job, model, rows)
+    evaluator = Evaluator(job, rows)
+    if job.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.device)
     seconds = []
     for step in range(options.steps + 1):
         began = time.perf_counter()
-        evaluator.loss_of(
-            built.model, rows[step * batch : (step + 1) * batch]
-        )  # waits for the device: it gives numbers
+        evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
-    steady = seconds[1:] or seconds
-    fastest, slowest = spread(steady)
     return {
-        "steps": options.steps,
-        "first_step_only": options.steps == 0,
-        "tokens_per_second": batch * seq / statistics.median(steady),
-        "step_ms": 1000 * statistics.median(steady),
-        "step_ms_min": 1000 * fastest,
-        "step_ms_max": 1000 * slowest,
-        "first_step_seconds": seconds[0],
-        "peak_memory_bytes": peak_memory_bytes(),
+        **_timing(batch * seq, seconds[0], seconds[1:] or seconds, options),
         "matmul_tflops": rate / 1e12,
         "kernels": kernels.summary(),
         "self_check": kernels.self_check,
+    }
+
+
+def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions) -> dict[str, Any]:
+    """Of steps of ``tokens`` tokens: the first one's seconds, and those after it."""
+    from ftcli.trainers.callbacks import peak_memory_bytes
+
+    median = statistics.median(steady)
+    return {
+        "steps": options.steps,
+        "first_step_only": options.steps == 0,
+        "tokens_per_second": tokens / median,
+        "step_ms": 1000 * median,
+        "step_ms_min": 1000 * min(steady),
+        "step_ms_max": 1000 * max(steady),
+        "first_step_seconds": first,
+        "peak_memory_bytes": peak_memory_bytes(),
     }
 
 
@@ -242,19 +210,21 @@ def _forward(flops: StepFlops, recipe: Recipe) -> float:
     return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
 
 
-def _stored_rate(
-    flops: StepFlops | None, report: PreflightReport, recipe: Recipe, options: BenchOptions
-) -> dict[str, float | None]:
-    """The rate at which this machine multiplies weights as they are stored, in fp8, and the share of a step's
-    operations that run at it; None where none do.
+def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: BenchOptions) -> dict[str, float | None]:
+    """The rate of this machine's products of weights as they are stored (fp8), and the share of a step's operations
+    that run at it; None where none do.
     """
     rate = share = None
+    recipe = report.recipe
     products = quantizations.row(recipe.quantization.method).products
-    dequantized = why_dequantized(recipe.quantization, report.plan, report.device)
-    if products is not None and dequantized is None and flops is not None:
-        from ftcli.pipeline import build
+    if (
+        products is not None
+        and flops is not None
+        and why_dequantized(recipe.quantization, report.plan, report.device) is None
+    ):
+        from ftcli.job import device_of
 
-        rate = code_of(products.measure_rate)(build.device_of(report)) / 1e12
+        rate = code_of(products.measure_rate)(device_of(report)) / 1e12
         # What checkpointing runs again is linear layers for the most part.
         share = (
             flops.linear / 2.0 / _forward(flops, recipe)

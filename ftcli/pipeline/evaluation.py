@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
+from ftcli.pipeline.checking import checked
 from ftcli.pipeline.results import scores
-from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.report import write_report
@@ -21,64 +19,63 @@ from ftcli.run.results import AnsweredRow, Evaluation, write_evaluation
 if TYPE_CHECKING:
     from ftcli.data.tokens import Tokens
     from ftcli.evaluate.suite import Evaluator
-    from ftcli.pipeline.build import Built, KernelReport
+    from ftcli.job import Job
+    from ftcli.pipeline.build import KernelReport
 
 
-def run(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
+def evaluate_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
     """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
 
     Raises FtcliError FT763 when ``run_dir`` holds no finished run.
     """
-    recipe = loaded.recipe
     directory = None if run_dir is None else _finished_run(run_dir)
-    report = preflight(loaded, command="eval", device=None, offline=session.offline)
-    for finding in report.findings:
-        session.reporter.finding(finding)
+    report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
-    from ftcli.pipeline import build
+    from ftcli.job import open_job
+    from ftcli.pipeline import data
 
-    functions = judges_of(recipe)
-    texts = build.texts_of(recipe, report, session)
-    sequences = build.tokenized(recipe, session, texts, "eval").sequences
-    device = build.device_of(report)
-    evaluator = Evaluator(
-        recipe, texts.tokenizer, texts.stops, sequences, report.plan, device, session.reporter, functions
-    )
-    built = build.build_base(recipe, report, session, texts)
-    result: dict[str, Any] = {"recipe": str(loaded.path), "base": None, "run": None}
+    functions = judges_of(report.recipe)
+    job = open_job(report, session)
+    evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
+    base, tuned = _base_and_run(job, evaluator, directory)
+    result: dict[str, Any] = {"recipe": str(loaded.path), "base": base, "run": tuned}
     if directory is None:
-        on_kernels(built, recipe, report, session, sequences)
-        result["base"] = _measure(evaluator, built.model)
         return result
-    if directory.adapter_dir.is_dir():
-        built = build.with_saved_adapter(built, directory.adapter_dir)
-        on_kernels(built, recipe, report, session, sequences)
-        with built.model.disable_adapter():
-            result["base"] = _measure(evaluator, built.model)
-        result["run"] = _measure(evaluator, built.model)
-    else:
-        on_kernels(built, recipe, report, session, sequences)
-        result["base"] = _measure(evaluator, built.model)
-        del built  # before the second model is loaded: both need not fit
-        tuned = build.build_base(recipe, report, session, texts, weights=directory.model_dir)
-        on_kernels(tuned, recipe, report, session, sequences)
-        result["run"] = _measure(evaluator, tuned.model)
     _write(directory, result)
     return {**result, "run_directory": str(directory.path)}
 
 
-def on_kernels(
-    built: Built, recipe: Recipe, report: PreflightReport, session: Session, sequences: Sequence[Tokens]
-) -> KernelReport:
+def _base_and_run(
+    job: Job, evaluator: Evaluator, directory: RunDirectory | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What is measured of the base model, and of the run's result where there is one."""
+    from ftcli.model.lora import load_adapter
+    from ftcli.pipeline.build import build_base
+
+    rows, model = evaluator.sequences, build_base(job)
+    if directory is not None and directory.adapter_dir.is_dir():
+        adapted = load_adapter(model, directory.adapter_dir)
+        freeze_on_kernels(job, adapted, rows)
+        with adapted.disable_adapter():
+            base = _measure(evaluator, adapted)
+        return base, _measure(evaluator, adapted)
+    freeze_on_kernels(job, model, rows)
+    base = _measure(evaluator, model)
+    if directory is None:
+        return base, None
+    del model  # before the second model is loaded: both need not fit
+    tuned = build_base(job, weights=directory.model_dir)
+    freeze_on_kernels(job, tuned, rows)
+    return base, _measure(evaluator, tuned)
+
+
+def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelReport:
     """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
-    from ftcli.pipeline import build
+    from ftcli.pipeline.build import put_on_kernels
     from ftcli.trainers.bench import synthetic_tokens
 
-    built.model.requires_grad_(False)
-    rows = sequences if len(sequences) else synthetic_tokens(2, 64, int(report.facts.vocab_size or 256), 0)
-    kernels = build.with_kernels(built, recipe, report, rows)
-    session.reporter.info(kernels.summary())
-    return kernels
+    model.requires_grad_(False)
+    return put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))
 
 
 def _measure(evaluator: Evaluator, model: Any) -> dict[str, Any]:

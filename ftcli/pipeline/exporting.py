@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.preflight.stages import preflight
+from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 
@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from ftcli.export.writing import ExportResult
 
 
-def run(loaded: LoadedRecipe, session: Session, run_dir: Path) -> dict[str, Any]:
+def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path) -> dict[str, Any]:
     """Writes each of ``export.formats`` to ``<run>/export/<format>``. Raises FtcliError as ``export_run``."""
     from ftcli.export.writing import export_run
 
-    report = preflight(loaded, command="export", device=None, offline=session.offline)
-    for finding in report.findings:
-        session.reporter.finding(finding)
+    checked(loaded, session, "export")
     results = export_run(
         RunDirectory(run_dir), loaded.recipe.export.formats, reporter=session.reporter, offline=session.offline
     )

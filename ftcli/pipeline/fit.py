@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
@@ -16,16 +15,15 @@ from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.build import Built, Texts
+    from ftcli.job import Job
     from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.callbacks import RunCallback
 
 
 def fit(
-    recipe: Recipe,
     context: RunContext,
-    texts: Texts,
-    built: Built,
+    job: Job,
+    model: Any,
     make_trainer: Callable[[TrainerHooks, str], Any],
     evaluate: Callable[[], dict[str, float]] | None,
 ) -> dict[str, Any]:
@@ -43,6 +41,7 @@ def fit(
     from ftcli.trainers.base import TrainerHooks, save_weights
     from ftcli.trainers.callbacks import RunCallback, Schedule
 
+    recipe = job.recipe
     evaluates = evaluate is not None and recipe.eval.every_steps is not None
     hooks = TrainerHooks(
         context.directory.checkpoints,
@@ -70,8 +69,8 @@ def fit(
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
         with _rescued(trainer, context):
             context.save_result(
-                lambda folder: save_weights(built.model, folder),
-                lambda folder: texts.tokenizer.save_pretrained(str(folder)),
+                lambda folder: save_weights(model, folder),
+                lambda folder: job.tokenizer.save_pretrained(str(folder)),
             )
     summary = {"steps": trainer.state.global_step, "tokens": trainer.tokens_seen, **_last(callback, context)}
     context.opened.note_trained(summary)
@@ -84,7 +83,7 @@ def _result(context: RunContext, summary: dict[str, Any]) -> dict[str, Any]:
 
 def _trained_before(trainer: Any, context: RunContext, trained: dict[str, Any]) -> dict[str, Any]:
     with context.phase("loading the trained weights"):
-        trainer._load_from_checkpoint(str(context.directory.result_dir))
+        trainer.take_weights(context.directory.result_dir)
     return _result(context, trained["summary"])
 
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.pipeline.checking import checked
 from ftcli.pipeline.shortage import out_of_memory
 from ftcli.preflight.report import PreflightReport
-from ftcli.preflight.stages import preflight
 from ftcli.reporting import Progress, Reporter, Session
 from ftcli.rows.places import resolve_path
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
@@ -29,8 +29,6 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
 from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of
 
-Command = Literal["train", "grpo"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
@@ -40,7 +38,7 @@ class RunContext:
     """
 
     session: Session
-    command: Command
+    command: str
     report: PreflightReport
     opened: OpenedRun
     previous: Mapping[str, Any]
@@ -108,7 +106,7 @@ class RunContext:
 
 
 @contextmanager
-def checked_run(loaded: LoadedRecipe, session: Session, command: Command) -> Iterator[RunContext | None]:
+def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterator[RunContext | None]:
     """Preflight, then the recipe's run directory for this process; None when its run is complete already.
 
     From the first moment SIGTERM and SIGINT end the run in an orderly way: exit 75 or 130, status.json and report
@@ -117,9 +115,7 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: Command) -> Ite
     recipe = loaded.recipe
     with _second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:
         with stop.interruptible("checking the recipe"):
-            report = preflight(loaded, command=command, device=None, offline=session.offline)
-        for finding in report.findings:
-            session.reporter.finding(finding)
+            report = checked(loaded, session, command)
         with _opened_run(recipe, session, report, command, stop) as context:
             if context is not None and report.checkpointing.requested == "auto":
                 session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
@@ -136,7 +132,7 @@ def _second_signal_as_error() -> Iterator[None]:
 
 @contextmanager
 def _opened_run(
-    recipe: Recipe, session: Session, report: PreflightReport, command: Command, stop: StopRequest
+    recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest
 ) -> Iterator[RunContext | None]:
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     with ExitStack() as stack:

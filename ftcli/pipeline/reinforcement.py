@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import GrpoConfig, Recipe
 from ftcli.config.load import LoadedRecipe
-from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
 from ftcli.pipeline.fit import fit
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
 
 
-def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
+def train_grpo(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
     """GRPO on the recipe's prompts into its run directory; held-out tasks are scored before and after.
 
     Raises FtcliError FT782 (exit 2) when the recipe has no grpo section.
     """
-    recipe = loaded.recipe
-    if recipe.grpo is None:
+    grpo = loaded.recipe.grpo
+    if grpo is None:
         raise FtcliError.single(
             "FT782",
             "this recipe has no grpo section",
@@ -36,51 +35,35 @@ def run(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
         )
     with checked_run(loaded, session, "grpo") as context:
         if context is None:
-            return complete_result(recipe, session)
-        return _grpo(recipe.grpo, session, context)
+            return complete_result(loaded.recipe, session)
+        return _train(grpo, session, context)
 
 
-def _grpo(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str, Any]:
+def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str, Any]:
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started = time.perf_counter()
-    recipe, report = context.recipe, context.report
-    functions = judges_of(recipe)
+    functions = judges_of(context.recipe)
     with context.phase("preparing data"):
-        texts = build.texts_of(recipe, report, session)
-        prompts = _prompts(recipe)
+        job = open_job(context.report, session)
+        prompts = _prompts(job.recipe)
         session.reporter.info(f"data.train: {len(prompts)} prompts, {grpo.num_generations} completions each")
     with context.phase("loading the model"):
-        built = build.with_adapters(build.build_base(recipe, report, session, texts), recipe, report)
-        evaluator = Evaluator(
-            recipe, texts.tokenizer, texts.stops, [], report.plan, built.device, session.reporter, functions
-        )
-    keep_inputs(context, build.inputs_of(recipe, report, texts, built))
-    before = _scores(context, evaluator, built.model, "before") if context.opened.resume_step == 0 else {}
-    renderer = Renderer(texts.tokenizer, recipe.data.chat_template)
+        model = build.build_trainable(job)
+        evaluator = Evaluator(job, [], functions)
+    keep_inputs(context, build.inputs_of(job, model))
+    before = _scores(context, evaluator, model, "before") if context.opened.resume_step == 0 else {}
     summary = fit(
-        recipe,
         context,
-        texts,
-        built,
-        lambda hooks, scratch: build_grpo_trainer(
-            recipe,
-            grpo,
-            built.model,
-            texts.tokenizer,
-            prompts,
-            [renderer.prompt(prompt) for prompt in prompts],
-            report.plan,
-            hooks,
-            device=built.device,
-            scratch_dir=scratch,
-            stops=texts.stops,
-        ),
-        (lambda: _task_scores(evaluator, built.model)) if recipe.eval.tasks else None,
+        job,
+        model,
+        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch),
+        (lambda: _task_scores(evaluator, model)) if job.recipe.eval.tasks else None,
     )
-    after = _scores(context, evaluator, built.model, "after")
+    after = _scores(context, evaluator, model, "after")
     return {**summary, "before": before, "after": after, "seconds": time.perf_counter() - started}
 
 

@@ -41,4 +41,4 @@ def names() -> tuple[str, ...]:
 
 def supported() -> tuple[str, ...]:
     """Names of the engines that this version has."""
-    return tuple(name for name, row in TABLE.items() if row.run is not None)
+    return tuple(name for name, engine in TABLE.items() if engine.run is not None)

@@ -20,6 +20,7 @@ class Method:
         name: As in ``train.method``, or of its own section.
         command: The command that trains with it.
         title: In a few words, for messages.
+        help: What its command tells when asked.
         run: Code: ``(loaded, session) -> result``, the whole command.
         memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
@@ -38,6 +39,7 @@ class Method:
     name: str
     command: str
     title: str
+    help: str
     run: str
     memory: str
     section: str | None = None
@@ -53,20 +55,44 @@ class Method:
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
+_TRAIN_HELP = """Fine-tune a model.
+
+Trains LoRA adapters, or all weights when the recipe has no lora section. Writes a run directory with checkpoints,
+metrics, a report and the result, which plain transformers and peft load.
+
+\b
+Examples:
+  ftcli train recipes/smoke.yaml
+  ftcli train recipes/gemma2-9b.yaml --set train.learning_rate=1e-4 --set data.max_seq_len=4096
+  ftcli train recipes/gemma2-9b.yaml --set model.init=random --set model.tokenizer=bytes --max-steps 5
+"""
+
+_GRPO_HELP = """Fine-tune by rewards (GRPO).
+
+The rewards are those of the recipe's grpo section: built-in ones, or Python functions of yours.
+
+\b
+Examples:
+  ftcli grpo recipes/smoke-grpo.yaml
+  ftcli grpo recipes/mistral-7b-grpo.yaml --set grpo.num_generations=4 --max-steps 20
+"""
+
 TABLE: Mapping[str, Method] = MappingProxyType(
     {
         "sft": Method(
             "sft",
             "train",
             "supervised fine-tuning",
-            run="ftcli.pipeline.training:train",
+            _TRAIN_HELP,
+            run="ftcli.pipeline.training:train_supervised",
             memory="ftcli.preflight.memory.methods:supervised",
         ),
         "grpo": Method(
             "grpo",
             "grpo",
             "GRPO",
-            run="ftcli.pipeline.reinforcement:train",
+            _GRPO_HELP,
+            run="ftcli.pipeline.reinforcement:train_grpo",
             memory="ftcli.preflight.memory.methods:grpo",
             section="grpo",
             rules="ftcli.preflight.checks.grpo:check",
@@ -103,7 +129,15 @@ def names() -> tuple[str, ...]:
 
 def commands() -> tuple[str, ...]:
     """The commands that train."""
-    return tuple(dict.fromkeys(row.command for row in TABLE.values()))
+    return tuple(of_commands())
+
+
+def of_commands() -> dict[str, Method]:
+    """Each command that trains, with the method that speaks for it: the first of its rows."""
+    found: dict[str, Method] = {}
+    for method in TABLE.values():
+        found.setdefault(method.command, method)
+    return found
 
 
 def method_of(recipe: Any, command: str) -> Method:

@@ -305,6 +305,10 @@ class RunTrainerMixin:
         self._save_checkpoint(self.model, None)
         return int(state.global_step)
 
+    def take_weights(self, folder: Path) -> None:
+        """Loads the trained weights that lie in a checkpoint or a result."""
+        self._load_from_checkpoint(str(folder))  # type: ignore[attr-defined]
+
     def load_finished(self, checkpoint: Path) -> bool:
         """Takes the weights of a checkpoint of the very last step, after which nothing is left to train.
 
@@ -313,7 +317,7 @@ class RunTrainerMixin:
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if state.global_step < state.max_steps:
             return False
-        self._load_from_checkpoint(str(checkpoint))  # type: ignore[attr-defined]
+        self.take_weights(checkpoint)
         self.state = state
         found = WindowState.read(checkpoint)
         kept = None if found is None else found.tokens_seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -183,8 +183,3 @@ def device_memory(device: torch.device) -> dict[str, int | None]:
         return {"peak_reserved_bytes": None, "device_used_bytes": None}
     free, total = torch.cuda.mem_get_info(device)
     return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "device_used_bytes": total - free}
-
-
-def spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """Fastest and slowest."""
-    return min(seconds), max(seconds)

@@ -11,10 +11,11 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from ftcli.config import Recipe
 from ftcli.config.training import GrpoConfig
+from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
@@ -107,35 +108,31 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
 
 
 def build_grpo_trainer(
-    recipe: Recipe,
+    job: Job,
     grpo: GrpoConfig,
     model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    texts: Sequence[str],
-    plan: DtypePlan,
     hooks: TrainerHooks,
-    *,
-    device: torch.device,
     scratch_dir: str,
-    stops: Sequence[int],
 ) -> GrpoTrainer:
-    """A trainer over ``prompts`` whose rendered ``texts`` fit ``grpo.max_prompt_length``.
+    """A trainer over ``prompts``, rendered by the chat template, which must fit ``grpo.max_prompt_length``.
 
     Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
     """
-    _check_lengths(prompts, texts, tokenizer, grpo.max_prompt_length)
+    renderer = Renderer(job.tokenizer, job.recipe.data.chat_template)
+    texts = [renderer.prompt(prompt) for prompt in prompts]
+    _check_lengths(prompts, texts, job.tokenizer, grpo.max_prompt_length)
     columns = columns_of(prompts)
     rewards = build_rewards(grpo.rewards, columns)
     trainer = GrpoTrainer(
         model=model,
         reward_funcs=[reward.function for reward in rewards],
-        args=GRPOConfig(**training_arguments(recipe, scratch_dir, device), **_grpo_arguments(grpo, rewards, stops)),
-        train_dataset=Dataset.from_dict({"prompt": list(texts), **columns}),
-        processing_class=tokenizer,
+        args=GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops)),
+        train_dataset=Dataset.from_dict({"prompt": texts, **columns}),
+        processing_class=job.tokenizer,
     )
-    trainer.plan = plan
-    trainer.control_seed = recipe.run.seed if grpo.shuffle_rewards else None
+    trainer.plan = job.plan
+    trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
     trainer.bind(hooks)
     return trainer
 

@@ -11,15 +11,14 @@ from datasets import Dataset
 from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
-from ftcli.config import Recipe
 from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, plain_epochs
 from ftcli.data.tokens import Tokens
 from ftcli.facts.precision import DtypePlan
+from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.preflight.memory.held import Offloaded
 from ftcli.tables import policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
@@ -27,7 +26,7 @@ from ftcli.trainers.watch import ROWS_KEY
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -81,9 +80,9 @@ class WithRows:
         return {**self.collate(chosen), ROWS_KEY: [row["index"] for row in chosen]}
 
 
-def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -> dict[str, Any]:
-    """transformers' arguments that SFT and GRPO share, from the recipe."""
-    train = recipe.train
+def training_arguments(job: Job, scratch_dir: str) -> dict[str, Any]:
+    """transformers' arguments that all methods share, from the recipe."""
+    recipe, train, device = job.recipe, job.recipe.train, job.device
     return {
         **NO_SAVING,
         "output_dir": scratch_dir,
@@ -117,45 +116,39 @@ def training_arguments(recipe: Recipe, scratch_dir: str, device: torch.device) -
 
 
 def build_sft_trainer(
-    recipe: Recipe,
+    job: Job,
     model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
     data: Epochs | Sequence[Tokens],
-    plan: DtypePlan,
     hooks: TrainerHooks,
-    *,
-    device: torch.device,
     scratch_dir: str,
-    offloaded: Offloaded = "halves",
 ) -> SftTrainer:
     """A trainer over tokenized ``data``, ready for :meth:`train`.
 
     Args:
         data: What an epoch holds, and in which order; of bare rows, each once.
         scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
-        offloaded: What ``gradient_checkpointing: offload`` sends to the host, from preflight.
     """
-    epochs = data if isinstance(data, Epochs) else plain_epochs(data, recipe.run.seed)
-    train = recipe.train
+    train = job.recipe.train
+    epochs = data if isinstance(data, Epochs) else plain_epochs(data, job.recipe.run.seed)
     use_checkpointing(
-        model, train.checkpointing, offloaded=offloaded, uncheckpointed_layers=train.uncheckpointed_layers
+        model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
     )
     args = SFTConfig(
-        **training_arguments(recipe, scratch_dir, device),
+        **training_arguments(job, scratch_dir),
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     trainer = SftTrainer(
         model=model,
         args=args,
-        data_collator=WithRows(EpochCollator(epochs, int(tokenizer.pad_token_id))),
+        data_collator=WithRows(EpochCollator(epochs, job.pad_token_id)),
         # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
         train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
-        processing_class=tokenizer,
+        processing_class=job.tokenizer,
     )
-    trainer.plan = plan
-    if plan.loss_scaling:
-        use_loss_scaling(trainer, device)
+    trainer.plan = job.plan
+    if job.plan.loss_scaling:
+        use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
     trainer.bind(hooks, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])

@@ -1,0 +1,92 @@
+"""One recipe at work: what passed preflight, with the tokenizer and the device that everything after it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ftcli.config import Recipe
+from ftcli.data.template import Renderer
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.load import load_tokenizer, stop_token_ids
+from ftcli.preflight.memory.held import Offloaded
+from ftcli.preflight.report import PreflightReport
+from ftcli.reporting import Reporter, Session
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a command works with once preflight has passed. No weights yet.
+
+    Attributes:
+        report: What preflight found out; its recipe is the one that runs.
+        session: Who is told, and what may be used (network, cache).
+        tokenizer: The recipe's, with the recipe's chat template: whatever is saved with it renders as training did.
+        stops: Ids that end a turn.
+    """
+
+    report: PreflightReport
+    session: Session
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it runs: nothing in it is left to be chosen."""
+        return self.report.recipe
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model."""
+        return self.report.facts
+
+    @property
+    def plan(self) -> DtypePlan:
+        """The dtypes."""
+        return self.report.plan
+
+    @property
+    def device(self) -> torch.device:
+        """The device that preflight looked at."""
+        return device_of(self.report)
+
+    @property
+    def reporter(self) -> Reporter:
+        """Who is told."""
+        return self.session.reporter
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id that pads rows."""
+        return int(self.tokenizer.pad_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that random tokens are drawn from."""
+        return int(self.facts.vocab_size or 256)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What ``gradient_checkpointing: offload`` sends to the host, as preflight chose it."""
+        memory = self.report.memory
+        return (memory.offloaded if memory is not None else None) or "halves"
+
+
+def device_of(report: PreflightReport) -> torch.device:
+    """The torch device that preflight looked at."""
+    return torch.device("cuda", 0) if report.device.kind == "cuda" else torch.device("cpu")
+
+
+def open_job(report: PreflightReport, session: Session) -> Job:
+    """Loads the tokenizer. Raises FtcliError as :func:`ftcli.model.load.load_tokenizer`."""
+    recipe = report.recipe
+    tokenizer = load_tokenizer(recipe.model, offline=session.offline)
+    if recipe.data.chat_template is not None:
+        tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source
+    return Job(report, session, tokenizer, stop_token_ids(report.facts, tokenizer))

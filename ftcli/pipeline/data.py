@@ -1,0 +1,75 @@
+"""A job's data as token ids, and what an epoch of training holds; what was found and done is told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ftcli.data.ledger import mostly_untrained
+from ftcli.data.order import Epochs, epochs_of, padding_of
+from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.tokens import TokenTable
+from ftcli.job import Job
+
+
+def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
+    """Training or held-out data as token ids."""
+    recipe, session = job.recipe, job.session
+    sources = recipe.data.train if name == "train" else recipe.data.eval
+    prepared = prepare(
+        sources,
+        recipe.data,
+        job.tokenizer,
+        job.stops,
+        cache_dir=session.cache_dir,
+        offline=session.offline,
+        reporter=job.reporter,
+    )
+    for finding in prepared.findings:
+        job.reporter.finding(finding)
+    for ledger, cached in zip(prepared.ledgers, prepared.from_cache, strict=True):
+        job.reporter.info(
+            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows:,} of {ledger.rows:,} rows, "
+            f"{ledger.supervised_tokens:,} of {ledger.tokens:,} tokens trained"
+            + (f", {ledger.dropped_rows:,} rows dropped" if ledger.dropped_rows else "")
+            + (f", {ledger.truncated_rows:,} rows truncated" if ledger.truncated_rows else "")
+            + (" (tokenized earlier)" if cached else "")
+        )
+    return prepared
+
+
+def training_epochs(job: Job, prepared: Prepared) -> Epochs:
+    """What an epoch of training holds; says so where it is little of the tokens, a mixture, or packed."""
+    recipe = job.recipe
+    weights = [source.weight for source in recipe.data.train]
+    shares = [float(weight) for weight in weights if weight is not None]
+    epochs = epochs_of(
+        prepared.sequences,
+        shares if len(shares) == len(weights) else None,
+        packing=recipe.data.packing,
+        capacity=recipe.data.max_seq_len,
+        seed=recipe.run.seed,
+    )
+    untrained = mostly_untrained(prepared.ledgers, recipe.data.loss_on)
+    if untrained is not None:
+        job.reporter.finding(untrained)
+    for ledger, seen in zip(prepared.ledgers, _seen(epochs, prepared.sequences), strict=True):
+        if shares:
+            times = seen / ledger.kept_rows
+            job.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
+    if epochs.packs is not None:
+        real, padding = padding_of(epochs, prepared.sequences.lengths, recipe.train.per_device_train_batch_size)
+        job.reporter.info(
+            f"packing: {len(epochs.packs.rows):,} rows in {len(epochs.packs):,} sequences of up to "
+            f"{recipe.data.max_seq_len:,} tokens, {padding / (real + padding):.1%} padding"
+        )
+    return epochs
+
+
+def _seen(epochs: Epochs, table: TokenTable) -> list[int]:
+    """Rows of each source in an epoch."""
+    if epochs.packs is None:
+        return list(epochs.mix.counts)
+    starts = np.asarray(table.starts)
+    return [int(count) for count in np.histogram(epochs.packs.rows, bins=starts)[0]]

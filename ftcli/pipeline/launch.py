@@ -1,0 +1,13 @@
+"""How the processes of a run are started: the code of :mod:`ftcli.tables.engines`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_this_process(work: Callable[[], T], processes: int) -> T:
+    """``single``: no other process; preflight has refused more than one."""
+    return work()
