@@ -1,0 +1,41 @@
+"""An engine is a row: a made-up one starts the run, with as many processes as the recipe asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.tables import code_of, engines
+from ftcli.tables.engines import Engine
+from tests.e2e.conftest import User
+
+
+def launch(work: Callable[[], dict[str, Any]], processes: int) -> dict[str, Any]:
+    """The made-up engine: runs the work here, and says what it was asked for."""
+    return {**work(), "processes": processes}
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
+    monkeypatch.setattr(engines, "TABLE", {**engines.TABLE, "made-up": Engine(f"{__name__}:launch")})
+    return User(tmp_path, capsys)
+
+
+def test_a_made_up_engine_starts_the_run(user: User) -> None:
+    launched = {"engine": "made-up", "num_processes": 3}
+    assert user.done("train", user.recipe("r", train={"max_steps": 1}, launch=launched))["processes"] == 3
+
+
+@pytest.mark.parametrize("launched", [{"engine": "ddp"}, {"engine": "single", "num_processes": 2}])
+def test_what_is_not_supported_yet_is_refused_by_name(launched: dict[str, Any], user: User) -> None:
+    status, document = user.run("train", user.recipe("r", train={"max_steps": 1}, launch=launched))
+    assert status == 2
+    assert {finding["code"] for finding in document["findings"]} == {"FT250"}
+
+
+def test_every_code_reference_resolves() -> None:
+    for row in engines.TABLE.values():
+        assert row.run is None or callable(code_of(row.run))

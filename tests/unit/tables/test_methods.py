@@ -1,0 +1,80 @@
+"""A training method is a row: a made-up one is trained by the command that its row names, and held to its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import Finding
+from ftcli.pipeline.training import train_supervised
+from ftcli.preflight.checks.base import Context
+from ftcli.preflight.memory.setup import MethodMemory, Setup
+from ftcli.reporting import Session
+from ftcli.tables import code_of, methods
+from ftcli.tables.methods import Method
+from tests.e2e.conftest import User
+
+
+def train(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
+    """The made-up method: supervised fine-tuning that says its name."""
+    return {**train_supervised(loaded, session), "method": loaded.recipe.train.method}
+
+
+def rules(context: Context) -> Iterator[Finding]:
+    """It wants an even number of rows."""
+    if context.recipe.train.per_device_train_batch_size % 2:
+        yield context.error("FT261", "train.per_device_train_batch_size", "pairs need an even number of rows")
+
+
+def memory(setup: Setup) -> MethodMemory:
+    """It keeps a second model."""
+    return MethodMemory(setup.recipe.data.max_seq_len, reference_bytes=setup.shape.parameters)
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
+    row = Method(
+        "pairs",
+        "train",
+        "training on pairs",
+        "",
+        run=f"{__name__}:train",
+        memory=f"{__name__}:memory",
+        rules=f"{__name__}:rules",
+        supports=MappingProxyType({"model.dtype": ("auto", "float32")}),
+    )
+    monkeypatch.setattr(methods, "TABLE", {**methods.TABLE, "pairs": row})
+    return User(tmp_path, capsys)
+
+
+def test_a_made_up_method_trains(user: User) -> None:
+    recipe = user.recipe("r", train={"method": "pairs", "max_steps": 1, "per_device_train_batch_size": 2})
+    assert user.done("train", recipe)["method"] == "pairs"
+    checked = user.done("check", recipe)
+    assert checked["memory"]["parts"]["reference model"] == checked["model"]["parameters"]
+
+
+def test_it_is_held_to_its_rules_and_to_what_it_supports(user: User) -> None:
+    recipe = user.recipe("r", train={"method": "pairs", "max_steps": 1, "per_device_train_batch_size": 1})
+    status, document = user.run("train", recipe, "--set", "model.dtype=float16")
+    assert status == 2
+    assert {finding["code"] for finding in document["findings"]} >= {"FT250", "FT261"}
+    status, document = user.run("train", recipe, "--set", "train.method=pair")
+    assert status == 2
+    assert "pairs" in str(document["findings"])
+
+
+def test_every_code_reference_resolves() -> None:
+    for row in methods.TABLE.values():
+        for reference in (row.run, row.memory, row.rules):
+            assert reference is None or callable(code_of(reference))
+
+
+def test_each_command_has_its_method() -> None:
+    assert methods.commands() == ("train", "grpo")
+    assert methods.names() == ("sft",)
