@@ -14,6 +14,7 @@ from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
 from ftcli.reporting import Session
+from ftcli.tables import loggers
 
 #: Variables that change what a run computes or where it runs. None of them is a secret.
 _RECORDED = (
@@ -89,6 +90,8 @@ def library_environment(session: Session) -> Iterator[None]:
     Must be entered before transformers or huggingface_hub are imported, which read these variables only then.
     """
     wanted = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    for name in loggers.names():
+        wanted |= loggers.row(name).environment
     if session.offline:
         wanted |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if not session.is_tty or session.quiet:

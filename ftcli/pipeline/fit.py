@@ -13,6 +13,7 @@ from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.status import Trained
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -81,10 +82,10 @@ def _result(context: RunContext, summary: dict[str, Any]) -> dict[str, Any]:
     return {"run": str(context.directory.path), "result": str(context.directory.result_dir), **summary}
 
 
-def _trained_before(trainer: Any, context: RunContext, trained: dict[str, Any]) -> dict[str, Any]:
+def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> dict[str, Any]:
     with context.phase("loading the trained weights"):
         trainer.take_weights(context.directory.result_dir)
-    return _result(context, trained["summary"])
+    return _result(context, dict(trained.summary))
 
 
 def _last(callback: RunCallback, context: RunContext) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ftcli.run.changes import HARMLESS, STRUCTURAL, Change, recipe_changes
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
+from ftcli.run.status import Trained
 
 __all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
 
@@ -42,14 +43,14 @@ class OpenedRun:
         resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
         already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
             nothing was changed.
-        trained: Training's summary when its result is complete and only the evaluation after it is left to do.
+        trained: There when training's result is complete and only the evaluation after it is left to do.
         warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
     """
 
     directory: RunDirectory
     resume_from: Path | None
     already_complete: bool
-    trained: dict[str, Any] | None = None
+    trained: Trained | None = None
     warnings: tuple[Finding, ...] = ()
     _lock: DirectoryLock | None = field(default=None, repr=False)
 
@@ -57,7 +58,7 @@ class OpenedRun:
     def resume_step(self) -> int:
         """The step that this process starts after: the last one when all is trained, 0 when the run starts anew."""
         if self.trained is not None:
-            return int(self.trained["steps"])
+            return self.trained.steps
         return 0 if self.resume_from is None else step_of(self.resume_from) or 0
 
     def note_trained(self, summary: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ class OpenedRun:
         result = self.directory.result_dir
         if result is None:
             raise ValueError(f"{self.directory.path} has no result yet")
-        kept = {"summary": dict(summary), "steps": summary["steps"], "result": result.name, "files": _sizes(result)}
+        kept = Trained(dict(summary), int(summary["steps"]), result.name, _sizes(result))
         run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
@@ -125,7 +126,7 @@ class _Decision:
 
     resume_from: Path | None
     already_complete: bool = False
-    trained: dict[str, Any] | None = None
+    trained: Trained | None = None
     warnings: tuple[Finding, ...] = ()
 
 
@@ -153,7 +154,7 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
     status = run_status.read_status(run.status_path)
     if status is not None and status.state == "completed" and run.result_dir is not None:
         return _Decision(None, already_complete=True)
-    if status is not None and _result_is_whole(run, status.trained):
+    if status is not None and status.trained is not None and _result_is_whole(run, status.trained):
         return _Decision(None, trained=status.trained)
     scan = run.checkpoints.newest_sound()
     source = scan.newest
@@ -170,12 +171,10 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
     return _Decision(source, warnings=tuple(warnings))
 
 
-def _result_is_whole(run: RunDirectory, trained: dict[str, Any] | None) -> bool:
+def _result_is_whole(run: RunDirectory, trained: Trained) -> bool:
     """Whether the result that status.json speaks of is still there, every file in its size."""
-    if not isinstance(trained, dict) or not isinstance(trained.get("steps"), int):
-        return False
     result = run.result_dir
-    return result is not None and result.name == trained.get("result") and _sizes(result) == trained.get("files")
+    return result is not None and result.name == trained.result and _sizes(result) == trained.files
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -18,14 +18,31 @@ _STATES: tuple[State, ...] = get_args(State)
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """Training is over and its result complete.
+
+    Attributes:
+        summary: What the command says of training.
+        steps: Optimizer steps made.
+        result: Name of the folder with the weights, ``adapter`` or ``model``.
+        files: Size in bytes of every file in it, by path below it.
+    """
+
+    summary: Mapping[str, Any]
+    steps: int
+    result: str
+    files: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """What status.json holds.
 
     ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
     with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
     A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.lock.is_locked`).
-    ``trained`` is training's summary (``steps`` and what else the command keeps) from the moment on which adapter/ or
-    model/ is complete: whatever stops the evaluation that follows, nothing has to be trained again.
+    ``trained`` is there as soon as adapter/ or model/ is complete: whatever stops the evaluation that follows, nothing
+    has to be trained again.
     """
 
     state: State
@@ -36,7 +53,7 @@ class Status:
     resumable: bool = True
     resumed_from: str | None = None
     message: str | None = None
-    trained: dict[str, Any] | None = None
+    trained: Trained | None = None
 
 
 def state_of(exit_code: int) -> State:
@@ -55,10 +72,17 @@ def read_status(path: Path) -> Status | None:
     if not isinstance(raw, dict) or raw.get("state") not in _STATES:
         return None
     known = {key: raw[key] for key in Status.__dataclass_fields__ if key in raw}
-    return Status(**{"started": "", "pid": 0, **known})
+    return Status(**{"started": "", "pid": 0, **known, "trained": _trained_in(raw.get("trained"))})
 
 
-def begin(path: Path, *, resumed_from: Path | None, trained: Mapping[str, Any] | None = None) -> Status:
+def _trained_in(raw: Any) -> Trained | None:
+    """What an older ftcli has written, or somebody has edited, counts as nothing when it is incomplete."""
+    known = set(Trained.__dataclass_fields__)
+    whole = isinstance(raw, dict) and known <= set(raw) and isinstance(raw["steps"], int)
+    return Trained(**{name: raw[name] for name in known}) if whole else None
+
+
+def begin(path: Path, *, resumed_from: Path | None, trained: Trained | None = None) -> Status:
     """Write that this process runs now; ``trained`` when only what follows training is left to do.
 
     Raises:
@@ -69,19 +93,19 @@ def begin(path: Path, *, resumed_from: Path | None, trained: Mapping[str, Any] |
         utc_now(),
         os.getpid(),
         resumed_from=str(resumed_from) if resumed_from else None,
-        trained=None if trained is None else dict(trained),
+        trained=trained,
     )
     _write(path, status)
     return status
 
 
-def note_trained(path: Path, trained: Mapping[str, Any]) -> Status:
+def note_trained(path: Path, trained: Trained) -> Status:
     """Write that training is over and its result complete.
 
     Raises:
         FtcliError: FT723 or FT724 when the file cannot be written.
     """
-    status = replace(read_status(path) or Status("running", utc_now(), os.getpid()), trained=dict(trained))
+    status = replace(read_status(path) or Status("running", utc_now(), os.getpid()), trained=trained)
     _write(path, status)
     return status
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
@@ -16,6 +16,7 @@ class Logger:
         install: What to give to ``pip install``.
         about: One sentence for the documentation.
         code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.protocol.OpenLogger`).
+        environment: Environment variables while a command runs, where the user has not set them.
         buffered: What it was given last is lost when the process is killed. It is given those numbers again after the
             resume, and ignores the steps that it has.
     """
@@ -24,6 +25,7 @@ class Logger:
     install: str
     about: str
     code: str
+    environment: Mapping[str, str] = field(default_factory=dict)
     buffered: bool = False
 
 
@@ -40,6 +42,7 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             install="ftcli[wandb]",
             about="Also log to Weights & Biases, project `ftcli`.",
             code="ftcli.run.loggers.wandb:open_logger",
+            environment={"WANDB_ERROR_REPORTING": "false"},
             buffered=True,
         ),
         "trackio": Logger(
@@ -53,6 +56,7 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             install="ftcli[mlflow]",
             about="Also log to MLflow, experiment `ftcli`.",
             code="ftcli.run.loggers.mlflow:open_logger",
+            environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
         ),
     }
 )

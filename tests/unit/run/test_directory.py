@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_after_training_is_not_trained_again(tmp_path: Pa
         with open_run(run.path, "auto", recipe(eval={"per_device_eval_batch_size": 1})) as again:
             assert not again.already_complete
             assert again.trained is not None
-            assert again.trained["summary"] == {"steps": 8, "tokens": 99}
+            assert again.trained.summary == {"steps": 8, "tokens": 99}
             assert (again.resume_step, again.resume_from) == (8, None)
 
 

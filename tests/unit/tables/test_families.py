@@ -59,7 +59,9 @@ def test_a_made_up_family_is_counted_and_runs_on_the_kernels(
     monkeypatch.setattr(families, "TABLE", {**families.TABLE, MADE_UP: Family(bias="config")})
     recipe = user.recipe("r", model=model, lora={"r": 4}, train={"max_steps": 2})
     checked = user.done("check", recipe)
-    built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model["name_or_path"]))
+    built = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model["name_or_path"])
+    )
     assert checked["model"]["parameters"] == sum(p.numel() for p in built.parameters())
     assert checked["memory"]["total_bytes"] > 0
     assert checked["kernels"] == "reference"
