@@ -56,7 +56,13 @@ TABLE: Mapping[str, Logger] = MappingProxyType(
             install="ftcli[mlflow]",
             about="Also log to MLflow, experiment `ftcli`.",
             code="ftcli.run.loggers.mlflow:open_logger",
-            environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
+            # Its own seven retries of two minutes would hold training up for longer than a curve is worth.
+            environment={
+                "MLFLOW_DISABLE_TELEMETRY": "true",
+                "MLFLOW_LOGGING_LEVEL": "WARNING",
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+                "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+            },
         ),
     }
 )
