@@ -134,7 +134,7 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
         _swap(backbone, name, layer, fused, done)
         done.table.append(LayerKernel(name, "fused LoRA layer", on=True, reason=f"{config.model_type}, {backend}"))
     if any(entry.on for entry in done.table):
-        _swap(backbone, "norm", backbone.norm, FusedNorm(backbone.norm, family.norm, backend), done)
+        _swap_norm(backbone, "norm", family, backend, done)
         done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))
         _use_attention(base, done)
 
@@ -142,8 +142,7 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
 def _patch_parts(layer: Any, name: str, family: Family, backend: BackendName, done: Patch) -> None:
     """Norms alone; attention comes with the model's setting."""
     for norm in _NORMS:
-        original = layer.get_submodule(norm)
-        _swap(layer, norm, original, FusedNorm(original, family.norm, backend), done)
+        _swap_norm(layer, norm, family, backend, done)
         done.table.append(LayerKernel(f"{name}.{norm}", "RMSNorm", on=True, reason=f"{family.norm} form"))
     reason = "q, k, v and gate, up are single layers with one adapter each"
     done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=reason))
@@ -188,6 +187,23 @@ def _part(weights: list[torch.Tensor]) -> None:
 def _swap(parent: nn.Module, name: str, original: nn.Module, fused: nn.Module, done: Patch) -> None:
     parent.set_submodule(name, fused)
     done._restore.append(lambda: parent.set_submodule(name, original))
+
+
+def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendName, done: Patch) -> None:
+    """Puts a fused norm in a norm's place.
+
+    A norm that ``lora.modules_to_save`` trains has PEFT's wrapper around it, which holds the frozen norm and the
+    trained copy. The wrapper stays: it saves the copy and switches between the two. Both norms in it are replaced.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    norm = parent.get_submodule(name)
+    if isinstance(norm, ModulesToSaveWrapper):
+        _swap_norm(norm, "original_module", family, backend, done)
+        for adapter in list(norm.modules_to_save):
+            _swap_norm(norm.modules_to_save, adapter, family, backend, done)
+        return
+    _swap(parent, name, norm, FusedNorm(norm, family.norm, backend), done)
 
 
 def _use_attention(base: PreTrainedModel, done: Patch) -> None:

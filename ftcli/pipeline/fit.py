@@ -39,6 +39,7 @@ def fit(
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
+    from ftcli.model.saved import check_saved, require_saveable
     from ftcli.trainers.base import TrainerHooks, save_weights
     from ftcli.trainers.callbacks import RunCallback, Schedule
 
@@ -64,6 +65,7 @@ def fit(
             trainer = make_trainer(hooks, scratch)
         if context.opened.trained is not None:
             return _trained_before(trainer, context, context.opened.trained)
+        require_saveable(model)
         callback = RunCallback(trainer, schedule, context.write_line, progress, context.stop)
         trainer.add_callback(callback)
         _train(trainer, context)
@@ -71,6 +73,7 @@ def fit(
         with _rescued(trainer, context):
             context.save_result(
                 lambda folder: save_weights(model, folder),
+                lambda folder: check_saved(model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
             )
     summary = {"steps": trainer.state.global_step, "tokens": trainer.tokens_seen, **_last(callback, context)}

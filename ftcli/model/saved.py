@@ -1,0 +1,138 @@
+"""Proof that what is saved is what was trained: every tensor by name, and bit for bit.
+
+PEFT and transformers decide which tensors go into a file. They find them by walking over the model's modules, so a
+module that stands where they do not look is left out without a word. A run asks here before the first step whether all
+that it trains would be saved, and at its end whether it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ftcli.errors import ExitCode, FtcliError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+_NAMED = 3
+
+
+def require_saveable(model: PreTrainedModel | PeftModel) -> None:
+    """Holds what PEFT would save against what is trained. Does nothing for a model without adapters.
+
+    Raises:
+        FtcliError: FT706 (exit 1) when a trained tensor would be left out of the adapter, or another one saved.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    from peft import get_peft_model_state_dict
+
+    problems = _names_that_differ(
+        set(get_peft_model_state_dict(model, save_embedding_layers=False)), set(_trained(model))
+    )
+    if problems:
+        raise _differs("the adapter would not hold what is trained", problems)
+
+
+def check_saved(model: PreTrainedModel | PeftModel, folder: Path) -> None:
+    """Reads ``folder`` again and compares it with the model: the adapter with all that was trained, a full fine-tune
+    with every weight.
+
+    Raises:
+        FtcliError: FT706 (exit 1) when a tensor is missing, is there unasked, or differs in a bit.
+        OSError: a file cannot be read.
+    """
+    wanted = _trained(model) if hasattr(model, "peft_config") else _weights(model)
+    names = set(_saved_names(folder))
+    if not hasattr(model, "peft_config") and names != set(wanted):
+        # transformers stores some families' weights under other names, or one file tensor for each expert.
+        wanted, found = _all_weights(model), _loaded_again(model, folder)
+    else:
+        found = _stored(folder)
+    seen: set[str] = set()
+    problems: list[str] = []
+    for name, tensor in found:
+        seen.add(name)
+        if name in wanted and not _equal(tensor, wanted[name]):
+            problems.append(f"{name} differs")
+    problems += _names_that_differ(seen, set(wanted))
+    if problems:
+        raise _differs(f"what was written to {folder} is not what was trained", problems)
+
+
+def _trained(model: Any) -> dict[str, Tensor]:
+    """What is trained, under the names that PEFT's files have: without the adapter's name in them."""
+    active = f".{model.active_adapter}"
+    return {
+        name.replace(".modules_to_save" + active, "").replace(active, ""): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's weights without those that are tied to another one, which is stored in their place."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _all_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return dict(model.state_dict())
+
+
+def _saved_names(folder: Path) -> Iterator[str]:
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from file.keys()
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every stored tensor, one in memory at a time."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no dict
+                yield name, file.get_tensor(name)
+
+
+def _loaded_again(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """What transformers makes of the folder, on the CPU. Tensors that it would have to make up are left out."""
+    again, told = type(model).from_pretrained(
+        str(folder), dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    made_up = set(told["missing_keys"])
+    for name, tensor in again.state_dict().items():
+        if name not in made_up:
+            yield name, tensor
+
+
+def _equal(found: Tensor, wanted: Tensor) -> bool:
+    """Bit for bit, on the device where ``wanted`` is. NaN equals itself: it was saved as it was."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    found = found.to(wanted.device)
+    return bool(torch.equal(found, wanted)) or bool(torch.equal(found.nan_to_num(), wanted.nan_to_num()))
+
+
+def _names_that_differ(found: set[str], wanted: set[str]) -> list[str]:
+    problems = [f"{name} is trained and not saved" for name in sorted(wanted - found)]
+    return problems + [f"{name} is saved and not part of what is trained" for name in sorted(found - wanted)]
+
+
+def _differs(what: str, problems: list[str]) -> FtcliError:
+    more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+    return FtcliError.single(
+        "FT706",
+        f"{what}: {'; '.join(problems[:_NAMED])}{more}",
+        exit_code=ExitCode.BUG,
+        help="train with model.kernels: off, and report this with the run's manifest.json",
+    )

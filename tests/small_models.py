@@ -1,0 +1,220 @@
+"""A small random model of every kind of checkpoint that people fine-tune, built from transformers' own configs.
+
+The values are those of released checkpoints where a value changes the arithmetic (multipliers, caps, shared experts,
+norms by head), and as small as they can be where it only changes a size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 264
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 4,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_HEADS: dict[str, Any] = {"head_dim": 8}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MAMBA: dict[str, Any] = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+#: What a type needs besides, or has otherwise. None takes a common value away.
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {**_HEADS, "sliding_window": 16},
+    "ministral3": {**_HEADS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen3": {**_HEADS},
+    "qwen3_moe": {**_EXPERTS, **_HEADS, "decoder_sparse_step": 1},
+    "qwen3_next": {**_EXPERTS, **_HEADS, **_DELTA, "shared_expert_intermediate_size": 24, "num_hidden_layers": 4},
+    "gemma": {**_HEADS, "tie_word_embeddings": True},
+    "gemma2": {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "phi": {"num_key_value_heads": 4},
+    "phi3": {"sliding_window": 16},
+    "cohere": {"logit_scale": 0.0625, "use_qk_norm": True},
+    "cohere2": {**_HEADS, "logit_scale": 0.25, "sliding_window": 16},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0156,
+    },
+    "granitemoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0156,
+    },
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "smollm3": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "nemotron": {},
+    "glm4": {**_HEADS},
+    "glm4_moe": {**_ROUTED, **_HEADS},
+    "deepseek_v3": {**_LATENT, **_ROUTED},
+    "exaone4": {**_HEADS, "sliding_window": 16},
+    "ernie4_5": {**_HEADS},
+    "hunyuan_v1_dense": {**_HEADS},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {
+        **_HEADS,
+        **_MAMBA,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "lm_head_multiplier": 0.04,
+        "embedding_multiplier": 5.6,
+        "key_multiplier": 0.5,
+    },
+    "recurrent_gemma": {
+        **_HEADS,
+        "tie_word_embeddings": True,
+        "lru_width": 32,
+        "attention_window_size": 16,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": None,
+    },
+    "jamba": {
+        **_MAMBA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "mamba": {"state_size": 8, "intermediate_size": None},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2, "chunk_size": 8},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "llama4_text": {
+        **_HEADS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 64,
+    },
+    "bitnet": {},
+}
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+}
+_MROPE = {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+
+#: Checkpoints that also take images: text config, vision config, and what stands beside them.
+MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 8},
+        {**_VISION},
+        {"mm_tokens_per_image": 4, "image_token_index": 259, "boi_token_index": 260, "eoi_token_index": 261},
+    ),
+    "mistral3": ({**_HEADS, "model_type": "mistral"}, {**_VISION, "model_type": "pixtral", "head_dim": 8}, {}),
+    "qwen2_5_vl": ({"rope_parameters": _MROPE}, {**_QWEN_VISION}, {"image_token_id": 259, "video_token_id": 260}),
+    "qwen3_vl": (
+        {**_HEADS, "rope_parameters": _MROPE},
+        {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {"image_token_id": 259, "video_token_id": 260},
+    ),
+    "qwen3_5": (
+        {**_HEADS, **_DELTA, "num_hidden_layers": 4},
+        {**_QWEN_VISION, "num_position_embeddings": 16},
+        {"image_token_id": 259, "video_token_id": 260},
+    ),
+    "gemma4": (
+        {**_HEADS, "tie_word_embeddings": True, "sliding_window": 16, "hidden_size_per_layer_input": 8},
+        {**_VISION},
+        {"image_token_id": 259, "boi_token_id": 260, "eoi_token_id": 261},
+    ),
+}
+
+
+def config_of(model_type: str) -> Any:
+    """transformers' config of the small model."""
+    from transformers import AutoConfig
+
+    if model_type in TEXT:
+        return AutoConfig.for_model(model_type, **_with_common(TEXT[model_type]))
+    text, vision, beside = MULTIMODAL[model_type]
+    ids = {name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tied = text.get("tie_word_embeddings", False)
+    return AutoConfig.for_model(
+        model_type, text_config=_with_common(text), vision_config=vision, tie_word_embeddings=tied, **ids, **beside
+    )
+
+
+def build(model_type: str, *, seed: int = 0) -> Any:
+    """The small model, with weights of a size that lets every part of it count."""
+    import torch
+    import transformers
+
+    config = config_of(model_type)
+    kind = transformers.AutoModelForImageTextToText if model_type in MULTIMODAL else transformers.AutoModelForCausalLM
+    torch.manual_seed(seed)
+    model = kind.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # As they are drawn, layers hardly change the residual stream, and a fault in one would drown.
+            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def _with_common(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**_COMMON, **values}.items() if value is not None}
