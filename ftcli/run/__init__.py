@@ -1,1 +1,1 @@
-"""The run directory: what a run writes, so that nothing is lost, doubled or misleading."""
+"""The run directory: everything that a run writes, in a way that survives crashes, signals and full disks."""

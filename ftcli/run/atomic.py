@@ -62,11 +62,11 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_failure(error: Exception, folder: Path) -> OSError | None:
-    """The failed write behind an exception that was raised while files were written into ``folder``, if it was one.
+    """The failed write behind an exception that was raised while files were written into ``folder``; None: none failed.
 
-    torch and safetensors report a full disk as errors of their own. safetensors names the system's number; torch says
-    only that a position is not what it should be, and is asked no further: what the system answers to one more
-    write decides. ``folder`` is to be thrown away afterwards.
+    torch and safetensors report a full disk in errors of their own. The text of safetensors has the number of the
+    system's error. That of torch does not, so one more write is tried, and the system's answer to it decides.
+    ``folder`` is of no use afterwards.
     """
     if isinstance(error, OSError):
         return error
@@ -236,7 +236,7 @@ def replace_directory(staged: Path, destination: Path) -> None:
     """Put the complete folder ``staged`` in the place of ``destination``, whose old content is deleted after.
 
     A crash between the two renames leaves the old content beside it as ``.trash-<name>.N`` and the new one as
-    ``staged``; neither is ever half-written under the name ``destination``.
+    ``staged``. Nothing half-written ever has the name ``destination``.
     """
     fsync_tree(staged)
     old = None

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from ftcli.config import Recipe
 
-#: Sections and keys that a run may change when it goes on: no weight depends on them. Everything else decides what
-#: is learnt, `train.max_steps` and `train.num_train_epochs` too: the learning rate of every step follows from them.
-#: What backward computes again gives the same bits, and another machine may need another policy.
+#: Sections and keys that may differ when a run is resumed, because no weight depends on them. Everything else decides
+#: what is learnt; so do `train.max_steps` and `train.num_train_epochs`, through the learning rate of every step.
+#: Every checkpointing policy gives the same bits, and another machine may need another one.
 HARMLESS = (
     "run.name",
     "run.output_dir",
@@ -28,7 +28,7 @@ HARMLESS = (
     "train.memory_budget_gib",
 )
 
-#: What a checkpoint's tensors depend on: never to be changed, not even by a resume from an explicit path.
+#: What the tensors of a checkpoint depend on. It may never differ, not even with `--resume PATH`.
 STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method", "grpo.num_generations")
 
 _ABSENT = "(absent)"
@@ -53,7 +53,7 @@ class Change:
 def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[Change, ...]:
     """All keys whose values differ between two resolved recipes.
 
-    A key that the old recipe does not have yet (an older ftcli wrote it) counts as set to today's default.
+    A key that is missing from the old recipe, because an older ftcli wrote it, counts as having today's default.
 
     Raises:
         ValueError: ``old_yaml`` is not the YAML of a map.
@@ -82,7 +82,7 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """Leaves by dotted key; a list is one leaf, so that a longer list is one change and not a shifted many."""
+    """Leaves by dotted key. A list is one leaf: an item more in it is one change, not one for every later item."""
     if isinstance(value, Mapping) and value:
         flat: dict[str, str] = {}
         for key, item in value.items():

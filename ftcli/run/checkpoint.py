@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent, whatever kills the process while it writes one.
 
-A checkpoint is filled in a hidden folder, every file is flushed to the disk, ``complete.json`` lists the files
-with their sizes, and one rename gives the folder its name ``step-00000100``. A folder of that name whose files do
-not match its list was damaged later; it is passed over with a warning, and the one before it is used.
+A checkpoint is written into a hidden folder. Every file is flushed to the disk and listed in ``complete.json`` with its
+size and digest; then one rename gives the folder its name, ``step-00000100``. A folder of that name whose files do not
+match the list was damaged later. It is passed over with a warning, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ftcli.run.atomic import (
 
 #: The list of files that makes a folder a checkpoint.
 COMPLETE_NAME = "complete.json"
-#: Files up to this size are held to their SHA-256 whenever checkpoints are listed; larger ones when one is resumed
-#: from, which has to read all of it anyway.
+#: Files up to this size are compared by SHA-256 whenever checkpoints are listed. Larger ones are compared when a run
+#: resumes from their checkpoint, because it has to read them anyway.
 QUICK_BYTES = 1 << 20
 #: Larger files are hashed in blocks of this size, several at a time.
 _BLOCK_BYTES = 4 << 20
@@ -78,9 +78,9 @@ class Scan:
 
 
 def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
-    """What is wrong with a checkpoint folder, or None when every listed file is there in its full size.
+    """What is wrong with a checkpoint folder; None when every listed file is there in its full size.
 
-    Small files are compared by SHA-256 as well; with ``thorough`` all are, at the speed of the disk.
+    Small files are compared by SHA-256 as well. With ``thorough`` all files are, which reads every byte.
     """
     try:
         raw: Any = json.loads((checkpoint / COMPLETE_NAME).read_text(encoding="utf-8"))
@@ -115,8 +115,8 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a crash left behind: half-written checkpoints and half-deleted ones.
 
-        A checkpoint that was set aside to be replaced by a new one of the same step, which then never came, gets
-        its name back.
+        A checkpoint that was renamed to make room for a new one of the same step gets its name back when the new one
+        was never completed.
 
         Raises:
             FtcliError: FT723 when the folder cannot be changed.
@@ -166,12 +166,12 @@ class Checkpoints:
         If the block raises, the folder is removed and nothing has changed.
 
         Raises:
-            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise; also in place of what
-                the block raises when a write in it failed.
+            FtcliError: FT724 when the disk is full, FT723 when the folder cannot be written for another reason. Other
+                libraries' errors about a failed write are raised as these as well.
         """
         staged = self.root / f"{TEMPORARY_PREFIX}{step_name(step)}.{os.getpid()}"
         try:
-            # Not its parents: a run directory that has vanished is not to be half made again.
+            # Without its parents: where the run directory has vanished, half of it must not come back.
             self.root.mkdir(exist_ok=True)
             delete(staged)
             staged.mkdir()
@@ -198,7 +198,7 @@ class Checkpoints:
             shutil.rmtree(replaced)
 
     def newest_sound(self) -> Scan:
-        """As :meth:`scan`, with every byte of the newest usable checkpoint read and compared.
+        """Like :meth:`scan`, but every byte of the newest usable checkpoint is read and compared.
 
         A checkpoint that fails is passed over with a warning, and the one before it is read.
         """
@@ -228,9 +228,9 @@ class Checkpoints:
                 remove_tree(path)
 
     def set_aside_after(self, step: int) -> tuple[Path, ...]:
-        """Rename the checkpoints of steps above ``step`` to ``step-….superseded-N``: an earlier one is continued.
+        """Rename the checkpoints of later steps than ``step``, which a run is about to continue from.
 
-        They are never deleted by ftcli. Returns their new paths.
+        They are called ``step-….superseded-N`` then, and ftcli never deletes them. Returns their new paths.
 
         Raises:
             FtcliError: FT723 when a folder cannot be renamed.
@@ -263,7 +263,9 @@ def _inventory(folder: Path) -> list[dict[str, Any]]:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file; of a large one, the SHA-256 of those of its blocks: one thread would take a minute for 90 GB.
+    """SHA-256 of a file; of a large one, the SHA-256 of the digests of its blocks, which several threads compute.
+
+    One thread would take a minute for 90 GB.
 
     Raises:
         OSError: the file cannot be read.

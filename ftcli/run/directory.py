@@ -94,13 +94,17 @@ class OpenedRun:
 def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
     """Start, continue or refuse a run in ``path``.
 
-    ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint (from the start when
-    it has none) and reports a finished one as complete. ``never`` renames an existing run to ``<path>.previous-N``.
-    Anything else is the path of a checkpoint, or of a run whose newest checkpoint is meant: it continues there with
-    this recipe; in its own run directory later checkpoints are set aside, elsewhere ``path`` must be new.
+    Args:
+        path: The run directory; made when it is missing.
+        resume: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
+            start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
+            ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is
+            then meant. The recipe goes on from there: within the checkpoint's own run, whose later checkpoints are
+            renamed, or in a ``path`` that is new.
+        recipe_yaml: The resolved recipe.
 
-    On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), leftovers of
-    a crash are gone and the directory is locked for this process.
+    On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), what a crash
+    left behind is gone, and the directory is locked for this process.
 
     Raises:
         FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key),
@@ -164,7 +168,7 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
         earlier = Path(status.resumed_from)
         source = earlier if damage(earlier, thorough=True) is None else None
         if source is None:
-            raise _unusable(earlier, "this run started from it and has no checkpoint of its own yet")
+            raise _unusable(earlier, "this run was started from it and has no checkpoint of its own yet")
     if source is None and scan.damaged:
         message = f"no checkpoint of {run.path} is usable: the run starts again from its first step"
         warnings.append(Finding("FT733", message, severity="warning"))
@@ -205,12 +209,16 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decisio
     if structural:
         raise _changed(owner, structural)
     warnings = [
-        Finding("FT732", f"continues with another setting than {source} was trained with: {change}", severity="warning")
+        Finding("FT732", f"{source} was trained with another setting: {change}", severity="warning")
         for change in changes
     ]
     if own:
         warnings += [
-            Finding("FT730", f"an earlier step is continued; the later checkpoint is now {moved}", severity="warning")
+            Finding(
+                "FT730",
+                f"the run goes back; a later checkpoint is now {moved}",
+                severity="warning",
+            )
             for moved in run.checkpoints.set_aside_after(step_of(source) or 0)
         ]
     return _Decision(source, warnings=tuple(warnings))
@@ -284,8 +292,8 @@ def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
         shown.append(f"{len(changes) - _SHOWN} more keys")
     findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {text}") for text in shown]
     remedy = (
-        "set what differs back to continue the run; or start anew with --resume never, which keeps the old run beside "
-        "it, or with another --output-dir"
+        "to continue the run, undo these changes; to start a new one, use --resume never, which keeps the old run "
+        "beside it, or another --output-dir"
     )
     return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.RECIPE)
 

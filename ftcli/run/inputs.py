@@ -62,10 +62,10 @@ def fingerprint(name: str, path: Path) -> Fingerprint:
 
 
 def weights_fingerprint(folder: Path) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the weight files in a model's folder, from samples spread over each: gigabytes read in no time.
+    """Fingerprints of the weight files in a model's folder, from samples spread over each file.
 
-    The samples have the file's head, which lists every tensor, so that other weights of the same shape are told apart
-    by what they hold, and weights of another shape by their head.
+    That takes a moment even for many gigabytes. The first sample holds the file's header, which lists every tensor with
+    its shape; the others tell weights of the same shapes apart.
 
     Raises:
         OSError: a file cannot be read.
@@ -125,8 +125,8 @@ def require_same_inputs(previous: Mapping[str, Any], now: Inputs) -> None:
             Finding(
                 "FT731",
                 "the training rows give other token ids or labels than when this run began, though no file, setting or "
-                f"template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer, or the "
-                "version of a library, is another one",
+                f"template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer or a library "
+                "must have changed",
                 help=f"restore the tokenizer and the library versions of manifest.json: {_REMEDY}",
             )
         )

@@ -56,7 +56,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 def _without_torn_tail(data: bytes) -> bytes:
     """``data`` up to the last line that is a metric.
 
-    What follows was never flushed to the disk: a machine that lost its power can leave anything there, zeros often.
+    What follows was never flushed to the disk. A machine that lost its power can leave anything there, often zeros.
     """
     lines = data.split(b"\n")[:-1]
     while lines and _parsed(lines[-1]) is None:
@@ -65,7 +65,7 @@ def _without_torn_tail(data: bytes) -> bytes:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl; each is with the system when :meth:`write` returns, whole or not at all."""
+    """Appends lines to metrics.jsonl. When :meth:`write` returns, the system has the whole line, or none of it."""
 
     def __init__(self, path: Path, *, resume_step: int = 0, evaluate_again: bool = False) -> None:
         """Open the file and drop what a resumed run will write again.
@@ -74,8 +74,7 @@ class MetricsWriter:
             path: The file; made when it is missing.
             resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
                 off; 0 (a run from the start) empties the file.
-            evaluate_again: Training is over and the evaluation after it is still to be made: its line, if there is
-                one already, goes too.
+            evaluate_again: Training is over, and the evaluation after it is made again: its line is dropped too.
 
         Raises:
             FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.
@@ -135,7 +134,7 @@ class MetricsWriter:
         return self._descriptor
 
     def _size_of_what_is_there(self, descriptor: int) -> int:
-        """The file's size. A deleted file takes lines like any other, and they would be lost without a word."""
+        """The file's size. Raises OSError when it was deleted: it would go on taking lines, which nobody could read."""
         ours = os.fstat(descriptor)
         try:
             there = self.path.stat()

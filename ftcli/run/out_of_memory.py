@@ -1,4 +1,4 @@
-"""Recognising that memory ran out, whoever says so, and what this process holds. Imports no torch."""
+"""Tells whether an exception means that memory ran out, and how much this process uses. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def resident_bytes() -> int | None:
-    """What this process holds in memory now; None where /proc does not say."""
+    """Bytes of memory that this process uses now; None where /proc does not say."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

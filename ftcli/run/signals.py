@@ -1,8 +1,8 @@
 """Stopping on SIGTERM (preemption) and SIGINT (Ctrl-C) without losing work.
 
-The first signal is a request: training finishes its step and writes a checkpoint; phases that have nothing to save
-ask :meth:`StopRequest.check`, or run inside :meth:`StopRequest.interruptible` and are left at once. A second signal
-stops at once everywhere, a third one kills. Processes forked from this one (data workers) take no part in it.
+The first signal is a request. Training finishes its step and writes a checkpoint. A phase that has nothing to save
+runs inside :meth:`StopRequest.interruptible` and is left at once. A second signal stops at once everywhere, a third
+one kills. Processes forked from this one, such as data workers, take no part in it.
 """
 
 from __future__ import annotations
@@ -168,8 +168,11 @@ class StopRequest:
 
 
 def _in_worker(number: int) -> None:
-    """A forked child inherits the handlers. It ends on SIGTERM, by which pools end their workers, as it would have
-    without them; on SIGINT, which a terminal sends to all processes, it goes on until its parent has decided."""
+    """What a forked child, which inherits the handlers, does on a signal.
+
+    SIGTERM, by which pools end their workers, ends it as if there were no handler. SIGINT, which a terminal sends to
+    all processes, is ignored: the parent decides.
+    """
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
