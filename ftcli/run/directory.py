@@ -214,11 +214,7 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decisio
     ]
     if own:
         warnings += [
-            Finding(
-                "FT730",
-                f"the run goes back; a later checkpoint is now {moved}",
-                severity="warning",
-            )
+            Finding("FT730", f"the run goes back to an earlier step; {moved} is set aside", severity="warning")
             for moved in run.checkpoints.set_aside_after(step_of(source) or 0)
         ]
     return _Decision(source, warnings=tuple(warnings))

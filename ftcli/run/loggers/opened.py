@@ -83,7 +83,8 @@ class OpenLoggers:
                 )
                 open_logger: OpenLogger = code_of(loggers.row(name).code)
                 self._open[name] = open_logger(run)
-                self._write()
+        if names:
+            self._write()
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
         """Give the numbers of a line of metrics to all loggers; what is no number is left out."""
@@ -96,7 +97,9 @@ class OpenLoggers:
                 logger.log(step, new)
                 self._given[name] = self._given[name].and_also(step, new)
                 if not loggers.row(name).buffered:
-                    self._keep(name)
+                    self._lasting[name] = self._given[name]
+        if self._open:
+            self._write()
 
     def _read(self, *, keep: bool) -> tuple[str, dict[str, _Given]]:
         """The run's id and what each logger was given; a new id when the series begins here."""
@@ -106,14 +109,11 @@ class OpenLoggers:
         }
         return known.get("id") or secrets.token_hex(6), given
 
-    def _keep(self, name: str) -> None:
-        """Note that what the logger was given outlasts this process."""
-        self._lasting[name] = self._given[name]
-        self._write()
-
     def _write(self) -> None:
+        """Note what the loggers were given, as far as it outlasts this process."""
         given = {name: asdict(lasting) for name, lasting in self._lasting.items()}
-        write_json(self._path, {"id": self._id, "given": given})
+        with contextlib.suppress(OSError):  # metrics.jsonl says what is wrong with the disk; this costs a point twice
+            write_json(self._path, {"id": self._id, "given": given})
 
     @contextlib.contextmanager
     def _failing_alone(self, name: str) -> Iterator[None]:
@@ -143,7 +143,9 @@ class OpenLoggers:
         for name, logger in list(self._open.items()):
             with self._failing_alone(name):
                 logger.finish(state)
-                self._keep(name)
+                self._lasting[name] = self._given[name]
+        if self._open:
+            self._write()
         self._open.clear()
 
 
