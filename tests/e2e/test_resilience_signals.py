@@ -13,7 +13,7 @@ from tests.e2e.resilience import EVALUATE, SAVE, STEP, Drills
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
-    "checking": ("ftcli.pipeline.lifecycle:preflight", "checking the recipe"),
+    "checking": ("ftcli.pipeline.checking:preflight", "checking the recipe"),
     "fingerprints": ("ftcli.pipeline.lifecycle:fingerprint", "reading the data's fingerprints"),
     "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
     "loading": ("ftcli.pipeline.build:load_model", "loading the model"),
