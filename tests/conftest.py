@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,17 @@ import pytest
 # Nothing else changes by it: ftkernels takes the interpreter only where a test asks for backend="triton".
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """What is there after a test is looked through once, not in every collection from then on.
+
+    The libraries are a million objects, each collection of all of them takes 0.3 s, and transformers' trainer asks for
+    several in each run.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
