@@ -6,8 +6,12 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.drill import Server
 
 # Without a GPU, tests/ops runs the Triton kernels in Triton's interpreter, which Triton decides at its import.
 # Nothing else changes by it: ftkernels takes the interpreter only where a test asks for backend="triton".
@@ -32,3 +36,13 @@ def _tokens_stay_in_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FTCLI_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def drill_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts real processes quickly."""
+    from tests.e2e.drill import Server
+
+    server = Server(tmp_path_factory.mktemp("drills"))
+    yield server
+    server.close()

@@ -8,8 +8,9 @@ Nothing is run. It finds kernels that a GPU's compiler refuses or that spill, wh
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -172,33 +173,23 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
         )
 
 
-def compile_instead_of_launch(record: list[Any]) -> Callable[..., Any]:
-    """A ``JITFunction.run`` that compiles and keeps what came out."""
+def compile_instead_of_launch(record: list[Any], reports: dict[str, str]) -> Callable[..., Any]:
+    """A ``JITFunction.run`` that compiles and keeps what came out, and what ptxas said of it by the kernel's hash."""
     run = JITFunction.run
 
     def compiled(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        reports.setdefault(kernel.hash, said.getvalue())
         record.append(kernel)
         return kernel
 
     return compiled
 
 
-def resources(ptx: str, capability: int) -> dict[str, int]:
-    """Registers a thread, bytes of stack and of spills, as ptxas reports them."""
-    knobs = triton.knobs.nvidia
-    ptxas = (knobs.ptxas_blackwell if capability >= 100 and hasattr(knobs, "ptxas_blackwell") else knobs.ptxas).path
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-        said = subprocess.run(  # noqa: S603  (Triton's own ptxas)
-            [ptxas, "-v", f"--gpu-name={arch}", str(source), "-o", str(Path(folder, "kernel.cubin"))],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    found = {name: re.search(pattern, said) for name, pattern in _PATTERNS.items()}
+def resources(report: str) -> dict[str, int]:
+    """Registers a thread, bytes of stack and of spills, from what ptxas reports; -1 for what is not in it."""
+    found = {name: re.search(pattern, report) for name, pattern in _PATTERNS.items()}
     return {name: int(match.group(1)) if match else -1 for name, match in found.items()}
 
 
@@ -218,9 +209,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     options = parser.parse_args()
     driver.set_active(_NoGpu(options.capability))
+    triton.knobs.nvidia.dump_ptxas_log = True
     record: list[Any] = []
+    reports: dict[str, str] = {}
     failed = 0
-    original, JITFunction.run = JITFunction.run, compile_instead_of_launch(record)  # type: ignore[method-assign]
+    cache = tempfile.TemporaryDirectory()  # ptxas says nothing of a kernel that was compiled before
+    triton.knobs.cache.dir = cache.name
+    original = JITFunction.run
+    JITFunction.run = compile_instead_of_launch(record, reports)  # type: ignore[method-assign]
     try:
         for rank in options.ranks:
             for name, launch in cases(rank, getattr(torch, options.dtype), options.capability):
@@ -235,7 +231,7 @@ def main() -> None:
                     continue
                 for kernel in record:
                     ptx = kernel.asm["ptx"]
-                    used = resources(ptx, options.capability)
+                    used = resources(reports[kernel.hash])
                     dots = len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx))
                     figures = "  ".join(f"{key} {value}" for key, value in used.items())
                     shared = kernel.metadata.shared
@@ -246,6 +242,7 @@ def main() -> None:
                     print(f"{name:32s} rank {rank:3d}  {figures}  shared {shared}  warps {warps}  mma {dots}{more}")
     finally:
         JITFunction.run = original  # type: ignore[method-assign]
+        cache.cleanup()
     sys.exit(1 if failed else 0)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
+from tests.e2e import drill
 from tests.e2e.drill import Server
 
 if TYPE_CHECKING:
@@ -94,17 +96,28 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
     return User(tmp_path, capsys)
 
 
-@pytest.fixture(scope="session")
-def drill_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Starts real `ftcli` processes quickly."""
-    server = Server(tmp_path_factory.mktemp("drills"))
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def drills(tmp_path: Path, drill_server: Server) -> Drills:
     """Real runs in an empty folder."""
     from tests.e2e.resilience import Drills
 
     return Drills(tmp_path, drill_server)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, drill_server: Server) -> dict[str, str]:
+    """An environment in which `ftcli` starts in a moment.
+
+    `ftcli recipes` and `ftcli grpo` are the installed command all the same, in processes that import everything anew.
+    """
+    folder = Path(sys.executable).parent
+    command = tmp_path / "bin" / "ftcli"
+    command.parent.mkdir()
+    command.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in recipes | grpo) exec {folder}/ftcli "$@" ;; esac\n'
+        f'exec {sys.executable} -S -E {drill.__file__} {drill_server.socket} "$@"\n'
+    )
+    command.chmod(0o755)
+    path = f"{command.parent}:{folder}:{os.environ['PATH']}"
+    return {**drill_server.environment, "PATH": path, "FTCLI_CACHE": str(tmp_path / "cache"), "PAUSE": "0"}

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -29,7 +30,12 @@ from typing import Any
 
 _WARM = (
     "ftcli.cli.app",
+    "ftcli.model.attention",
+    "ftcli.model.selfcheck",
     "ftcli.pipeline.build",
+    "ftcli.pipeline.checking",
+    "ftcli.pipeline.evaluation",
+    "ftcli.pipeline.exporting",
     "ftcli.pipeline.training",
     "ftcli.trainers.callbacks",
     "ftcli.trainers.sft",
@@ -210,7 +216,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
             resource.setrlimit(int(number), tuple(limits))
         for name, *arguments in request["preparations"]:
             _PREPARATIONS[name](*arguments)
-        status = main(request["words"])
+        status = main(request["words"]) if request["script"] is None else _script(request["script"], request["words"])
     except BaseException:
         traceback.print_exc()
         raise
@@ -218,6 +224,16 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _script(path: str, words: list[str]) -> int:
+    """Runs a Python file as a program; its exit status."""
+    sys.argv = [path, *words]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 # -- its clients ---------------------------------------------------------------------------------------------------
@@ -327,13 +343,22 @@ class Server:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
-    def start(self, *words: str, cwd: Path, preparations: Iterator[Any] | tuple[Any, ...] = ()) -> Drill:
-        """A command in its own process. A pause among ``preparations`` is written without its folder."""
+    def start(
+        self,
+        *words: str,
+        cwd: Path,
+        preparations: Iterator[Any] | tuple[Any, ...] = (),
+        script: Path | None = None,
+    ) -> Drill:
+        """A command, or another program, in its own process. A pause among ``preparations`` is written without its
+        folder.
+        """
         folder = self._folder / str(len(self._started))
         folder.mkdir()
         prepared = [[*p, str(folder)] if p[0] == "pause" else list(p) for p in preparations]
         request = {
             "words": list(words),
+            "script": None if script is None else str(script),
             "folder": str(cwd),
             "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache")},
             "preparations": prepared,
@@ -358,7 +383,8 @@ class Server:
 
 def client(path: str, words: list[str]) -> int:
     """Runs one command as if it were this process: its streams, its signals, its status."""
-    request = {"words": words, "folder": str(Path.cwd()), "environment": dict(os.environ), "preparations": []}
+    request: dict[str, Any] = {"words": words, "script": None, "folder": str(Path.cwd()), "preparations": []}
+    request["environment"] = dict(os.environ)
     request["limits"] = {number: resource.getrlimit(number) for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)}
     connection, pid = _ask(path, request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
