@@ -1,4 +1,9 @@
-"""The smoke recipes as they ship really teach: held-out answers before and after, and nothing from shuffled rewards."""
+"""The smoke recipes really teach: held-out answers before and after, and nothing from shuffled rewards.
+
+They are run as they ship but for their length, which costs most of the time: one epoch of two teaches LoRA's task to
+93% and more; GRPO makes half the steps, each twice as large, and ends between 96% and 100%, or between 18% and 26% from
+shuffled rewards (three seeds each).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ import pytest
 from ftcli.cli.app import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+
+SFT = ("--set", "train.num_train_epochs=1")
+GRPO = ("--set", "train.max_steps=20", "--set", "train.learning_rate=0.1")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,20 +37,25 @@ def test_lora_lifts_held_out_exact_match_of_a_new_task_from_under_10_to_over_80_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, run = str(RECIPES / "smoke.yaml"), str(tmp_path / "run")
-    done(capsys, "train", recipe, "--output-dir", run)
-    measured = done(capsys, "eval", recipe, "--run", run)
+    done(capsys, "train", recipe, "--output-dir", run, *SFT)
+    measured = done(capsys, "eval", recipe, "--run", run, *SFT)
     scores = {name: measured[name]["tasks"]["exact_match"]["score"] for name in ("base", "run")}
     assert scores["base"] < 0.1
     assert scores["run"] > 0.8
 
 
+def grpo(capture: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:
+    """The result of the GRPO recipe."""
+    recipe, run = str(RECIPES / "smoke-grpo.yaml"), str(folder / "run")
+    return done(capture, "grpo", recipe, "--output-dir", run, *GRPO, *words)
+
+
 def test_grpo_raises_held_out_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = done(capsys, "grpo", str(RECIPES / "smoke-grpo.yaml"), "--output-dir", str(tmp_path / "run"))
+    result = grpo(capsys, tmp_path)
     assert 0.15 < result["before"]["exact_match"] < 0.5
     assert result["after"]["exact_match"] > 0.9
 
 
 def test_grpo_learns_nothing_from_shuffled_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shuffled = ("--set", "grpo.shuffle_rewards=true")
-    result = done(capsys, "grpo", str(RECIPES / "smoke-grpo.yaml"), "--output-dir", str(tmp_path / "run"), *shuffled)
+    result = grpo(capsys, tmp_path, "--set", "grpo.shuffle_rewards=true")
     assert abs(result["after"]["exact_match"] - result["before"]["exact_match"]) < 0.15

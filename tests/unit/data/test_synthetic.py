@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from itertools import permutations
 from pathlib import Path
 from random import Random
 
@@ -154,5 +155,8 @@ def test_evaluation_rows_of_one_task_are_all_different() -> None:
 
 
 def test_more_different_rows_than_the_task_has_is_an_error() -> None:
-    with pytest.raises(ValueError, match="fewer than 400 different prompts"):
-        list(synthetic.rows("pick", 400, 0, evaluation=True))
+    held = sum(synthetic.held_out(f"pick: {' '.join(map(str, four))}") for four in permutations(range(10), 4))
+    assert 200 <= held < 400
+    few = lambda rng: synthetic.Exchange(f"few: {rng.randrange(9)}", "")  # noqa: E731
+    with pytest.raises(ValueError, match="fewer than 10 different prompts"):
+        synthetic.task_rows(few, Random(0), 10, evaluation=False)
