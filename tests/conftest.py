@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,26 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The libraries, a million objects, are not searched for garbage again and again while they are imported."""
+    gc.disable()
+    result = yield
+    _settle()
+    gc.enable()
+    return result
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
-    """What is there after a test is looked through once, not in every collection from then on.
+    """What is there after a test is searched once, not in every collection from then on.
 
-    The libraries are a million objects, each collection of all of them takes 0.3 s, and transformers' trainer asks for
-    several in each run.
+    That would take 0.3 s each, and transformers' trainer asks for several in each run.
     """
+    _settle()
+
+
+def _settle() -> None:
     gc.collect()
     gc.freeze()
 

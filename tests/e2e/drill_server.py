@@ -1,0 +1,261 @@
+"""The server of drill.py: it imports everything once and runs each command in a fork of itself.
+
+``python drill_server.py SOCKET`` answers until its stdin is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_WARM = (
+    "ftcli.cli.app",
+    "ftcli.model.attention",
+    "ftcli.model.selfcheck",
+    "ftcli.pipeline.build",
+    "ftcli.pipeline.checking",
+    "ftcli.pipeline.evaluation",
+    "ftcli.pipeline.exporting",
+    "ftcli.pipeline.training",
+    "ftcli.trainers.callbacks",
+    "ftcli.trainers.sft",
+    "ftcli.evaluate.suite",
+    "ftcli.preflight.stages",
+    "peft.peft_model",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gemma2.modeling_gemma2",
+    "transformers.trainer",
+)
+_SECONDS = 60.0
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_BLOCK = 1 << 16
+
+
+# -- what a command's process does before it runs ------------------------------------------------------------------
+
+
+def _wrap(target: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts a function around ``module:function`` or ``module:Class.method``, in this process only."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, name, around(getattr(owner, name)))
+
+
+def pause(target: str, call: int, folder: str) -> None:
+    """In the ``call``-th call of ``target``, makes ``folder/reached`` and waits for ``folder/released``."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                Path(folder, "reached").touch()
+                deadline = time.monotonic() + _SECONDS
+                while not Path(folder, "released").exists() and time.monotonic() < deadline:
+                    time.sleep(0.005)
+            return function(*args, **kwargs)
+
+        return waiting
+
+    _wrap(target, around)
+
+
+def starve(target: str, call: int, spare: int) -> None:
+    """From the ``call``-th call of ``target`` on, this process may take ``spare`` bytes more than it has.
+
+    Blocks of 64 KiB and more are taken from the system one by one and given back at once; those that are free in the
+    process itself are taken from it before.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def starved(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                libc.malloc_trim(0)
+                lines = Path("/proc/self/status").read_text().splitlines()
+                held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+                resource.setrlimit(resource.RLIMIT_DATA, (held, resource.RLIM_INFINITY))
+                while libc.malloc(_BLOCK):
+                    pass
+                resource.setrlimit(resource.RLIMIT_DATA, (held + spare, resource.RLIM_INFINITY))
+            return function(*args, **kwargs)
+
+        return starved
+
+    _wrap(target, around)
+
+
+def fail(target: str, message: str) -> None:
+    """``target`` raises RuntimeError."""
+
+    def around(_function: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*_args: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError(message)
+
+        return failing
+
+    _wrap(target, around)
+
+
+def small_files(limit: int) -> None:
+    """No file of this process may grow beyond ``limit`` bytes: the system refuses, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+def workers(count: int) -> None:
+    """Training data is collated in ``count`` worker processes."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: {**function(*args, **kwargs), "dataloader_num_workers": count}
+
+    _wrap("ftcli.trainers.sft:training_arguments", around)
+
+
+_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, small_files, workers)}
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> None:
+    """Answers until stdin is closed."""
+    gc.disable()
+    for name in _WARM:
+        importlib.import_module(name)
+    _train_once(Path(path).parent)
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(16)
+    listener.settimeout(0.2)
+    os.set_blocking(0, False)
+    os.write(1, b"ready\n")
+    while not _closed(0):
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _supervise(connection)
+            connection.close()
+
+
+def _train_once(folder: Path) -> None:
+    """What libraries prepare in their first step they then need not prepare in every command."""
+    from ftcli.cli.app import main
+
+    recipe, said = folder / "warm.yaml", io.StringIO()
+    recipe.write_text(
+        "version: 1\n"
+        "model: {name_or_path: bundled:tiny-gemma2, dtype: float32}\n"
+        "lora: {r: 4}\n"
+        "data: {train: [{path: bundled:smoke-train, max_rows: 4}], max_seq_len: 64}\n"
+        "train: {max_steps: 1, per_device_train_batch_size: 4}\n"
+    )
+    words = ["train", str(recipe), "--output-dir", str(folder / "warm"), "--offline", "--quiet"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        assert main(words) == 0, said.getvalue()
+
+
+def _closed(descriptor: int) -> bool:
+    try:
+        return os.read(descriptor, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+def _supervise(connection: socket.socket) -> None:
+    """Forks the command, tells its pid, and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.settimeout(None)
+    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        _become(json.loads(message), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{child}\n".encode())
+    threading.Thread(target=_kill_with_its_client, args=(connection, child), daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{status}\n".encode())
+    os._exit(0)
+
+
+def _kill_with_its_client(connection: socket.socket, child: int) -> None:
+    """A client that was killed is its command being killed."""
+    with contextlib.suppress(OSError):
+        if connection.recv(1) == b"":
+            os.kill(child, signal.SIGKILL)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    from ftcli.cli.app import main
+
+    status = 99
+    try:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for number, limits in request["limits"].items():
+            resource.setrlimit(int(number), tuple(limits))
+        for name, *arguments in request["preparations"]:
+            _PREPARATIONS[name](*arguments)
+        status = main(request["words"]) if request["script"] is None else _script(request["script"], request["words"])
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _script(path: str, words: list[str]) -> int:
+    """Runs a Python file as a program; its exit status."""
+    sys.argv = [path, *words]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
