@@ -31,7 +31,7 @@ smoke: install
 	@echo "open $(SMOKE)/report.html"
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist worksteal
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from ftcli.config import DataConfig
 from ftcli.data.encode import Batch, Encoder
@@ -15,6 +15,9 @@ from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.prepare import Prepared
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Row
+
+if TYPE_CHECKING:  # the processes that these tests start import this module
+    from transformers import PreTrainedTokenizerBase
 
 
 class Dying:
