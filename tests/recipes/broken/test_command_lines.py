@@ -14,7 +14,7 @@ CASES = [
     ("misspelt command", ["trian", "r.yaml"], "FT151", "`ftcli train`"),
     ("other tool's command", ["finetune", "r.yaml"], "FT151", "`ftcli train`"),
     ("recipe without a command", ["r.yaml"], "FT151", "`ftcli train r.yaml` or `ftcli check r.yaml`"),
-    ("no such command", ["zzzz"], "FT151", "commands: train, eval"),
+    ("no such command", ["zzzz"], "FT151", "commands: train, grpo, eval"),
     ("no recipe", ["check"], "FT150", "`ftcli check --help`"),
     ("two recipes", ["check", "a.yaml", "b.yaml"], "FT150", "`ftcli check --help`"),
     ("override of other tools", ["train", "r.yaml", "lora.r=8"], "FT150", "write --set lora.r=8"),
