@@ -69,9 +69,14 @@ class LoraConfig(Section):
     )
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapters' input.")
     target_modules: Literal["all-linear"] | Items[str] = Field(
-        default="all-linear", description="Module names to adapt; `all-linear` is every linear layer but the head."
+        default="all-linear",
+        description="Module names to adapt; `all-linear` is every linear layer of the language model's decoder layers, "
+        "experts included, but no router, no head and nothing of a vision tower.",
     )
-    modules_to_save: Items[str] = Field(default=(), description="Modules trained whole and saved with the adapter.")
+    modules_to_save: Items[str] = Field(
+        default=(),
+        description="Modules trained whole and saved with the adapter; a name stands for all whose path ends in it.",
+    )
     use_rslora: bool = Field(default=False, description="Scale by `alpha / sqrt(r)` instead of `alpha / r`.")
 
 

@@ -30,6 +30,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
     for name in recipe.lora.modules_to_save:
         if name in ("lm_head", "embed_tokens"):
             matrices.append((shape.vocab_size, shape.hidden_size, 1))
+        if name == "norm":  # as PEFT reads it: every module whose name ends so
+            matrices.append((shape.norm_parameters, 1, 1))
         matrices += [(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
     return Trained(sum(rows * columns * count for rows, columns, count in matrices), tuple(matrices))
 

@@ -57,10 +57,29 @@ def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return unwrap() if callable(unwrap) else model
 
 
+def backbone_of(base: PreTrainedModel) -> nn.Module:
+    """Everything but the head: what turns token ids into hidden states."""
+    found = getattr(base, base.base_model_prefix, None)
+    # Llama-4's text model names the prefix of the model that it was cut out of.
+    backbone: nn.Module = found if found is not None and found is not base else base.model
+    return backbone
+
+
+def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of the language model, also where that is a part of a model with other towers.
+
+    Raises TypeError where transformers keeps them in no list of their number.
+    """
+    count = base.config.get_text_config().num_hidden_layers
+    for module in base.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise TypeError(f"{type(base).__name__} has no list of {count} decoder layers")
+
+
 def hidden_states(model: PreTrainedModel | PeftModel, inputs: dict[str, Any]) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like."""
-    base = base_of(model)
-    backbone = getattr(base, base.base_model_prefix)
+    backbone = backbone_of(base_of(model))
     return HiddenStates(backbone(**inputs, use_cache=False).last_hidden_state)
 
 

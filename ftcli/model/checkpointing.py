@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ftcli.model.backbone import base_of
+from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
 from ftcli.preflight.memory.held import Offloaded
@@ -54,8 +54,7 @@ def use_checkpointing(
     apply = policies.row(policy).apply
     if apply is None:
         return None
-    base = base_of(model)
-    layers: list[Any] = list(getattr(base, base.base_model_prefix).layers)
+    layers: list[Any] = list(decoder_layers(base_of(model)))
     return code_of(apply)(layers[: max(len(layers) - uncheckpointed_layers, 0)], offloaded)
 
 

@@ -10,44 +10,117 @@ import torch
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.precision import DtypePlan
+from ftcli.model.targets import Targets, resolve_saved, resolve_targets, shortest
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    import peft
     from transformers import PreTrainedModel
 
 
-def apply_lora(model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int) -> PeftModel:
-    """Freezes ``model`` and adds adapters of dtype ``plan.adapter`` to its linear layers.
+def apply_lora(
+    model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int
+) -> tuple[peft.PeftModel, Targets]:
+    """Freezes ``model`` and adds adapters of dtype ``plan.adapter`` to it.
 
-    Raises FtcliError FT311 when ``lora.target_modules`` matches nothing.
+    Returns:
+        The model with its adapters, and what they are on.
+
+    Raises:
+        FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
     """
     import peft
 
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    config = peft.LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,  # PEFT annotates int and computes with any number
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        modules_to_save=list(lora.modules_to_save) or None,
-        use_rslora=lora.use_rslora,
-        task_type="CAUSAL_LM",
-    )
+    targets = resolve_targets(model, lora.target_modules)
+    _require_possible(lora, targets)
+    config = peft_config(model, lora, targets)
     torch.manual_seed(seed)
     try:
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=plan.adapter == "float32")
     except ValueError as error:
-        raise FtcliError.single(
-            "FT311",
-            f"lora.target_modules matches no layer of this model: {first_line(error)}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="use target_modules: all-linear",
-        ) from error
-    return adapted
+        raise _refused(error) from error
+    _require_adapted(adapted, targets)
+    # PEFT keeps names in sets, whose order differs from process to process, and writes them into the adapter's file.
+    config.target_modules = sorted(config.target_modules or ())
+    if config.target_parameters is not None:
+        config.target_parameters = sorted(config.target_parameters)
+    return adapted, targets
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> PeftModel:
+def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> peft.LoraConfig:
+    """What PEFT is told. Raises FtcliError as :func:`ftcli.model.targets.resolve_saved` does."""
+    import peft
+
+    saved = resolve_saved(model, lora.modules_to_save)
+    transposed = any(not isinstance(model.get_submodule(name), torch.nn.Linear) for name in targets.modules)
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # PEFT annotates int and computes with any number
+        lora_dropout=lora.dropout,
+        target_modules=[*shortest(model, targets.modules), *targets.by_peft],
+        target_parameters=list(targets.experts) or None,
+        modules_to_save=saved or None,
+        use_rslora=lora.use_rslora,
+        fan_in_fan_out=transposed,
+        task_type="CAUSAL_LM",
+    )
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> peft.PeftModel:
     """The model with the adapter saved in ``folder`` attached."""
     import peft
 
     return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+
+
+def _require_possible(lora: LoraConfig, targets: Targets) -> None:
+    if not targets.modules and not targets.experts and not targets.by_peft:
+        raise FtcliError.single(
+            "FT311",
+            "lora.target_modules matches no layer of this model",
+            exit_code=ExitCode.PREFLIGHT,
+            help="fine-tune fully, or choose another model",
+        )
+    if lora.dropout and (targets.experts or targets.by_peft):
+        raise FtcliError.single(
+            "FT333",
+            f"lora.dropout {lora.dropout:g} cannot be applied to adapters on experts: PEFT adds those to the weights "
+            "of all experts at once, before any token is there",
+            exit_code=ExitCode.PREFLIGHT,
+            help="set lora.dropout: 0, or list linear layers of attention in lora.target_modules",
+        )
+
+
+def _require_adapted(adapted: peft.PeftModel, targets: Targets) -> None:
+    """Holds what PEFT did against what it was asked for."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.utils.other import ModulesToSaveWrapper
+
+    found: set[str] = set()
+    whole: list[str] = []
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            whole.append(name)
+        elif isinstance(module, ParamWrapper):
+            found.add(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
+        elif isinstance(module, LoraLayer):
+            found.add(name)
+    wanted = {name for name in (*targets.modules, *targets.experts) if name not in whole}
+    problem = next(iter(sorted(wanted - found)), None) or next(iter(sorted(found - wanted)), None)
+    if problem is not None and not targets.by_peft:
+        said = "got an adapter unasked" if problem in found else "got no adapter"
+        raise FtcliError.single(
+            "FT311",
+            f"PEFT did not adapt what lora.target_modules says: {problem} {said}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="list other names in lora.target_modules, and report this with the model's name",
+        )
+
+
+def _refused(error: ValueError) -> FtcliError:
+    return FtcliError.single(
+        "FT311",
+        f"PEFT cannot adapt what lora.target_modules names: {first_line(error)}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="use target_modules: all-linear, which leaves out what cannot be adapted",
+    )

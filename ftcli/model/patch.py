@@ -21,7 +21,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.execution import LayerChoice, choose_layers
 from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
-from ftcli.model.backbone import base_of
+from ftcli.model.backbone import backbone_of, base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.tables.families import Family, family_of
@@ -108,7 +108,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
 
 
 def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
-    config = base.config.get_text_config()
+    config = base.config  # not its text_config: a model with other towers has its layers elsewhere
     device = next(base.parameters()).device
     activation = str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
     return choose_layers(config.model_type, activation, kernels, device=str(device), cuda=device.type == "cuda")
@@ -119,8 +119,8 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
     family = family_of(config.model_type)
     assert family is not None  # the layers were chosen by it
     assert choice.activation is not None
-    backbone = getattr(base, base.base_model_prefix)
-    for index, layer in enumerate(backbone.layers):
+    backbone: Any = backbone_of(base)
+    for index, layer in enumerate(decoder_layers(base)):
         name = f"layers.{index}"
         if choice.parts:
             _patch_parts(layer, name, family, backend, done)

@@ -22,7 +22,7 @@ from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import base_of, compute_context, forward_loss
+from ftcli.model.backbone import base_of, compute_context, decoder_layers, forward_loss
 from ftcli.model.patch import Patch, patch
 from ftcli.model.quantized import QuantizedLinear
 
@@ -179,9 +179,7 @@ class _Pass:
 
 
 def _layers(model: PeftModel) -> Sequence[nn.Module]:
-    base = base_of(model)
-    layers: Sequence[nn.Module] = getattr(base, base.base_model_prefix).layers
-    return layers
+    return list(decoder_layers(base_of(model)))
 
 
 @torch.no_grad()

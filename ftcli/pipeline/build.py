@@ -15,6 +15,7 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
+from ftcli.model.targets import summary
 from ftcli.run.inputs import Inputs, weights_fingerprint
 from ftcli.tables import quantizations
 from ftcli.units import gib
@@ -100,7 +101,11 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     """The model to train: with fresh adapters under LoRA, as it is for full fine-tuning."""
     base = build_base(job, num_layers=num_layers)
     lora = job.recipe.lora
-    return base if lora is None else apply_lora(base, lora, job.plan, seed=job.recipe.run.seed)
+    if lora is None:
+        return base
+    model, targets = apply_lora(base, lora, job.plan, seed=job.recipe.run.seed)
+    job.reporter.info(summary(model, targets))
+    return model
 
 
 def put_on_kernels(job: Job, model: Model, rows: Sequence[Tokens]) -> KernelReport:

@@ -1,0 +1,235 @@
+"""Which parts of a model ``lora.target_modules`` and ``lora.modules_to_save`` name, decided here and not by PEFT.
+
+``all-linear`` means the same in every family: every linear layer of the language model's decoder layers, each expert's
+among them. It never means a router, the head, or anything of a vision or audio tower. The names are looked up in the
+model and PEFT is given what was found, so that it has nothing left to guess.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.backbone import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+#: transformers' layers for a stack of experts keep their weights as parameters of three dimensions under these names.
+_EXPERT_STACKS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
+#: The fused code of a state-space mixer reads these weights itself: an adapter there would not be computed.
+_READ_BY_MIXER = frozenset({"out_proj", "dt_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What is adapted, by full names in the model.
+
+    Attributes:
+        modules: Linear layers.
+        experts: Stacks of expert weights: parameters (experts, in, out) or (experts, out, in).
+        left: Linear layers that ``all-linear`` means and PEFT cannot name in this family.
+        by_peft: Names of the recipe that PEFT itself turns into stacks of experts.
+    """
+
+    modules: tuple[str, ...]
+    experts: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    by_peft: tuple[str, ...] = ()
+
+
+def resolve_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targets:
+    """The layers that ``lora.target_modules`` names in ``model``.
+
+    Raises:
+        FtcliError: FT311 (exit 3) for a name that matches no linear layer of the decoder, FT312 for the head or the
+            embedding.
+    """
+    linears = {name: module for name, module in _decoder_modules(model) if _is_linear(module)}
+    experts = tuple(_expert_stacks(model))
+    if isinstance(wanted, str):
+        return _all_linear(model, linears, experts)
+    modules: list[str] = []
+    stacks: list[str] = []
+    by_peft: list[str] = []
+    for target in wanted:
+        if experts and not _peft_keeps(model, target):
+            by_peft.append(target)
+            continue
+        matched = [name for name in linears if _names(target, name)]
+        stacked = [name for name in experts if _names(target, name)]
+        if not matched and not stacked:
+            raise _no_such_layer(model, target, [*linears, *experts])
+        modules += matched
+        stacks += stacked
+    return Targets(tuple(dict.fromkeys(modules)), tuple(dict.fromkeys(stacks)), by_peft=tuple(by_peft))
+
+
+def _all_linear(model: PreTrainedModel, linears: dict[str, nn.Module], experts: tuple[str, ...]) -> Targets:
+    wanted = [name for name in linears if not _is_router(name) and not _is_read_by_mixer(model, name)]
+    leaves = {name.rpartition(".")[2] for name in wanted}
+    lost = {leaf for leaf in leaves if experts and not _peft_keeps(model, leaf)}
+    left = tuple(name for name in wanted if name.rpartition(".")[2] in lost)
+    return Targets(tuple(name for name in wanted if name not in left), experts, left)
+
+
+def shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """The last parts of ``names`` where those mean exactly these modules of the whole model; else the full names.
+
+    Adapter files with short names are what people and other programs know.
+    """
+    leaves = {name.rpartition(".")[2] for name in names}
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in leaves}
+    return sorted(leaves) if meant == set(names) else sorted(names)
+
+
+def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
+    """The modules that ``lora.modules_to_save`` names, as PEFT is to be told.
+
+    As in PEFT, a name stands for every module whose path ends in it: ``norm`` for every norm. Towers of other kinds are
+    left out.
+
+    Raises:
+        FtcliError: FT313 (exit 3) for a name that matches nothing, FT314 for one side of tied embeddings.
+    """
+    own = {name for name, _ in _decoder_modules(model, whole=True)} | set(_ends(model))
+    names: list[str] = []
+    for target in wanted:
+        everywhere = [name for name, _ in model.named_modules() if name.endswith(target)]
+        meant = [name for name in everywhere if name in own]
+        if not meant:
+            raise _no_such_module(model, target)
+        if _is_tied(model) and set(meant) & set(_ends(model)):
+            raise _half_of_a_pair(target)
+        names += [target] if meant == everywhere else meant
+    return names
+
+
+def summary(model: Any, targets: Targets) -> str:
+    """One line for people: what has adapters, what is trained whole, and how many parameters that is.
+
+    Args:
+        model: With its adapters.
+    """
+    adapted = Counter(name.rpartition(".")[2] for name in (*targets.modules, *targets.experts))
+    parts = [f"{count} {leaf}" for leaf, count in adapted.items()] or [", ".join(targets.by_peft)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in n)
+    text = f"adapters: {', '.join(parts)}; {trained:,} parameters trained"
+    if whole:
+        text += f", {whole:,} of them in modules that are trained whole"
+    if targets.left:
+        leaves = Counter(".".join(name.split(".")[-2:]) for name in targets.left)
+        text += f"; not adapted: {', '.join(f'{count} {leaf}' for leaf, count in leaves.items())}"
+        text += " (PEFT takes their names for those of the experts)"
+    return text
+
+
+def _decoder_modules(model: PreTrainedModel, *, whole: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of the decoder layers (or of the ``whole`` decoder) with their full names."""
+    root = model.get_decoder() if whole else decoder_layers(model)
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    ends = _ends(model)
+    for name, module in root.named_modules(prefix=prefix):
+        if name not in ends or whole:
+            yield name, module
+
+
+def _ends(model: PreTrainedModel) -> list[str]:
+    """Names of embedding and head."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [name for name, module in model.named_modules() if any(module is end for end in ends)]
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _is_router(name: str) -> bool:
+    return not _ROUTER_NAMES.isdisjoint(name.split("."))
+
+
+def _is_read_by_mixer(model: PreTrainedModel, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    mixer = model.get_submodule(parent)
+    return leaf in _READ_BY_MIXER and hasattr(mixer, "A_log") and hasattr(mixer, "D")
+
+
+def _expert_stacks(model: PreTrainedModel) -> Iterator[str]:
+    for name, module in _decoder_modules(model):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf in _EXPERT_STACKS and parameter.dim() == 3:
+                yield f"{name}.{leaf}"
+
+
+def _peft_keeps(model: PreTrainedModel, target: str) -> bool:
+    """Whether PEFT takes ``target`` for a module's name.
+
+    In some families it takes the names that experts had in transformers 4 (``gate_proj``, ``w1``, ``gate``) for today's
+    stacks of experts, wherever in the model they stand: a shared expert's layers cannot be named there.
+    """
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = peft.LoraConfig(target_modules=[target])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one of a pair that it fuses
+        return False
+    return target in (config.target_modules or ())
+
+
+def _names(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) -> FtcliError:
+    if any(_names(target, end) for end in _ends(model)):
+        return FtcliError.single(
+            "FT312",
+            f"adapters on {target} are not supported: the loss reads the head's weight itself",
+            exit_code=ExitCode.PREFLIGHT,
+            help="train it whole with lora.modules_to_save",
+        )
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    close = get_close_matches(target, leaves, 1)
+    listed = f"the language model of this {model.config.model_type} has: {', '.join(leaves)}"
+    return FtcliError.single(
+        "FT311",
+        f"lora.target_modules: no linear layer of the language model is named {target}",
+        exit_code=ExitCode.PREFLIGHT,
+        help=f"did you mean {close[0]}? {listed}" if close else f"use all-linear; {listed}",
+    )
+
+
+def _no_such_module(model: PreTrainedModel, target: str) -> FtcliError:
+    return FtcliError.single(
+        "FT313",
+        f"lora.modules_to_save: no module of the language model has a name that ends in {target}",
+        exit_code=ExitCode.PREFLIGHT,
+        help=f"use some of: {', '.join(name.rpartition('.')[2] for name in _ends(model))}, norm",
+    )
+
+
+def _half_of_a_pair(target: str) -> FtcliError:
+    return FtcliError.single(
+        "FT314",
+        f"the model shares one matrix between embedding and head: a trained copy of {target} alone would part them, "
+        "and no export could join them again",
+        exit_code=ExitCode.PREFLIGHT,
+        help="remove it from lora.modules_to_save, or fine-tune fully",
+    )
