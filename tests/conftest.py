@@ -29,6 +29,11 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares the server of drills stays together, so that one worker of two starts it; then what takes longest."""
+    items.sort(key=lambda item: ("drill_server" not in getattr(item, "fixturenames", ()), "slow" not in item.keywords))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
     """What is there after a test is searched once, not in every collection from then on.
