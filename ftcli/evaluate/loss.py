@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -42,20 +42,20 @@ class LossResult:
     rows: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For eval.json."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Plain values for JSON."""
+        return asdict(self)
 
 
-def combine(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The result over several files from the results of each, weighted by tokens; empty for no files."""
-    found = [part for part in parts if part["tokens"]]
-    tokens = sum(int(part["tokens"]) for part in found)
+def combine(parts: Iterable[LossResult]) -> LossResult | None:
+    """The result over several files from the results of each, weighted by tokens; None for no tokens."""
+    found = [part for part in parts if part.tokens]
+    tokens = sum(part.tokens for part in found)
     if not tokens:
-        return {}
-    loss = sum(part["loss"] * part["tokens"] for part in found) / tokens
-    accuracy = sum(part["token_accuracy"] * part["tokens"] for part in found) / tokens
-    rows = sum(int(part["rows"]) for part in found)
-    return LossResult(loss, math.exp(min(loss, _LARGEST_EXPONENT)), accuracy, tokens, rows).as_dict()
+        return None
+    loss = sum(part.loss * part.tokens for part in found) / tokens
+    accuracy = sum(part.token_accuracy * part.tokens for part in found) / tokens
+    rows = sum(part.rows for part in found)
+    return LossResult(loss, math.exp(min(loss, _LARGEST_EXPONENT)), accuracy, tokens, rows)
 
 
 @torch.no_grad()

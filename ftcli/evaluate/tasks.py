@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ftcli.config import TaskConfig
@@ -24,6 +24,16 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgedRow:
+    """One row of a task: the prompt as the model saw it, what was expected and answered, and the judge's number."""
+
+    prompt: str
+    reference: str | None
+    completion: str
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TaskResult:
     """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row."""
 
@@ -31,11 +41,11 @@ class TaskResult:
     use: str
     score: float
     rows: int
-    samples: tuple[dict[str, Any], ...]
+    samples: tuple[JudgedRow, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For eval.json."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Plain values for JSON."""
+        return asdict(self)
 
 
 def judge(task: TaskConfig, answered: Answered, function: Function | None = None) -> TaskResult:
@@ -59,7 +69,7 @@ def judge(task: TaskConfig, answered: Answered, function: Function | None = None
         users = UserJudge(str(task.file), function, task.args)
         scores = users.scores(answered.completions, answered.texts, columns)
     kept = zip(answered.texts, references, answered.completions, scores, strict=True)
-    samples = [{"prompt": p, "reference": r, "completion": c, "score": s} for p, r, c, s in kept]
+    samples = [JudgedRow(*row) for row in kept]
     judged = [score for score in scores if score is not None]
     score = math.fsum(judged) / max(len(judged), 1)
     return TaskResult(task.label, task.kind, score, len(judged), tuple(samples[:SAMPLES_KEPT]))

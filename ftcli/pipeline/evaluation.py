@@ -18,7 +18,7 @@ from ftcli.run.results import AnsweredRow, Evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import Tokens
-    from ftcli.evaluate.suite import Evaluator
+    from ftcli.evaluate.suite import Evaluator, ModelScores
     from ftcli.job import Job
     from ftcli.pipeline.build import KernelReport
 
@@ -38,16 +38,16 @@ def evaluate_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None
     job = open_job(report, session)
     evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
     base, tuned = _base_and_run(job, evaluator, directory)
-    result: dict[str, Any] = {"recipe": str(loaded.path), "base": base, "run": tuned}
-    if directory is None:
+    result: dict[str, Any] = {"recipe": str(loaded.path), "base": base.as_dict(), "run": None}
+    if directory is None or tuned is None:
         return result
-    _write(directory, result)
-    return {**result, "run_directory": str(directory.path)}
+    _write(directory, base, tuned)
+    return {**result, "run": tuned.as_dict(), "run_directory": str(directory.path)}
 
 
 def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's result where there is one."""
     from ftcli.model.lora import load_adapter
     from ftcli.pipeline.build import build_base
@@ -57,16 +57,16 @@ def _base_and_run(
         adapted = load_adapter(model, directory.adapter_dir)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
-            base = _measure(evaluator, adapted)
-        return base, _measure(evaluator, adapted)
+            base = evaluator.measure(adapted)
+        return base, evaluator.measure(adapted)
     freeze_on_kernels(job, model, rows)
-    base = _measure(evaluator, model)
+    base = evaluator.measure(model)
     if directory is None:
         return base, None
     del model  # before the second model is loaded: both need not fit
     tuned = build_base(job, weights=directory.model_dir)
     freeze_on_kernels(job, tuned, rows)
-    return base, _measure(evaluator, tuned)
+    return base, evaluator.measure(tuned)
 
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelReport:
@@ -76,15 +76,6 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelRep
 
     model.requires_grad_(False)
     return put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))
-
-
-def _measure(evaluator: Evaluator, model: Any) -> dict[str, Any]:
-    from ftcli.evaluate.loss import combine
-
-    datasets = evaluator.loss_by_dataset(model)
-    measured = {**combine(datasets.values()), "datasets": datasets, "tasks": evaluator.tasks(model)}
-    harness = evaluator.harness(model)
-    return {**measured, "lm_eval": harness} if harness else measured
 
 
 def _finished_run(run_dir: Path) -> RunDirectory:
@@ -99,13 +90,11 @@ def _finished_run(run_dir: Path) -> RunDirectory:
     return directory
 
 
-def _write(directory: RunDirectory, result: dict[str, Any]) -> None:
-    base, tuned = result["base"], result["run"]
+def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
     samples = [
-        AnsweredRow(b["prompt"], b["reference"], b["completion"], a["completion"], name)
-        for name, task in tuned["tasks"].items()
-        for b, a in zip(base["tasks"][name]["samples"], task["samples"], strict=True)
+        AnsweredRow(before.prompt, before.reference, before.completion, after.completion, name)
+        for name, task in tuned.tasks.items()
+        for before, after in zip(base.tasks[name].samples, task.samples, strict=True)
     ]
-    evaluation = Evaluation(scores(base, base["tasks"]), scores(tuned, tuned["tasks"]), tuple(samples))
-    write_evaluation(directory.eval_path, evaluation)
+    write_evaluation(directory.eval_path, Evaluation(scores(base), scores(tuned), tuple(samples)))
     write_report(directory)

@@ -83,4 +83,4 @@ def _scores(context: RunContext, evaluator: Evaluator, model: Any, when: str) ->
 
 
 def _task_scores(evaluator: Evaluator, model: Any) -> dict[str, float]:
-    return {name: float(task["score"]) for name, task in evaluator.tasks(model).items()}
+    return {name: task.score for name, task in evaluator.tasks(model).items()}

@@ -10,6 +10,7 @@ from ftcli.config import Recipe
 from ftcli.data.ledger import DatasetLedger
 from ftcli.data.order import Epochs, padding_of
 from ftcli.data.tokens import Ints
+from ftcli.errors import FtcliError
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
@@ -24,7 +25,8 @@ from ftcli.run.results import (
 )
 
 if TYPE_CHECKING:
-    from ftcli.evaluate.suite import Evaluator
+    from ftcli.evaluate.loss import LossResult
+    from ftcli.evaluate.suite import Evaluator, ModelScores
 
 #: Held-out rows that are shown in the report.
 SAMPLES = 4
@@ -39,42 +41,44 @@ def complete_result(recipe: Recipe, session: Session) -> dict[str, Any]:
     return {"run": str(path), "already_complete": True}
 
 
-def scores(loss: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]]) -> Scores | None:
+def scores(measured: ModelScores) -> Scores | None:
     """One model's results in eval.json's layout; None when nothing was measured."""
-    if not loss and not tasks:
+    loss, tasks = measured.loss, measured.tasks.values()
+    if loss is None and not tasks:
         return None
     return Scores(
-        loss=loss.get("loss"),
-        perplexity=loss.get("perplexity"),
-        token_accuracy=loss.get("token_accuracy"),
-        tokens=loss.get("tokens"),
-        tasks=tuple(TaskScore(name, float(task["score"]), int(task["rows"])) for name, task in tasks.items()),
-        datasets=dict(loss.get("datasets") or {}),
-        lm_eval=dict(loss.get("lm_eval") or {}),
+        **({} if loss is None else _loss(loss)),
+        tasks=tuple(TaskScore(task.name, task.score, task.rows) for task in tasks),
+        datasets={name: part.as_dict() for name, part in measured.datasets.items()},
+        lm_eval=measured.lm_eval,
     )
+
+
+def _loss(loss: LossResult) -> dict[str, Any]:
+    names = ("loss", "perplexity", "token_accuracy", "tokens")
+    return {name: getattr(loss, name) for name in names}
 
 
 def answered_rows(evaluator: Evaluator, model: Any) -> list[AnsweredRow]:
     """The first held-out rows answered by the trained model and, where adapters can be switched off, before it."""
-    from ftcli.errors import FtcliError
-
     try:
         after = evaluator.samples(model, SAMPLES)
     except FtcliError:  # plain text has no prompt to show an answer for
         return []
-    before: Sequence[Mapping[str, Any] | None] = [None] * len(after)
+    before: list[str | None] = [None] * len(after)
     if hasattr(model, "disable_adapter"):
         with model.disable_adapter():
-            before = evaluator.samples(model, SAMPLES)
+            before = [row.completion for row in evaluator.samples(model, SAMPLES)]
     return [
-        AnsweredRow(a["prompt"], a["reference"], None if b is None else b["completion"], a["completion"])
-        for a, b in zip(after, before, strict=True)
+        AnsweredRow(row.prompt, row.reference, earlier, row.completion)
+        for row, earlier in zip(after, before, strict=True)
     ]
 
 
-def write_train_evaluation(directory: RunDirectory, loss: Mapping[str, Any], samples: Sequence[AnsweredRow]) -> None:
+def write_train_evaluation(directory: RunDirectory, loss: LossResult | None, samples: Sequence[AnsweredRow]) -> None:
     """eval.json after training: the trained model only; `ftcli eval` adds the base model and the tasks."""
-    write_evaluation(directory.eval_path, Evaluation(run=scores(loss, {}), samples=tuple(samples)))
+    trained = None if loss is None else Scores(**_loss(loss))
+    write_evaluation(directory.eval_path, Evaluation(run=trained, samples=tuple(samples)))
 
 
 def write_token_counts(

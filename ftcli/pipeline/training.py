@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import answered_rows, complete_result, write_token_counts, write_train_evaluation
 from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.evaluate.loss import LossResult
 
 
 def train_supervised(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
@@ -56,13 +59,19 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         job,
         model,
         lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch),
-        (lambda: evaluator.loss(model)) if job.recipe.data.eval else None,
+        (lambda: _numbers(evaluator.loss(model))) if job.recipe.data.eval else None,
     )
     with context.phase("evaluating"):
         final = evaluator.loss(model)
-        if final:
-            context.write_line({"step": summary["steps"], **{f"eval_{name}": value for name, value in final.items()}})
-            session.reporter.info(f"held-out loss {final['loss']:.4f}, token accuracy {final['token_accuracy']:.1%}")
+        if final is not None:
+            numbers = {f"eval_{name}": value for name, value in _numbers(final).items()}
+            context.write_line({"step": summary["steps"], **numbers})
+            session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
         samples = answered_rows(evaluator, model) if job.recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
-    return {**summary, "eval": final, "seconds": time.perf_counter() - started}
+    return {**summary, "eval": _numbers(final), "seconds": time.perf_counter() - started}
+
+
+def _numbers(loss: LossResult | None) -> dict[str, float]:
+    """Held-out results as numbers by name; none without held-out data."""
+    return {} if loss is None else loss.as_dict()

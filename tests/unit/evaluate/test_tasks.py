@@ -9,7 +9,7 @@ import pytest
 
 from ftcli.config import TaskConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.tasks import Answered, judge
+from ftcli.evaluate.tasks import Answered, JudgedRow, judge
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 
@@ -49,7 +49,7 @@ def answered(*completions: str) -> Answered:
 def test_the_score_is_the_mean_and_samples_are_kept() -> None:
     result = judge(TaskConfig(), answered("1", "two", "3", "4"))
     assert (result.name, result.use, result.score, result.rows) == ("exact_match", "exact_match", 0.75, 4)
-    assert result.samples[1] == {"prompt": "<q2>", "reference": "2", "completion": "two", "score": 0.0}
+    assert result.samples[1] == JudgedRow("<q2>", "2", "two", 0.0)
     assert len(judge(TaskConfig(), answered(*"123456789")).samples) == 8
 
 
@@ -70,7 +70,7 @@ def test_a_users_function_is_called_as_rewards_are() -> None:
         "level": [1, 2, 3], "strict": True,
     }  # fmt: skip
     assert (result.name, result.use, result.score, result.rows) == ("close", "function", 0.75, 2)
-    assert result.samples[2]["score"] is None
+    assert result.samples[2].score is None
 
 
 @pytest.mark.parametrize(("function", "words"), [
