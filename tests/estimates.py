@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ftcli.config import Recipe
 from ftcli.facts.device import DeviceFacts, named_device
-from ftcli.facts.model import ModelFacts
+from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.preflight.memory.advice import judge
+from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import methods
@@ -23,3 +27,23 @@ def estimate_of(recipe: Recipe, facts: ModelFacts, device: DeviceFacts | str, wo
     found = estimate_memory(setup_of(recipe, facts, device, work))
     assert found is not None
     return found
+
+
+class Case:
+    """A recipe for a bundled model, and its estimates. Where it leaves the policy open, everything is kept."""
+
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+        self.recipe = loaded.recipe
+        if self.recipe.train.gradient_checkpointing == "auto":
+            train = self.recipe.train.model_copy(update={"gradient_checkpointing": False})
+            self.recipe = self.recipe.model_copy(update={"train": train})
+        self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+
+    def estimate(self, device: str = "h100", work: Any = "train") -> MemoryEstimate:
+        return estimate_of(self.recipe, self.facts, device, work)
+
+    def verdict(self, device: Any, work: Any = "train") -> Any:
+        found = candidate(setup_of(self.recipe, self.facts, device, work))
+        assert found is not None
+        return judge(found)

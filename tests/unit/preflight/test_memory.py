@@ -1,10 +1,9 @@
-"""The memory estimate, its verdict, the change it proposes, and the disk estimate."""
+"""The memory estimate: its terms and its phases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,15 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftcli.facts.device import GPUS, named_device
-from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.device import GPUS
 from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
-from ftcli.preflight.checks import room
-from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
-from ftcli.preflight.memory.advice import judge
-from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
-from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
-from tests.estimates import estimate_of, setup_of
+from ftcli.preflight.memory.estimate import estimate_memory
+from tests.estimates import Case, setup_of
 
 GIB = 2**30
 LORA = "lora: {r: 16}\n"
@@ -29,26 +23,6 @@ GRPO = """
 train: {per_device_train_batch_size: 8, gradient_accumulation_steps: 4, gradient_checkpointing: true}
 grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, rewards: [{use: exact_match}]}
 """
-
-
-class Case:
-    """A recipe for a bundled model, and its estimates. Where it leaves the policy open, everything is kept."""
-
-    def __init__(self, loaded: Any) -> None:
-        self.loaded = loaded
-        self.recipe = loaded.recipe
-        if self.recipe.train.gradient_checkpointing == "auto":
-            train = self.recipe.train.model_copy(update={"gradient_checkpointing": False})
-            self.recipe = self.recipe.model_copy(update={"train": train})
-        self.facts: ModelFacts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
-
-    def estimate(self, device: str = "h100", work: Any = "train") -> MemoryEstimate:
-        return estimate_of(self.recipe, self.facts, device, work)
-
-    def verdict(self, device: Any, work: Any = "train") -> Any:
-        found = candidate(setup_of(self.recipe, self.facts, device, work))
-        assert found is not None
-        return judge(found)
 
 
 @pytest.fixture
@@ -331,167 +305,3 @@ def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
     unknown = replace(made.facts, shape=None)
     gpu = GPUS["h100"]
     assert estimate_memory(setup_of(made.recipe, unknown, gpu)) is None
-
-
-def test_fits_tight_and_does_not_fit(case: Callable[..., Case]) -> None:
-    made = case("google/gemma-2-2b", LORA + ROWS)
-    needed = made.estimate("h100").total_bytes
-    for share, level in ((0.5, "fits"), (0.95, "tight"), (1.05, "does not fit")):
-        gpu = replace(GPUS["h100"], memory_bytes=int(needed / share))
-        assert made.verdict(gpu).level == level
-    assert made.verdict(replace(GPUS["h100"], memory_bytes=None)).level == "unknown"
-    # What is free counts, not what there is.
-    assert made.verdict(replace(GPUS["h100"], free_bytes=needed // 2)).level == "does not fit"
-
-
-def changed(case: Case, change: Any, device: str) -> MemoryEstimate:
-    """The estimate after the proposed settings, applied the way a user would: through --set."""
-    from ftcli.config.load import Override, load_recipe
-
-    assert change is not None
-    sets = str(change).split("--set ")[1:]
-    overrides = [Override(item.strip().replace("'", ""), "--set") for item in sets]
-    return Case(load_recipe(case.loaded.path, overrides)).estimate(device)
-
-
-def test_the_first_remedy_is_a_smaller_batch_with_more_accumulation(case: Callable[..., Case]) -> None:
-    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.per_device_train_batch_size=2", "data.max_seq_len=4096")
-    verdict = made.verdict("a100-40gb")
-    assert verdict.level == "does not fit"
-    assert dict(verdict.change.settings) == {
-        "train.per_device_train_batch_size": 1,
-        "train.gradient_accumulation_steps": 2,
-    }
-
-
-def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
-    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
-    checkpointing = made.verdict("l4").change
-    assert dict(checkpointing.settings) == {"train.gradient_checkpointing": "selective"}
-    plain = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "model.kernels=off").verdict("l4").change
-    assert dict(plain.settings) == {"train.gradient_checkpointing": True}
-    long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=offload")
-    shorter = long.verdict("t4").change
-    assert "data.max_seq_len" in dict(shorter.settings)
-
-
-@pytest.mark.parametrize(
-    ("now", "kernels", "device", "work", "leaner"),
-    [
-        ("false", "auto", "h100", "train", ("selective", "offload")),
-        ("true", "auto", "h100", "train", ("offload",)),
-        ("selective", "auto", "h100", "train", ("offload",)),
-        ("offload", "auto", "h100", "train", ()),
-        ("false", "off", "h100", "train", (True, "offload")),
-        ("selective", "off", "h100", "train", ("offload",)),
-        ("false", "auto", "h100", "grpo", (True,)),
-        ("false", "auto", "cpu", "train", (True,)),
-        ("true", "auto", "cpu", "train", ()),
-    ],
-)
-def test_policies_that_are_proposed(
-    now: str, kernels: str, device: str, work: Any, leaner: tuple[Any, ...], case: Callable[..., Case]
-) -> None:
-    made = case("google/gemma-2-9b", LORA, f"train.gradient_checkpointing={now}", f"model.kernels={kernels}")
-    assert leaner_policies(setup_of(made.recipe, made.facts, device, work)) == leaner
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "device"),
-    [
-        ("meta-llama/Llama-3.1-8B", LORA + ROWS, "l4"),
-        ("google/gemma-2-2b", ROWS, "rtx4090"),
-        ("google/gemma-2-9b", LORA + "data: {train: [a], eval: [b], max_seq_len: 8192}\n", "a100-40gb"),
-        ("google/gemma-2-9b", ROWS, "h100"),
-    ],
-)
-def test_the_proposed_settings_do_fit_when_they_are_used(
-    name: str, text: str, device: str, case: Callable[..., Case]
-) -> None:
-    made = case(name, text)
-    verdict = made.verdict(device)
-    assert verdict.level == "does not fit"
-    after = changed(made, verdict.change, device)
-    assert after.total_bytes == verdict.change.total_bytes
-    assert after.total_bytes <= TIGHT_SHARE * (named_device(device).memory_bytes or 0)
-
-
-def test_adapters_are_proposed_where_nothing_else_makes_full_training_fit(case: Callable[..., Case]) -> None:
-    assert "lora" in dict(case("google/gemma-2-9b", ROWS).verdict("h100").change.settings)
-
-
-def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
-    checkpointing = "train: {gradient_checkpointing: true}\n"
-    verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("rtx4090")
-    assert verdict.change is None
-    assert verdict.fitting_gpus[0] in ("a100-80gb", "h100")
-    assert "t4" not in verdict.fitting_gpus
-
-
-def test_a_gpu_without_bfloat16_gets_proposals_it_can_run(case: Callable[..., Case]) -> None:
-    verdict = case("google/gemma-2-2b", LORA + ROWS, "model.dtype=bfloat16").verdict("t4")
-    if verdict.change is not None:
-        assert dict(verdict.change.settings)["model.dtype"] == "auto"
-    assert "t4" not in verdict.fitting_gpus
-
-
-def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], context: Callable[..., Any]) -> None:
-    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
-    estimate, verdict = made.estimate("l4"), made.verdict("l4")
-    (finding,) = room.memory_findings(context(""), estimate, verdict, named_device("l4"))
-    assert finding.code == "FT601"
-    assert "weights 15.0" in finding.message
-    assert "l4 has 22.0 GiB" in finding.message
-    assert "--set train.gradient_checkpointing=selective" in finding.help
-    tight = replace(verdict, level="tight")
-    (finding,) = room.memory_findings(context(""), estimate, tight, named_device("l4"))
-    assert (finding.code, finding.severity) == ("FT602", "warning")
-
-
-def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], context: Callable[..., Any]) -> None:
-    estimate = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=offload").estimate()
-    recipe = context("train: {gradient_checkpointing: offload}\n")
-    enough = int(estimate.pinned_host_bytes / 0.9) + 2
-    (finding,) = room.host_findings(recipe, estimate, enough - 4)
-    assert (finding.code, finding.severity) == ("FT603", "error")
-    assert list(room.host_findings(recipe, estimate, enough)) == []
-    assert list(room.host_findings(recipe, estimate, None)) == []
-
-
-def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
-    made = case("google/gemma-2-2b", LORA, "checkpoint.every_steps=10", "checkpoint.keep_last=3")
-    assert made.facts.shape is not None
-    trained = trained_parameters(made.recipe, made.facts.shape).elements
-    disk = estimate_disk(made.recipe, made.facts.shape, free_bytes=None)
-    assert disk.checkpoints == 4
-    assert disk.checkpoint_bytes - 12 * trained == disk.result_bytes - 4 * trained
-    assert disk.total_bytes == 4 * disk.checkpoint_bytes + disk.result_bytes
-    assert estimate_disk(case("google/gemma-2-2b", LORA).recipe, made.facts.shape, free_bytes=None).checkpoints == 3
-    for setting in ("checkpoint.every_steps=null", "train.max_steps=20"):  # none, or none before the end
-        on_signal = case("google/gemma-2-2b", LORA, setting)
-        assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
-
-
-@pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])
-def test_disk_findings(free: int, code: str | None, context: Callable[..., Any], tmp_path: Path) -> None:
-    disk = DiskEstimate(checkpoint_bytes=GIB // 2, checkpoints=3, result_bytes=GIB * 4 // 10, free_bytes=free)
-    found = [f.code for f in room.disk_findings(context(""), disk, tmp_path)]
-    assert found == ([] if code is None else [code])
-
-
-def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    assert list(room.output_findings(context(""), tmp_path / "a" / "b")) == []
-    assert list(tmp_path.glob("a*")) == []
-    (through_file,) = room.output_findings(context(""), tmp_path / "file" / "run")
-    assert through_file.code == "FT613"
-    (nowhere,) = room.output_findings(context(""), Path("/proc/ftcli/run"))
-    assert nowhere.code == "FT613"
-
-
-def test_probing_a_folder_leaves_nothing(tmp_path: Path) -> None:
-    assert why_not_writable(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-    assert why_not_writable(Path("/proc")) is not None
-    assert existing_ancestor(tmp_path / "x" / "y") == tmp_path
-    assert (free_bytes(tmp_path) or 0) > 0

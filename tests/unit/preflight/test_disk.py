@@ -1,0 +1,64 @@
+"""What a run writes, and whether there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.facts.trained import trained_parameters
+from ftcli.preflight.checks import room
+from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
+from tests.estimates import Case
+
+GIB = 2**30
+LORA = "lora: {r: 16}\n"
+
+
+@pytest.fixture
+def case(load: Callable[..., Any]) -> Callable[..., Case]:
+    def _case(name: str, text: str, *overrides: str) -> Case:
+        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
+
+    return _case
+
+
+def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA, "checkpoint.every_steps=10", "checkpoint.keep_last=3")
+    assert made.facts.shape is not None
+    trained = trained_parameters(made.recipe, made.facts.shape).elements
+    disk = estimate_disk(made.recipe, made.facts.shape, free_bytes=None)
+    assert disk.checkpoints == 4
+    assert disk.checkpoint_bytes - 12 * trained == disk.result_bytes - 4 * trained
+    assert disk.total_bytes == 4 * disk.checkpoint_bytes + disk.result_bytes
+    assert estimate_disk(case("google/gemma-2-2b", LORA).recipe, made.facts.shape, free_bytes=None).checkpoints == 3
+    for setting in ("checkpoint.every_steps=null", "train.max_steps=20"):  # none, or none before the end
+        on_signal = case("google/gemma-2-2b", LORA, setting)
+        assert estimate_disk(on_signal.recipe, made.facts.shape, free_bytes=None).checkpoints == 1
+
+
+@pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])
+def test_disk_findings(free: int, code: str | None, context: Callable[..., Any], tmp_path: Path) -> None:
+    disk = DiskEstimate(checkpoint_bytes=GIB // 2, checkpoints=3, result_bytes=GIB * 4 // 10, free_bytes=free)
+    found = [f.code for f in room.disk_findings(context(""), disk, tmp_path)]
+    assert found == ([] if code is None else [code])
+
+
+def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert list(room.output_findings(context(""), tmp_path / "a" / "b")) == []
+    assert list(tmp_path.glob("a*")) == []
+    (through_file,) = room.output_findings(context(""), tmp_path / "file" / "run")
+    assert through_file.code == "FT613"
+    (nowhere,) = room.output_findings(context(""), Path("/proc/ftcli/run"))
+    assert nowhere.code == "FT613"
+
+
+def test_probing_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    assert why_not_writable(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    assert why_not_writable(Path("/proc")) is not None
+    assert existing_ancestor(tmp_path / "x" / "y") == tmp_path
+    assert (free_bytes(tmp_path) or 0) > 0

@@ -1,0 +1,151 @@
+"""Does it fit, and what is proposed where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcli.facts.device import GPUS, named_device
+from ftcli.preflight.checks import room
+from ftcli.preflight.memory.candidates import TIGHT_SHARE, leaner_policies
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from tests.estimates import Case, setup_of
+
+LORA = "lora: {r: 16}\n"
+ROWS = "data: {train: [a.jsonl], max_seq_len: 2048}\n"
+
+
+@pytest.fixture
+def case(load: Callable[..., Any]) -> Callable[..., Case]:
+    def _case(name: str, text: str, *overrides: str) -> Case:
+        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
+
+    return _case
+
+
+def test_fits_tight_and_does_not_fit(case: Callable[..., Case]) -> None:
+    made = case("google/gemma-2-2b", LORA + ROWS)
+    needed = made.estimate("h100").total_bytes
+    for share, level in ((0.5, "fits"), (0.95, "tight"), (1.05, "does not fit")):
+        gpu = replace(GPUS["h100"], memory_bytes=int(needed / share))
+        assert made.verdict(gpu).level == level
+    assert made.verdict(replace(GPUS["h100"], memory_bytes=None)).level == "unknown"
+    # What is free counts, not what there is.
+    assert made.verdict(replace(GPUS["h100"], free_bytes=needed // 2)).level == "does not fit"
+
+
+def changed(case: Case, change: Any, device: str) -> MemoryEstimate:
+    """The estimate after the proposed settings, applied the way a user would: through --set."""
+    from ftcli.config.load import Override, load_recipe
+
+    assert change is not None
+    sets = str(change).split("--set ")[1:]
+    overrides = [Override(item.strip().replace("'", ""), "--set") for item in sets]
+    return Case(load_recipe(case.loaded.path, overrides)).estimate(device)
+
+
+def test_the_first_remedy_is_a_smaller_batch_with_more_accumulation(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.per_device_train_batch_size=2", "data.max_seq_len=4096")
+    verdict = made.verdict("a100-40gb")
+    assert verdict.level == "does not fit"
+    assert dict(verdict.change.settings) == {
+        "train.per_device_train_batch_size": 1,
+        "train.gradient_accumulation_steps": 2,
+    }
+
+
+def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
+    checkpointing = made.verdict("l4").change
+    assert dict(checkpointing.settings) == {"train.gradient_checkpointing": "selective"}
+    plain = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "model.kernels=off").verdict("l4").change
+    assert dict(plain.settings) == {"train.gradient_checkpointing": True}
+    long = case("google/gemma-2-2b", LORA, "data.max_seq_len=8192", "train.gradient_checkpointing=offload")
+    shorter = long.verdict("t4").change
+    assert "data.max_seq_len" in dict(shorter.settings)
+
+
+@pytest.mark.parametrize(
+    ("now", "kernels", "device", "work", "leaner"),
+    [
+        ("false", "auto", "h100", "train", ("selective", "offload")),
+        ("true", "auto", "h100", "train", ("offload",)),
+        ("selective", "auto", "h100", "train", ("offload",)),
+        ("offload", "auto", "h100", "train", ()),
+        ("false", "off", "h100", "train", (True, "offload")),
+        ("selective", "off", "h100", "train", ("offload",)),
+        ("false", "auto", "h100", "grpo", (True,)),
+        ("false", "auto", "cpu", "train", (True,)),
+        ("true", "auto", "cpu", "train", ()),
+    ],
+)
+def test_policies_that_are_proposed(
+    now: str, kernels: str, device: str, work: Any, leaner: tuple[Any, ...], case: Callable[..., Case]
+) -> None:
+    made = case("google/gemma-2-9b", LORA, f"train.gradient_checkpointing={now}", f"model.kernels={kernels}")
+    assert leaner_policies(setup_of(made.recipe, made.facts, device, work)) == leaner
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "device"),
+    [
+        ("meta-llama/Llama-3.1-8B", LORA + ROWS, "l4"),
+        ("google/gemma-2-2b", ROWS, "rtx4090"),
+        ("google/gemma-2-9b", LORA + "data: {train: [a], eval: [b], max_seq_len: 8192}\n", "a100-40gb"),
+        ("google/gemma-2-9b", ROWS, "h100"),
+    ],
+)
+def test_the_proposed_settings_do_fit_when_they_are_used(
+    name: str, text: str, device: str, case: Callable[..., Case]
+) -> None:
+    made = case(name, text)
+    verdict = made.verdict(device)
+    assert verdict.level == "does not fit"
+    after = changed(made, verdict.change, device)
+    assert after.total_bytes == verdict.change.total_bytes
+    assert after.total_bytes <= TIGHT_SHARE * (named_device(device).memory_bytes or 0)
+
+
+def test_adapters_are_proposed_where_nothing_else_makes_full_training_fit(case: Callable[..., Case]) -> None:
+    assert "lora" in dict(case("google/gemma-2-9b", ROWS).verdict("h100").change.settings)
+
+
+def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
+    checkpointing = "train: {gradient_checkpointing: true}\n"
+    verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("rtx4090")
+    assert verdict.change is None
+    assert verdict.fitting_gpus[0] in ("a100-80gb", "h100")
+    assert "t4" not in verdict.fitting_gpus
+
+
+def test_a_gpu_without_bfloat16_gets_proposals_it_can_run(case: Callable[..., Case]) -> None:
+    verdict = case("google/gemma-2-2b", LORA + ROWS, "model.dtype=bfloat16").verdict("t4")
+    if verdict.change is not None:
+        assert dict(verdict.change.settings)["model.dtype"] == "auto"
+    assert "t4" not in verdict.fitting_gpus
+
+
+def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], context: Callable[..., Any]) -> None:
+    made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
+    estimate, verdict = made.estimate("l4"), made.verdict("l4")
+    (finding,) = room.memory_findings(context(""), estimate, verdict, named_device("l4"))
+    assert finding.code == "FT601"
+    assert "weights 15.0" in finding.message
+    assert "l4 has 22.0 GiB" in finding.message
+    assert "--set train.gradient_checkpointing=selective" in finding.help
+    tight = replace(verdict, level="tight")
+    (finding,) = room.memory_findings(context(""), estimate, tight, named_device("l4"))
+    assert (finding.code, finding.severity) == ("FT602", "warning")
+
+
+def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], context: Callable[..., Any]) -> None:
+    estimate = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=offload").estimate()
+    recipe = context("train: {gradient_checkpointing: offload}\n")
+    enough = int(estimate.pinned_host_bytes / 0.9) + 2
+    (finding,) = room.host_findings(recipe, estimate, enough - 4)
+    assert (finding.code, finding.severity) == ("FT603", "error")
+    assert list(room.host_findings(recipe, estimate, enough)) == []
+    assert list(room.host_findings(recipe, estimate, None)) == []
