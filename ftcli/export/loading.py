@@ -14,6 +14,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
 from ftcli.model.load import config_of, load_tokenizer, source_of
+from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,11 +39,11 @@ def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
     """The model that the adapter belongs to.
 
     Raises:
-        FtcliError: FT323 when its weights cannot be loaded.
+        FtcliError: FT323 when its weights cannot be loaded, FT735 when they are not those that it was trained on.
     """
     model = source.base
     try:
-        return _from_pretrained(source_of(model.name_or_path), revision=model.revision, local_files_only=offline)
+        loaded = _from_pretrained(source_of(model.name_or_path), revision=model.revision, local_files_only=offline)
     except _LOAD_ERRORS as error:
         raise FtcliError.single(
             "FT323",
@@ -51,6 +52,16 @@ def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
             origin=source.origins.at("model.name_or_path"),
             help="merging needs the base model: check the name and the network, or export the adapter alone",
         ) from error
+    if source.run is not None:
+        run, seed = source.run
+        now = Inputs(weights=_local_weights(model.name_or_path), commit=getattr(loaded.config, "_commit_hash", None))
+        require_same_base(run, model, seed, now)
+    return loaded
+
+
+def _local_weights(name: str) -> tuple[Fingerprint, ...]:
+    folder = Path(source_of(name))
+    return weights_fingerprint(folder) if folder.is_dir() else ()
 
 
 def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:

@@ -39,6 +39,8 @@ class ExportSource:
         origins: Where the recipe names things, for messages.
         chat_template: The recipe's `data.chat_template`, by which the data was rendered; None: the tokenizer's own.
         destination: Folder that holds one folder per exported format.
+        run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
+            other folder, of which nothing more is known.
     """
 
     kind: Literal["adapter", "model"]
@@ -47,6 +49,7 @@ class ExportSource:
     origins: Origins
     chat_template: str | None
     destination: Path
+    run: tuple[Path, int] | None = None
 
 
 def resolve_source(source: RunDirectory | Path, destination: Path | None = None) -> ExportSource:
@@ -75,7 +78,8 @@ def _from_run(run: RunDirectory, destination: Path | None) -> ExportSource:
         read_adapter_config(folder)
     recipe = loaded.recipe
     target = destination or run.export_dir
-    return ExportSource(kind, folder, recipe.model, loaded.origins, recipe.data.chat_template, target)
+    template, known = recipe.data.chat_template, (run.path, recipe.run.seed)
+    return ExportSource(kind, folder, recipe.model, loaded.origins, template, target, known)
 
 
 def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:

@@ -74,7 +74,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     """Merge into the base's stored dtype and save; needs 4 bytes of memory per parameter.
 
     Raises:
-        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT323, FT742, FT321, FT322.
+        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT323, FT735, FT742, FT321, FT322.
         OSError: it cannot be written.
     """
     if source.base.init == "random":

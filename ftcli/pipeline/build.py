@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -147,11 +147,13 @@ def check_packing(job: Job, model: Model, epochs: Epochs) -> None:
 
 def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
     """What a run that continues has to be given again."""
+    template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
+    return replace(base_inputs(job, model), chat_template=template, tokens_sha256=tokens_sha256)
+
+
+def base_inputs(job: Job, model: Model) -> Inputs:
+    """The base's weights by content, or by the Hub's commit."""
     facts = job.facts
     local = facts.source in ("bundled model", "local folder") and job.recipe.model.init == "pretrained"
-    return Inputs(
-        chat_template=Renderer(job.tokenizer, job.recipe.data.chat_template).source,
-        tokens_sha256=tokens_sha256,
-        weights=weights_fingerprint(facts.folder) if local else (),
-        commit=getattr(model.config, "_commit_hash", None),
-    )
+    commit = getattr(model.config, "_commit_hash", None)
+    return Inputs(weights=weights_fingerprint(facts.folder) if local else (), commit=commit)

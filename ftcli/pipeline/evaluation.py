@@ -13,6 +13,7 @@ from ftcli.pipeline.checking import checked
 from ftcli.pipeline.results import scores
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.inputs import require_same_base
 from ftcli.run.report import write_report
 from ftcli.run.results import AnsweredRow, Evaluation, write_evaluation
 
@@ -50,9 +51,11 @@ def _base_and_run(
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's result where there is one."""
     from ftcli.model.lora import load_adapter
-    from ftcli.pipeline.build import build_base
+    from ftcli.pipeline.build import base_inputs, build_base
 
     rows, model = evaluator.sequences, build_base(job)
+    if directory is not None:
+        require_same_base(directory.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
     if directory is not None and directory.adapter_dir.is_dir():
         adapted = load_adapter(model, directory.adapter_dir)
         freeze_on_kernels(job, adapted, rows)

@@ -13,7 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.run.atomic import read_json_object
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
 _BLOCKS = 256
@@ -145,7 +149,63 @@ def _template_findings(before: Any, now: str | None) -> list[Finding]:
     return [Finding("FT734", f"the chat template has changed since this run began:\n{shown}{more}", help=_REMEDY)]
 
 
+def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> None:
+    """Refuse to join a run's result to a base model that it was not trained on.
+
+    Weight files and the Hub's commit are compared where both sides know them, whatever the model is called. Where they
+    do not, as for random weights, the recipes have to name the same model.
+
+    Args:
+        run: The run's folder; its manifest and recipe say what it was trained on.
+        model: The base that was loaded, as the recipe in use names it; ``seed`` is that recipe's.
+        now: Weights and commit of that base.
+
+    Raises:
+        FtcliError: FT735 (exit 2) with what differs.
+    """
+    known = read_json_object(run / "manifest.json").get("inputs")
+    known = known if isinstance(known, Mapping) else {}
+    before, named = _base_named_in(run / "recipe.yaml"), _base_named(model.model_dump(mode="json"), seed)
+    if (known.get("weights") and now.weights) or (known.get("commit") and now.commit):
+        changed = _changed_weights(known, now)
+    else:
+        changed = [f"{key} {before[key]} -> {named.get(key)}" for key in before if before[key] != named.get(key)]
+    if not changed:
+        return
+    name = before.get("model.name_or_path", model.name_or_path)
+    said = name if name == model.name_or_path else f"{name}, not on {model.name_or_path}"
+    raise FtcliError.single(
+        "FT735",
+        f"{run} was trained on {said}; what differs: {', '.join(changed)}",
+        exit_code=ExitCode.RECIPE,
+        help="use the weights that it was trained on: restore the files, or name them in model.name_or_path (of the "
+        "Hub: pin model.revision to the commit that the run was trained on)",
+    )
+
+
+def _base_named_in(recipe: Path) -> dict[str, Any]:
+    """What a run's recipe says of its base; empty when it cannot be read."""
+    try:
+        raw = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        return _base_named(raw["model"], raw["run"]["seed"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+
+
+def _base_named(model: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    named = {f"model.{key}": model[key] for key in ("name_or_path", "init")}
+    return {**named, "run.seed": seed} if model["init"] == "random" else named
+
+
 def _weight_findings(known: Mapping[str, Any], now: Inputs) -> list[Finding]:
+    changed = _changed_weights(known, now)
+    if not changed:
+        return []
+    return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
+
+
+def _changed_weights(known: Mapping[str, Any], now: Inputs) -> list[str]:
+    """Every weight file that differs, with both identities, and the Hub's commit; empty where nothing is known."""
     before = {entry["name"]: entry for entry in known.get("weights") or ()}
     found = {f.name: f for f in now.weights}
     changed = [
@@ -156,9 +216,7 @@ def _weight_findings(known: Mapping[str, Any], now: Inputs) -> list[Finding]:
     commit = known.get("commit")
     if commit and now.commit and commit != now.commit:
         changed.append(f"commit {commit} -> {now.commit}")
-    if not changed or not (before or commit):
-        return []
-    return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
+    return changed if before or commit else []
 
 
 def _identity(entry: Mapping[str, Any] | None) -> str:

@@ -16,6 +16,7 @@ from ftcli.assets import asset
 from ftcli.config import DatasetConfig
 from ftcli.rows.reading import read_rows
 from tests.e2e.conftest import User
+from tests.small_models import build
 
 
 @pytest.fixture
@@ -269,3 +270,35 @@ def test_grpo_is_held_to_the_weights_it_began_with(user: User) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     status, document = user.run("grpo", recipe)
     assert (status, document["findings"][-1]["code"]) == (2, "FT735")
+
+
+def test_eval_and_export_are_held_to_the_base_that_the_run_was_trained_on(user: User) -> None:
+    model, moved = user.folder / "model", user.folder / "moved"
+    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    recipe = user.recipe(model={"name_or_path": str(model)}, train={"max_steps": 1})
+    user.done("train", recipe)
+    shutil.copytree(model, moved)
+    run = str(user.folder / "r")
+    user.done("eval", recipe, "--run", run, "--set", f"model.name_or_path={moved}")  # the same weights
+    other = user.folder / "other"
+    build("llama").save_pretrained(other)
+    words = ["--set", f"model.name_or_path={other}", "--set", "model.tokenizer=bytes"]
+    status, document = user.run("eval", recipe, "--run", run, *words)
+    assert (status, document["findings"][-1]["code"]) == (2, "FT735")
+    assert f"was trained on {model}, not on {other}" in document["findings"][-1]["message"]
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    for words in (["eval", recipe, "--run", run], ["export", run]):
+        status, document = user.run(*words)
+        assert (status, document["findings"][-1]["code"]) == (2, "FT735"), words
+        assert "model.safetensors" in document["findings"][-1]["message"]
+
+
+def test_a_run_of_random_weights_is_held_to_its_seed(user: User) -> None:
+    recipe = user.recipe(model={"init": "random"}, train={"max_steps": 1})
+    user.done("train", recipe)
+    user.done("eval", recipe, "--run", str(user.folder / "r"))
+    status, document = user.run("eval", recipe, "--run", str(user.folder / "r"), "--set", "run.seed=4")
+    assert (status, document["findings"][-1]["code"]) == (2, "FT735")
+    assert "run.seed 3 -> 4" in document["findings"][-1]["message"]
