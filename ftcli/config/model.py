@@ -13,6 +13,9 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention", "triton"]
 Kernels = Literal["auto", "triton", "reference", "off"]
 
+#: Of the attention backends those that this version has.
+SUPPORTED_ATTENTION: tuple[Attention, ...] = ("auto", "eager", "sdpa")
+
 
 class ModelConfig(Section):
     """The base model and how it is held."""

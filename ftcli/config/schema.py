@@ -32,10 +32,6 @@ class RecipeSchema:
         parts = (self.resolve(part) for part in node["anyOf"])
         return tuple(part for part in parts if part.get("type") != "null")
 
-    def nullable(self, node: Node) -> bool:
-        """Whether null is allowed."""
-        return any(part.get("type") == "null" for part in self.resolve(node).get("anyOf", ()))
-
     def properties(self, node: Node) -> Mapping[str, Node]:
         """The keys of a section, of a list's sections, or of a union's section; empty for anything else."""
         for variant in self.variants(node):

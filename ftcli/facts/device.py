@@ -18,6 +18,9 @@ from ftkernels.limits import FLOAT8_CAPABILITY, Gpu
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.units import GIB
 
+#: Lowest compute capability with bfloat16 in hardware.
+BFLOAT16_CAPABILITY = (8, 0)
+
 _KIB = 2**10
 
 
@@ -55,14 +58,15 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Native bfloat16: capability 8.0 or more. A CPU computes it too, slowly; torch says yes on a T4 as well,
-        where it is emulated, which is why torch is not asked.
+        """Whether bfloat16 runs without emulation. A CPU computes it too, slowly.
+
+        torch is not asked: it says yes on a T4 as well, which emulates it.
         """
-        return self.kind == "cpu" or (self.capability is not None and self.capability >= (8, 0))
+        return self.kind == "cpu" or (self.capability is not None and self.capability >= BFLOAT16_CAPABILITY)
 
     @property
     def has_float8(self) -> bool:
-        """float8 tensor cores."""
+        """Whether the GPU has float8 tensor cores."""
         return self.capability is not None and self.capability >= FLOAT8_CAPABILITY
 
     @property

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ftkernels.limits import (
-    LARGEST_FUSED_RANK,
-    Activation,
-    packed_rank,
-    why_no_products,
-)
+from ftkernels.limits import LARGEST_FUSED_RANK, Activation, packed_rank, why_no_elementwise, why_no_products
 
 from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
@@ -78,6 +73,13 @@ def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, 
     if kernels == "reference":
         return LayerChoice("reference", "model.kernels: reference", ACTIVATIONS[activation])
     return LayerChoice("fused", f"{device} runs Triton kernels", ACTIVATIONS[activation])
+
+
+def why_no_kernels(device: DeviceFacts) -> str | None:
+    """Why ftcli's Triton kernels cannot run on a device at all, as one clause, or None."""
+    if device.kind != "cuda":
+        return "the kernels need a CUDA GPU"
+    return why_no_elementwise(gpu_of(device))
 
 
 def own_attention(model: ModelConfig, softcap: float | None) -> str:

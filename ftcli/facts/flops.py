@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import Linear
+from ftcli.facts.shape import GATE_AND_UP, Linear
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 
@@ -90,7 +90,7 @@ def _adapters(linears: Iterable[Linear], rank: int) -> float:
 
 
 def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
-    return tuple(x for x in linears if x.leaf in ("gate_proj", "up_proj", "gate_up_proj"))
+    return tuple(x for x in linears if x.name in GATE_AND_UP)
 
 
 def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:

@@ -79,6 +79,11 @@ class ModelFacts:
         return family_of(self.model_type)
 
     @property
+    def why_no_shape(self) -> str:
+        """Why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
+        return f"ftcli does not know how a model_type {self.model_type} is built"
+
+    @property
     def activation(self) -> str | None:
         """transformers' name of the MLP's activation; None where neither config nor family says."""
         stated = self.raw.get("hidden_activation") or self.raw.get("hidden_act")

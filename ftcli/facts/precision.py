@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftkernels.limits import version
+
 from ftcli.config import Recipe
-from ftcli.facts.device import DeviceFacts
+from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 
 #: Bytes of one element of each dtype that a plan can name.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,8 +65,6 @@ def _compute(asked: str, device: DeviceFacts) -> tuple[str, str]:
         return asked, "the recipe asks for it"
     if device.kind == "cpu":
         return "float32", "a CPU is fastest and exact in float32"
-    capability = device.capability or (0, 0)
-    stated = f"{device.name} has compute capability {capability[0]}.{capability[1]}"
-    if device.has_bfloat16:
-        return "bfloat16", f"{stated}, and bfloat16 needs 8.0"
-    return "float32", f"{stated}, and bfloat16 needs 8.0"
+    found, needed = version(device.capability or (0, 0)), version(BFLOAT16_CAPABILITY)
+    reason = f"{device.name} has compute capability {found}, and bfloat16 needs {needed}"
+    return ("bfloat16" if device.has_bfloat16 else "float32"), reason

@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ftkernels.limits import Gpu
+from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import DeviceFacts, gpu_of
 from ftcli.facts.precision import DtypePlan
-from ftcli.facts.shape import Linear, ModelShape
+from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.tables import code_of, quantizations
 
-_BLOCK = 64
-_NESTED_BLOCK = 256
-#: Linear layers that share an input, by what their names end in: one product on the kernels.
-_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 #: Share of a device's memory up to which ``keep_dequantized: auto`` spends it.
 _AMPLE = 0.8
 
@@ -64,10 +60,10 @@ def nf4_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     ``double_quant`` one byte, with a float32 for each 256 of them, a table of 256 float32 and an offset.
     """
     elements = linear.in_features * linear.out_features
-    blocks = -(-elements // _BLOCK)
+    blocks = -(-elements // NF4_BLOCK_SIZE)
     scales = 4 * blocks
     if quantization.double_quant:
-        scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 * (256 + 1)
+        scales = blocks + 4 * -(-blocks // NF4_NESTED_BLOCK_SIZE) + 4 * (256 + 1)
     return -(-elements // 2) + scales + 4 * 16
 
 
@@ -105,7 +101,7 @@ def _products(linears: Sequence[Linear], on_kernels: bool) -> list[list[Linear]]
     alone = [[linear] for linear in linears]
     if not on_kernels:
         return alone
-    return alone + [[linear for linear in linears if linear.leaf in names] for names in _GROUPS]
+    return alone + [[linear for linear in linears if linear.name in names] for names in SHARED_INPUTS]
 
 
 def _elements(linears: Sequence[Linear]) -> int:

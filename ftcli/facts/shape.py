@@ -14,6 +14,15 @@ from ftcli.tables.families import Family, family_of
 
 Config = Mapping[str, Any]
 
+#: Linear layers of a decoder layer that read the same input, by their paths in the layer. ftcli's kernels multiply by
+#: the weights of a group at once.
+SHARED_INPUTS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+#: The first half of the gated MLP: two linear layers, or one where a family joins them.
+GATE_AND_UP = (*SHARED_INPUTS[1], "mlp.gate_up_proj")
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ftcli.config import RewardConfig, TaskConfig
+from ftcli.errors import Finding
 from ftcli.tables import code_of, judges
 
 #: Expressions look at this much of a completion, so that a slow one cannot hold up training.
@@ -33,6 +34,17 @@ def built_in(config: RewardConfig | TaskConfig, name: str) -> Bound:
     options = {key: getattr(config, key, None) for key in row.options}
     given = {key: value for key, value in options.items() if value is not None}
     return lambda completions, answers: function(completions, answers, **given)
+
+
+def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | None:
+    """FT453 for a built-in reward that compares with a column of the data, where the data does not have it."""
+    if reward.use is None or not judges.row(reward.use).compares or reward.answer in columns:
+        return None
+    return Finding(
+        "FT453",
+        f"the reward {reward.use} compares with column {reward.answer!r}, which the data does not have",
+        help=f"set the reward's `answer` to one of: {', '.join(sorted(columns)) or 'none'}",
+    )
 
 
 def exact_match(completions: Sequence[str], answers: Sequence[str], extract: str | None = None) -> list[float]:

@@ -19,6 +19,7 @@ from torch import nn
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.execution import LayerChoice, choose_layers
+from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import backbone_of, base_of, decoder_layers
@@ -40,7 +41,6 @@ _PROJECTIONS = (
     "mlp.down_proj",
 )
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_JOINED = (_PROJECTIONS[:3], _PROJECTIONS[4:6])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _why_not(layer: nn.Module, family: Family) -> str | None:
 
 def _join(layer: nn.Module, done: Patch) -> None:
     """Lays weights that read the same input one behind the other, so that each group is one product."""
-    for names in _JOINED:
+    for names in SHARED_INPUTS:
         modules: list[Any] = [layer.get_submodule(name) for name in names]
         bases = [getattr(module, "base_layer", module) for module in modules]
         quantized = [base for base in bases if isinstance(base, QuantizedLinear)]

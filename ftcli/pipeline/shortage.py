@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.memory.advice import Saving, savings
+from ftcli.preflight.memory.terms import EVALUATION
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
@@ -30,8 +31,7 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
     """
     held = _held({})
     let_go(error)
-    phase = "evaluation" if where.endswith("evaluating") else None
-    found = savings(report.setup.on(report.device), phase) if phase else ()
+    found = savings(report.setup.on(report.device), EVALUATION) if where.endswith("evaluating") else ()
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 

@@ -120,7 +120,7 @@ def _estimates(context: Context, setup: Setup) -> _Estimates:
     found = candidate(setup)
     verdict = None
     if found is None:
-        not_made.append(NotMade("memory", f"ftcli has no arithmetic for model_type {facts.model_type}"))
+        not_made.append(NotMade("memory", facts.why_no_shape))
     else:
         verdict = judge(found)
         findings += room.memory_findings(context, found.estimate, verdict, device)
@@ -151,7 +151,7 @@ def _disk(
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]
     findings += room.output_findings(context, output_dir)
     if estimate is None:
-        not_made.append(NotMade("free disk", f"ftcli has no arithmetic for model_type {facts.model_type}"))
+        not_made.append(NotMade("free disk", facts.why_no_shape))
     elif not findings:
         estimate = replace(estimate, free_bytes=free_bytes(existing_ancestor(output_dir)))
         findings += room.disk_findings(context, estimate, output_dir)

@@ -24,7 +24,9 @@ class Method:
         run: Code: ``(loaded, session) -> result``, the whole command.
         memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
-        rules: Code: ``Context -> findings``, rules of its own; None: the common ones.
+        rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
+        row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
+            that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
         from_prompts: Its rows are prompts, and the answers are the model's. Else they hold the answers.
         pads_left: Its batches are padded on the left and come with a padding mask.
         on_kernels: Its steps run on ftcli's layers; else on transformers' own.
@@ -44,6 +46,7 @@ class Method:
     memory: str
     section: str | None = None
     rules: str | None = None
+    row_rules: str | None = None
     from_prompts: bool = False
     pads_left: bool = False
     on_kernels: bool = True
@@ -96,6 +99,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             memory="ftcli.preflight.memory.methods:grpo",
             section="grpo",
             rules="ftcli.preflight.checks.grpo:check",
+            row_rules="ftcli.preflight.checks.grpo:check_rows",
             from_prompts=True,
             pads_left=True,
             on_kernels=False,

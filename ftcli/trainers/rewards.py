@@ -8,7 +8,7 @@ from typing import Any
 
 from ftcli.config import RewardConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.judges import UserJudge, built_in, load_function
+from ftcli.judges import UserJudge, built_in, load_function, missing_answer
 from ftcli.tables import judges
 
 Score = Callable[..., list[float | None]]
@@ -66,14 +66,10 @@ def _users(config: RewardConfig) -> Score:
 
 
 def _built_in(config: RewardConfig, use: str, columns: Collection[str]) -> Score:
+    missing = missing_answer(config, columns)
+    if missing is not None:
+        raise FtcliError([missing], ExitCode.DATA)
     compares, judge = judges.row(use).compares, built_in(config, use)
-    if compares and config.answer not in columns:
-        raise FtcliError.single(
-            "FT453",
-            f"the reward {use} compares with column {config.answer!r}, which the data does not have",
-            exit_code=ExitCode.DATA,
-            help=f"set the reward's `answer` to one of: {', '.join(sorted(columns)) or 'none'}",
-        )
 
     def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
         answers = [str(answer) for answer in columns[config.answer]] if compares else [""] * len(completions)

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles
 from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem, padded_size
 from ftkernels.attention_mask import AttentionMask, TokenRanges
+from ftkernels.device import gpu_of
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -112,7 +113,7 @@ class Bench:
         self.q, self.k, self.v = (torch.randn(s, device=device, dtype=dtype).transpose(1, 2) for s in shapes)
         self.d_out = torch.randn(shapes[0], device=device, dtype=dtype).transpose(1, 2)
         self.problem = case.problem(dtype)
-        self.tiles = choose_tiles(machine_of(device), dtype, padded_size(case.size))
+        self.tiles = choose_tiles(gpu_of(torch.device(device)), dtype, padded_size(case.size))
 
     def ranges(self, window: int | None) -> TokenRanges:
         """Causal, with a window where one is given."""

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.attention_backward import attention_backward
-from ftkernels.attention_config import AttentionTiles, choose_attention, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTiles, choose_attention_backend, choose_tiles
 from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem, loadable, padded_size, takes_descriptor
 from ftkernels.attention_mask import AttentionMask, TokenRanges
-from ftkernels.device import BackendName, accumulate_dtype, without_autocast
+from ftkernels.device import BackendName, accumulate_dtype, gpu_of, without_autocast
 
 
 def attention(
@@ -65,12 +65,12 @@ def attention(
     _check(q, k, v, scale, softcap)
     ranges = mask if isinstance(mask, TokenRanges) else mask.ranges(q.shape[2], k.shape[2], q.device)
     _check_ranges(ranges, q, k)
-    machine = machine_of(q.device)
-    if not choose_attention(machine, q.dtype, q.shape[3], backend).is_triton:
+    gpu = gpu_of(q.device)
+    if not choose_attention_backend(q.device, gpu, q.dtype, q.shape[3], backend).is_triton:
         with without_autocast(q):
             return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
     problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
-    tiles = tiles or choose_tiles(machine, q.dtype, padded_size(q.shape[3]))
+    tiles = tiles or choose_tiles(gpu, q.dtype, padded_size(q.shape[3]))
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         loadable(q), loadable(k), loadable(v), ranges, problem, tiles, kept
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ftkernels.device import BackendName, Choice, choose_backend, dtype_name, gpu_of
+from ftkernels.device import BackendName, Choice, choose_backend, dtype_name
 from ftkernels.limits import Generation, Gpu, attention_generation, why_no_attention
 
 
@@ -47,43 +47,21 @@ class AttentionTiles:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the choice of kernels depends on.
+def choose_attention_backend(
+    device: torch.device, gpu: Gpu, dtype: torch.dtype, head_size: int, backend: BackendName = "auto"
+) -> Choice:
+    """Triton kernels or plain torch for attention on ``device``, and why: a function of its arguments alone.
 
-    Attributes:
-        device: where the tensors are.
-        capability: compute capability; None outside CUDA.
-        shared_memory_bytes: the most that one program can have; 0 outside CUDA.
-    """
-
-    device: torch.device
-    capability: tuple[int, int] | None
-    shared_memory_bytes: int
-
-    @property
-    def gpu(self) -> Gpu:
-        """The same without the device."""
-        return Gpu(self.capability, self.shared_memory_bytes)
-
-
-def machine_of(device: torch.device | str) -> Machine:
-    """Asks torch about ``device``."""
-    device = torch.device(device)
-    gpu = gpu_of(device)
-    return Machine(device, gpu.capability, gpu.shared_memory_bytes)
-
-
-def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backend: BackendName = "auto") -> Choice:
-    """Triton kernels or plain torch for attention, and why: a function of its arguments alone.
+    Args:
+        gpu: What ``ftkernels.device.gpu_of`` says of the device.
 
     Raises:
         ValueError: ``backend="triton"`` where the kernels cannot run.
     """
-    choice = choose_backend(machine.device, backend)
+    choice = choose_backend(device, backend)
     if not choice.is_triton:
         return choice
-    refusal = why_no_attention(machine.gpu, dtype_name(dtype), head_size)
+    refusal = why_no_attention(gpu, dtype_name(dtype), head_size)
     if refusal is None:
         return choice
     if backend == "triton":
@@ -91,15 +69,15 @@ def choose_attention(machine: Machine, dtype: torch.dtype, head_size: int, backe
     return Choice("torch", refusal)
 
 
-def choose_tiles(machine: Machine, dtype: torch.dtype, block_size: int) -> AttentionTiles:
-    """The tiles for heads padded to ``block_size``, on a machine that ``choose_attention`` sends to Triton.
+def choose_tiles(gpu: Gpu, dtype: torch.dtype, block_size: int) -> AttentionTiles:
+    """The tiles for heads padded to ``block_size``, on a GPU that ``choose_attention_backend`` sends to Triton.
 
     Raises:
-        ValueError: no tiles fit the machine's shared memory.
+        ValueError: no tiles fit the GPU's shared memory.
     """
-    row = attention_generation(machine.gpu)
+    row = attention_generation(gpu)
     if row is None:
-        raise ValueError(str(why_no_attention(machine.gpu, dtype_name(dtype), block_size)))
+        raise ValueError(str(why_no_attention(gpu, dtype_name(dtype), block_size)))
     width = 64 if block_size <= 64 else block_size
     if row == "interpreter":
         return _INTERPRETER

@@ -26,8 +26,6 @@ PRODUCTS_CAPABILITY = (8, 0)
 #: Lowest one for products of float8 operands.
 FLOAT8_CAPABILITY = (8, 9)
 
-#: Shared memory that the elementwise and row-wise kernels need, in bytes a block: what every GPU has.
-ELEMENTWISE_SHARED_MEMORY = 48 * 1024
 #: Shared memory that the smallest tiles of the attention kernels need, in bytes a block.
 ATTENTION_SHARED_MEMORY = 99 * 1024
 #: The attention kernels take head sizes that are multiples of this ...
@@ -75,6 +73,13 @@ class Gpu:
     shared_memory_bytes: int
 
 
+def why_no_elementwise(gpu: Gpu) -> str | None:
+    """Why the elementwise and row-wise kernels cannot run, or None."""
+    if gpu.capability is None or gpu.capability >= ELEMENTWISE_CAPABILITY:
+        return None
+    return f"the kernels need compute capability {version(ELEMENTWISE_CAPABILITY)}, not {version(gpu.capability)}"
+
+
 def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
     """Why the attention kernels cannot run on tensors of ``dtype``, or None."""
     if dtype not in _ATTENTION_DTYPES:
@@ -86,7 +91,7 @@ def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
         )
     below = _why_no_tensor_cores(gpu)
     if below is not None:
-        return f"{below}; the attention kernels need {_version(PRODUCTS_CAPABILITY)}"
+        return f"{below}; the attention kernels need {version(PRODUCTS_CAPABILITY)}"
     if attention_generation(gpu) is None:
         needed, available = ATTENTION_SHARED_MEMORY >> 10, gpu.shared_memory_bytes >> 10
         return f"the attention kernels need {needed} KiB of shared memory a block, this GPU has {available} KiB"
@@ -119,7 +124,7 @@ def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
     if gpu.capability is None:
         return "outside CUDA there are no fp8 instructions"
     if gpu.capability < FLOAT8_CAPABILITY:
-        return f"capability {_version(gpu.capability)} has no fp8 instructions"
+        return f"capability {version(gpu.capability)} has no fp8 instructions"
     return None if dtype == "bfloat16" else f"fp8 products are written in bfloat16, not {dtype}"
 
 
@@ -162,8 +167,9 @@ def _equal_rows(tokens: int, most: int) -> int:
 def _why_no_tensor_cores(gpu: Gpu) -> str | None:
     if gpu.capability is None or gpu.capability >= PRODUCTS_CAPABILITY:
         return None
-    return f"on capability {_version(gpu.capability)} Triton makes no tensor-core code"
+    return f"on capability {version(gpu.capability)} Triton makes no tensor-core code"
 
 
-def _version(capability: tuple[int, int]) -> str:
+def version(capability: tuple[int, int]) -> str:
+    """A compute capability as people write it, such as ``8.9``."""
     return f"{capability[0]}.{capability[1]}"

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.attention_config import AttentionTile, AttentionTiles, Machine, choose_attention, choose_tiles
+from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_attention_backend, choose_tiles
 from ftkernels.attention_launch import padded_size, takes_descriptor
-from ftkernels.limits import attention_generation
+from ftkernels.limits import Gpu, attention_generation
 
 KIB = 1024
 CUDA = torch.device("cuda")
-MACHINES = {
-    "t4": Machine(CUDA, (7, 5), 64 * KIB),
-    "a100": Machine(CUDA, (8, 0), 163 * KIB),
-    "a10": Machine(CUDA, (8, 6), 99 * KIB),
-    "l4": Machine(CUDA, (8, 9), 99 * KIB),
-    "h200": Machine(CUDA, (9, 0), 227 * KIB),
-    "b200": Machine(CUDA, (10, 0), 227 * KIB),
-    "rtx5090": Machine(CUDA, (12, 0), 99 * KIB),
+GPUS = {
+    "t4": Gpu((7, 5), 64 * KIB),
+    "a100": Gpu((8, 0), 163 * KIB),
+    "a10": Gpu((8, 6), 99 * KIB),
+    "l4": Gpu((8, 9), 99 * KIB),
+    "h200": Gpu((9, 0), 227 * KIB),
+    "b200": Gpu((10, 0), 227 * KIB),
+    "rtx5090": Gpu((12, 0), 99 * KIB),
 }
 
 
@@ -26,25 +26,25 @@ MACHINES = {
     ("rtx5090", "small"),
 ])  # fmt: skip
 def test_each_generation_has_its_row(name: str, row: str) -> None:
-    assert attention_generation(MACHINES[name].gpu) == row
-    assert choose_attention(MACHINES[name], torch.bfloat16, 256).is_triton
+    assert attention_generation(GPUS[name]) == row
+    assert choose_attention_backend(CUDA, GPUS[name], torch.bfloat16, 256).is_triton
 
 
-@pytest.mark.parametrize(("machine", "dtype", "size", "reason"), [
-    (MACHINES["t4"], torch.float16, 128, "capability 7.5"),
-    (MACHINES["h200"], torch.float64, 128, "float64"),
-    (MACHINES["h200"], torch.bfloat16, 72, "not 72"),
-    (MACHINES["h200"], torch.bfloat16, 512, "not 512"),
-    (Machine(CUDA, (8, 0), 48 * KIB), torch.bfloat16, 64, "shared memory"),
-    (Machine(torch.device("meta"), None, 0), torch.bfloat16, 64, "CUDA device"),
+@pytest.mark.parametrize(("device", "gpu", "dtype", "size", "reason"), [
+    (CUDA, GPUS["t4"], torch.float16, 128, "capability 7.5"),
+    (CUDA, GPUS["h200"], torch.float64, 128, "float64"),
+    (CUDA, GPUS["h200"], torch.bfloat16, 72, "not 72"),
+    (CUDA, GPUS["h200"], torch.bfloat16, 512, "not 512"),
+    (CUDA, Gpu((8, 0), 48 * KIB), torch.bfloat16, 64, "shared memory"),
+    (torch.device("meta"), Gpu(None, 0), torch.bfloat16, 64, "CUDA device"),
 ])  # fmt: skip
-def test_a_refusal_has_a_reason(machine: Machine, dtype: torch.dtype, size: int, reason: str) -> None:
-    choice = choose_attention(machine, dtype, size)
+def test_a_refusal_has_a_reason(device: torch.device, gpu: Gpu, dtype: torch.dtype, size: int, reason: str) -> None:
+    choice = choose_attention_backend(device, gpu, dtype, size)
     assert choice.name == "torch"
     assert reason in choice.reason
     with pytest.raises(ValueError, match="asked for, but"):
-        choose_attention(machine, dtype, size, "triton")
-    assert choose_attention(machine, dtype, size, "torch").reason == "plain torch was asked for"
+        choose_attention_backend(device, gpu, dtype, size, "triton")
+    assert choose_attention_backend(device, gpu, dtype, size, "torch").reason == "plain torch was asked for"
 
 
 def _shared_memory(tiles: AttentionTiles, size: int, itemsize: int) -> int:
@@ -59,23 +59,23 @@ def _shared_memory(tiles: AttentionTiles, size: int, itemsize: int) -> int:
     return max(loops) * row
 
 
-@pytest.mark.parametrize("name", [name for name in MACHINES if name != "t4"])
+@pytest.mark.parametrize("name", [name for name in GPUS if name != "t4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_head_size_has_tiles_that_fit(name: str, dtype: torch.dtype) -> None:
     for size in range(16, 257, 16):
-        tiles = choose_tiles(MACHINES[name], dtype, padded_size(size))
-        assert _shared_memory(tiles, padded_size(size), dtype.itemsize) <= MACHINES[name].shared_memory_bytes
+        tiles = choose_tiles(GPUS[name], dtype, padded_size(size))
+        assert _shared_memory(tiles, padded_size(size), dtype.itemsize) <= GPUS[name].shared_memory_bytes
         every = [tiles.forward, tiles.d_query, tiles.d_key, tiles.d_value, tiles.d_key_value]
         for tile in filter(None, every):
             assert tile.queries >= 16
             assert tile.keys >= 16
             assert not tile.tma or name in ("h200", "b200"), "only Hopper and Blackwell have TMA"
-    assert choose_tiles(MACHINES[name], dtype, 256).d_key_value is None
+    assert choose_tiles(GPUS[name], dtype, 256).d_key_value is None
 
 
 def test_tiles_are_the_same_every_time() -> None:
-    first = choose_tiles(MACHINES["h200"], torch.bfloat16, 256)
-    assert first == choose_tiles(MACHINES["h200"], torch.bfloat16, 256)
+    first = choose_tiles(GPUS["h200"], torch.bfloat16, 256)
+    assert first == choose_tiles(GPUS["h200"], torch.bfloat16, 256)
 
 
 def test_without_tma_nothing_else_changes() -> None:

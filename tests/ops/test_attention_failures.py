@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.attention import attention, attention_reference
-from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles
 from ftkernels.attention_mask import AttentionMask
+from ftkernels.device import gpu_of
 from torch import Tensor
 
 CAUSAL = AttentionMask.causal_mask()
@@ -163,7 +164,7 @@ def test_offsets_past_two_to_the_31(device: str, rows_per_two_gib: int) -> None:
     q, k, v = (x.bfloat16()[:, :1] for x in inputs(device, length=length))
     far.copy_(v)
     near = attention(q, k, v, CAUSAL, scale=0.25, backend="triton")
-    tiles = choose_tiles(machine_of(device), torch.bfloat16, 16)
+    tiles = choose_tiles(gpu_of(torch.device(device)), torch.bfloat16, 16)
     for loads in (tiles, tiles.without_tma()):
         assert torch.equal(attention(q, k, far, CAUSAL, scale=0.25, backend="triton", tiles=loads), near)
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.attention import attention, attention_reference
-from ftkernels.attention_config import choose_tiles, machine_of
+from ftkernels.attention_config import choose_tiles
 from ftkernels.attention_mask import AttentionMask
+from ftkernels.device import gpu_of
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +96,7 @@ def test_many_runs_give_the_same_bits(tools: Any, size: int, softcap: float) -> 
 
 @pytest.mark.parametrize("size", [256, 128])
 def test_loads_by_tma_change_nothing(tools: Any, size: int) -> None:
-    tiles = choose_tiles(machine_of("cuda"), torch.bfloat16, size)
+    tiles = choose_tiles(gpu_of(torch.device("cuda")), torch.bfloat16, size)
     if tiles == tiles.without_tma():
         pytest.skip("this GPU's tiles load without TMA")
     tensors = _inputs(2, 4, 2, LENGTH, size)

@@ -10,10 +10,11 @@ import torch
 from ftkernels import glu_kernels
 from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import AttentionTile, choose_tiles, machine_of
+from ftkernels.attention_config import AttentionTile, choose_tiles
 from ftkernels.attention_forward import attention_forward
 from ftkernels.attention_launch import Problem
 from ftkernels.attention_mask import AttentionMask
+from ftkernels.device import gpu_of
 from ftkernels.glu import glu_reference
 from ftkernels.linear_cross_entropy import linear_cross_entropy
 from ftkernels.rms_norm import rms_norm
@@ -40,7 +41,7 @@ def test_fla_984_988_1262_attention_is_right_at_every_tile_and_number_of_warps(s
     exact = attention_reference(*leaves, mask, scale=scale, softcap=softcap)
     wanted = torch.autograd.grad(exact, leaves, d_out.double())
     ranges, problem = mask.ranges(320, 320, "cuda"), Problem(scale, softcap, size, 2, BF16)
-    tiles = choose_tiles(machine_of("cuda"), BF16, size)
+    tiles = choose_tiles(gpu_of(torch.device("cuda")), BF16, size)
     out, lse = attention_forward(q, k, v, ranges, problem, tiles.forward)
     saved = (q, k, v, out, lse)
     _, delta = query_backward(saved, d_out, ranges, problem, tiles.d_query)

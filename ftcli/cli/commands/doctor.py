@@ -69,11 +69,13 @@ def examine(session: Session) -> Result:
         device = probe_device()
     except ImportError as error:
         return {**result, "device": None, "device_problem": f"torch cannot be imported: {error}"}
-    return {**result, "device": _device(device), "attention": _attention(device), "kernels": _kernels(device)}
+    return {**result, "device": _device(device), "attention": _attention(), "kernels": _kernels(device)}
 
 
 def _device(device: DeviceFacts) -> dict[str, Any]:
-    capability = ".".join(map(str, device.capability)) if device.capability is not None else None
+    from ftkernels.limits import version as version_of
+
+    capability = version_of(device.capability) if device.capability is not None else None
     return {
         "name": device.name,
         "kind": device.kind,
@@ -87,45 +89,22 @@ def _device(device: DeviceFacts) -> dict[str, Any]:
     }
 
 
-def _attention(device: DeviceFacts) -> list[dict[str, Any]]:
-    """Each value of model.attention: whether this version supports it, and whether the device can run it."""
-    from ftcli.config.model import Attention
-    from ftcli.preflight.checks.machine import ATTENTION_NEEDS, unmet
+def _attention() -> list[dict[str, Any]]:
+    """Each value of ``model.attention``, and whether this version has it. Those that it has run on every device."""
+    from ftcli.config.model import SUPPORTED_ATTENTION, Attention
 
-    rows = []
-    for name in get_args(Attention):
-        if name == "auto":
-            continue
-        missing = unmet(ATTENTION_NEEDS[name], device) if name in ATTENTION_NEEDS else None
-        refused = _refused("attention", name)
-        rows.append(_row(name, refused or missing, "it runs on every device"))
-    return rows
+    missing = "not supported yet by this version of ftcli"
+    names = [name for name in get_args(Attention) if name != "auto"]
+    return [_row(name, None if name in SUPPORTED_ATTENTION else missing, "runs on every device") for name in names]
 
 
 def _kernels(device: DeviceFacts) -> list[dict[str, Any]]:
-    """Each fused operation: its Triton kernel, or the plain torch form and why."""
-    from ftcli.preflight.checks.machine import KERNEL_NEED, unmet
+    """Each fused operation: its Triton kernel, or why plain torch computes it instead."""
+    from ftcli.facts.execution import why_no_kernels
 
-    if version("triton") is None:
-        return [_row(name, "triton is not installed; plain torch runs instead", "") for name in _KERNELS]
-    missing = unmet(KERNEL_NEED, device)
-    against = f"{missing}; plain torch runs instead" if missing is not None else None
+    problem = "triton is not installed" if version("triton") is None else why_no_kernels(device)
+    against = None if problem is None else f"{problem}; plain torch runs instead"
     return [_row(name, against, "Triton kernel on this GPU") for name in _KERNELS]
-
-
-def _refused(key: str, value: str) -> str | None:
-    """Why this version does not support ``model.<key>: <value>``, as preflight says it."""
-    from ftcli.config import ModelConfig, Recipe
-    from ftcli.config.origins import Origins
-    from ftcli.config.tree import Leaf
-    from ftcli.errors import Origin
-    from ftcli.preflight.checks import support
-    from ftcli.preflight.checks.base import Context
-
-    model = ModelConfig.model_validate({"name_or_path": "any", key: value})
-    context = Context(Recipe(version=1, model=model), Origins(Leaf(Origin("doctor"), None, "")), "check")
-    found = any(finding.code == "FT250" for finding in support.check(context))
-    return "not supported yet by this version of ftcli" if found else None
 
 
 def _loggers() -> list[tuple[str, str, str]]:

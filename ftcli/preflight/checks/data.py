@@ -17,7 +17,7 @@ from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub
 from ftcli.rows.reading import iterate
 from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row
-from ftcli.tables import judges, layouts
+from ftcli.tables import code_of, layouts
 
 SAMPLE_ROWS = 64
 #: A larger .json file is not parsed for a look at its first rows, nor is a compressed one that may be larger.
@@ -151,10 +151,11 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
         if layout is not None and not layout.asks:
             message = f"rows of format {first.layout} have no prompt to answer"
             yield Finding("FT413", message, origin, "use prompt and answer")
-        yield from _answers(context, first)
     elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
         message = f"loss_on: {loss_on} has no meaning for these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
+    if context.work == "train" and context.method.row_rules is not None and first.path.startswith("data.train"):
+        yield from code_of(context.method.row_rules)(context, first)
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if first.is_chat and not templated and context.recipe.data.chat_template is None:
         yield Finding(
@@ -169,20 +170,3 @@ def _has_loss(first: FirstRows, loss_on: str) -> bool:
     if first.layout is None:
         return True
     return layouts.row(first.layout).takes_loss_on(loss_on) and (loss_on != "assistant" or first.is_chat)
-
-
-def _answers(context: Context, first: FirstRows) -> Findings:
-    """FT453: rewards that compare with a column which the rows do not have."""
-    grpo = context.recipe.grpo
-    if grpo is None or not first.path.startswith("data.train"):
-        return
-    columns = set.intersection(*(set(row.fields) for row in first.rows))
-    lent = {"answer"} if first.layout is not None and layouts.row(first.layout).asks else set()
-    for reward in grpo.rewards:
-        if reward.use is not None and judges.row(reward.use).compares and reward.answer not in columns | lent:
-            yield Finding(
-                "FT453",
-                f"the reward {reward.use} compares with column {reward.answer!r}, which the data does not have",
-                first.rows[0].origin,
-                f"set the reward's `answer` to one of: {', '.join(sorted(columns))}",
-            )

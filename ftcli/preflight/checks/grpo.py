@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
+from ftcli.judges import missing_answer
 from ftcli.preflight.checks.base import Context, Findings
 from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
+from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.checks.functions import function_findings
-from ftcli.tables import judges
+from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
@@ -37,6 +40,20 @@ def check(context: Context) -> Findings:
         )
     for index, reward in enumerate(grpo.rewards):
         yield from _reward(context, f"grpo.rewards.{index}", reward)
+
+
+def check_rows(context: Context, first: FirstRows) -> Findings:
+    """FT453 for rewards that compare with a column which the rows of ``data.train`` do not have."""
+    grpo = context.recipe.grpo
+    if grpo is None:
+        return
+    columns = set.intersection(*(set(row.fields) for row in first.rows))
+    if first.layout is not None and layouts.row(first.layout).asks:
+        columns.add("answer")  # judges get the row's answer under this name
+    for reward in grpo.rewards:
+        missing = missing_answer(reward, columns)
+        if missing is not None:
+            yield replace(missing, origin=first.rows[0].origin)
 
 
 def _batch(context: Context, grpo: GrpoConfig) -> Findings:

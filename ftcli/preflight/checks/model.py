@@ -60,8 +60,7 @@ def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
     if facts.max_positions is None:
         missing.append(NotMade("sequence length against positions", f"{name}'s config.json states no positions"))
     if facts.shape is None:
-        reason = f"ftcli has no arithmetic for model_type {facts.model_type}"
-        missing.append(NotMade("lora.target_modules against the model's layers", reason))
+        missing.append(NotMade("lora.target_modules against the model's layers", facts.why_no_shape))
     if facts.tokenizer is None:
         reason = f"the tokenizer of {context.recipe.model.tokenizer or name} was not read"
         missing += [NotMade("vocabulary against the tokenizer", reason), NotMade("pad and stop tokens", reason)]

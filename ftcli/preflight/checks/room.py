@@ -10,6 +10,7 @@ from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writab
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.host import pinnable_bytes
+from ftcli.tables import policies
 from ftcli.units import gib
 
 _TIGHT_DISK = 0.9
@@ -31,15 +32,16 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
 
 
 def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | None) -> Findings:
-    """FT603: what ``gradient_checkpointing: offload`` pins at least is more than the host has room for."""
+    """FT603: the checkpointing policy pins more memory than the host has room for."""
     pinned = estimate.pinned_host_bytes
     if free_bytes is None or pinned <= pinnable_bytes(free_bytes):
         return
-    may = f"of the {gib(free_bytes)} GiB that are free it may take {gib(pinnable_bytes(free_bytes))}"
+    policy = policies.shown(context.recipe.train.checkpointing)
+    may = f"it may take {gib(pinnable_bytes(free_bytes))} of the {gib(free_bytes)} GiB that are free"
     yield context.error(
         "FT603",
         "train.gradient_checkpointing",
-        f"gradient_checkpointing: offload keeps {gib(pinned)} GiB in host memory, and {may}",
+        f"gradient_checkpointing: {policy} keeps {gib(pinned)} GiB in host memory, and {may}",
         help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
     )
 

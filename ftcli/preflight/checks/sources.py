@@ -71,6 +71,6 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
         yield context.error(
             "FT257",
             "data.train.0.weight",
-            "weights are not supported in grpo yet",
+            f"weights of sources are not supported yet in {context.method.title}",
             "repeat rows in the file, or remove it",
         )

@@ -6,14 +6,12 @@ import importlib.util
 from collections.abc import Callable
 
 from ftcli.config import LaunchConfig
+from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.errors import Finding
 from ftcli.preflight.checks.base import Context, Findings, shown
 from ftcli.tables import engines, exports, loggers, quantizations
 
 Installed = Callable[[str], bool]
-
-_ATTENTION = ("auto", "eager", "sdpa")
-_KERNELS = ("auto", "triton", "reference", "off")
 
 
 def is_installed(package: str) -> bool:
@@ -36,8 +34,7 @@ def _values(context: Context) -> Findings:
         ("quantization.method", recipe.quantization.method, quantizations.supported()),
         ("launch.num_processes", recipe.launch.num_processes, _processes(recipe.launch)),
         ("launch.engine", recipe.launch.engine, engines.supported()),
-        ("model.attention", recipe.model.attention, _ATTENTION),
-        ("model.kernels", recipe.model.kernels, _KERNELS),
+        ("model.attention", recipe.model.attention, SUPPORTED_ATTENTION),
     )
     for path, value, supported in refused:
         if value not in supported:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ftcli.facts.shape import Linear, ModelShape
+from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.preflight.memory.held import LayerBytes
 
 
@@ -118,21 +118,12 @@ def _norms(shape: ModelShape, setting: Setting) -> float:
     return total
 
 
-#: Linears that read the same tensor.
-_INPUT_GROUPS = (
-    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
-    ("o_proj",),
-    ("gate_proj", "up_proj", "gate_up_proj"),
-    ("down_proj",),
-)
-
-
 def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
     linears = shape.linears if setting.full else setting.adapted
     if setting.autocast:
         return float(sum(setting.bytes_compute * linear.in_features for linear in linears))
-    groups = {leaf: group for group in _INPUT_GROUPS for leaf in group}
-    widths = {groups.get(linear.leaf, (linear.leaf,)): linear.in_features for linear in linears}
+    groups = {name: group for group in SHARED_INPUTS for name in group}
+    widths = {groups.get(linear.name, (linear.name,)): linear.in_features for linear in linears}
     return float(setting.bytes_compute * sum(widths.values()))
 
 

@@ -79,11 +79,11 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
         and (on_kernels or row.off_kernels is None)
         and (setup.device.kind != "cpu" or not row.by_layer)
     ]
-    short_host = on_kernels and offloaded_of(setup.under("offload")) == "layers"
 
     def time(name: PolicyName) -> tuple[bool, float]:
         row = policies.row(name)
-        return short_host and row.on_host, row.time if on_kernels else row.time_off_kernels
+        short_host = on_kernels and row.on_host and offloaded_of(setup.under(name)) == "layers"
+        return short_host, row.time if on_kernels else row.time_off_kernels
 
     return tuple(sorted(found, key=time))
 

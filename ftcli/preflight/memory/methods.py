@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
-from ftcli.preflight.memory.workspaces import grpo_loss_bytes
+
+#: Rows and columns of the one tile of logits in TRL's fused head.
+_TRL_TILE = (4096, 2048)
 
 
 def supervised(setup: Setup) -> MethodMemory:
@@ -25,7 +27,13 @@ def grpo(setup: Setup) -> MethodMemory:
     completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
     return MethodMemory(
         seq_len=seq_len,
-        loss_bytes=grpo_loss_bytes(tokens, setup.shape.hidden_size, setup.plan.compute_bytes),
+        loss_bytes=_trl_loss_bytes(tokens, setup.shape.hidden_size, setup.plan.compute_bytes),
         reference_bytes=setup.shape.parameters * setup.plan.parameter_bytes if second else 0,
         generation=Generation(completions, settings.max_prompt_length, seq_len),
     )
+
+
+def _trl_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
+    """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
+    rows, columns = _TRL_TILE
+    return min(rows, tokens) * columns * 4 + tokens * hidden_size * (2 * element + 4)

@@ -157,7 +157,7 @@ def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
 
 def _unknown(setup: Setup) -> str | None:
     if setup.facts.shape is None:
-        return f"ftcli has no memory arithmetic for model_type {setup.facts.model_type}"
+        return setup.facts.why_no_shape
     return f"{setup.device.name} does not say how much memory it has" if setup.device.available_bytes is None else None
 
 

@@ -1,12 +1,10 @@
-"""Memory that belongs to no layer: masks, what cuBLAS keeps, and GRPO's loss. Pure arithmetic, all answers in bytes."""
+"""Memory that belongs to no layer: attention masks, and what cuBLAS keeps. Pure arithmetic; all answers in bytes."""
 
 from __future__ import annotations
 
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution
 
-#: Rows and columns of the one tile of logits in TRL's fused head.
-_TRL_TILE = (4096, 2048)
 #: What torch gives cuBLAS for each handle and stream, out of its own allocator; Hopper has the larger one.
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 1024 * 8
 
@@ -20,12 +18,6 @@ def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -
         return 0
     each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
     return each * (2 if backward else 1) * (2 if execution.layers.code == "fused" else 1)
-
-
-def grpo_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
-    """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
-    rows, columns = _TRL_TILE
-    return min(rows, tokens) * columns * 4 + tokens * hidden_size * (2 * element + 4)
 
 
 def mask_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
 from ftcli.facts.device import DEVICE_NAMES, GPUS, cpu_device, named_device, probe_device
+from ftcli.facts.execution import why_no_kernels
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
 from ftcli.preflight.checks.base import Context
@@ -180,9 +182,6 @@ def machine_codes(context: Context, device: Any) -> list[tuple[str, str]]:
         ("model.dtype=bfloat16", "l4", []),
         ("model.dtype=auto", "t4", []),
         ("model.dtype=bfloat16", "cpu", [("FT505", "warning")]),
-        ("model.attention=flash_attention_2", "t4", [("FT502", "error")]),
-        ("model.attention=triton", "cpu", [("FT502", "error")]),
-        ("model.attention=flex_attention", "a10", []),
         ("model.attention=eager", "t4", []),
         ("model.kernels=triton", "cpu", [("FT503", "error")]),
         ("model.kernels=triton", "t4", []),
@@ -197,15 +196,14 @@ def test_machine_rules(setting: str, device: str, expected: Any, context: Callab
     assert machine_codes(context("", *setting.split(",")), named_device(device)) == expected
 
 
-def test_shared_memory_is_compared() -> None:
-    need = machine.Need((7, 0), 128 * 1024)
-    assert machine.unmet(need, GPUS["a100-40gb"]) is None
-    assert machine.unmet(need, GPUS["rtx4090"]) == "it needs 128 KiB of shared memory a block, rtx4090 has 99 KiB"
+def test_the_kernels_need_a_gpu_of_capability_7() -> None:
+    assert why_no_kernels(GPUS["t4"]) is None
+    assert why_no_kernels(named_device("cpu")) == "the kernels need a CUDA GPU"
+    pascal = replace(GPUS["t4"], capability=(6, 1))
+    assert why_no_kernels(pascal) == "the kernels need compute capability 7.0, not 6.1"
 
 
 def test_a_busy_gpu_is_warned_of(context: Callable[..., Any]) -> None:
-    from dataclasses import replace
-
     busy = replace(GPUS["h100"], free_bytes=40 * GIB, probed=True)
     assert machine_codes(context(""), busy) == [("FT504", "warning")]
     idle = replace(GPUS["h100"], free_bytes=78 * GIB, probed=True)

@@ -236,7 +236,7 @@ def test_what_would_fit_is_not_known_for_a_strange_family_or_a_silent_device(cas
     made = case()
     strange = made.choice(H100, facts=replace(made.facts, shape=None, model_type="newcomer"))
     assert (strange.policy, strange.tried) == (True, ())
-    assert "no memory arithmetic for model_type newcomer" in strange.reason
+    assert "does not know how a model_type newcomer is built" in strange.reason
     silent = made.choice(replace(H100, memory_bytes=None))
     assert (silent.policy, silent.tried) == (True, ())
     assert "does not say how much memory it has" in silent.reason
