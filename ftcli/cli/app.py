@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
-from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes
+from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes, runs
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -75,6 +75,8 @@ def build_app() -> typer.Typer:
         ("export", export.export),
         ("check", check.check),
         ("bench", bench.bench),
+        ("runs", runs.runs),
+        ("compare", runs.compare),
         ("doctor", doctor.doctor),
     )
     for name, command in commands:

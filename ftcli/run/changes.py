@@ -58,10 +58,19 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[Change, ...]:
     Raises:
         ValueError: ``old_yaml`` is not the YAML of a map.
     """
-    old, new = (_flatten(_with_defaults(_parse(text))) for text in (old_yaml, new_yaml))
+    old, new = settings_of(old_yaml), settings_of(new_yaml)
     keys = [*new, *(key for key in old if key not in new)]
     values = [(key, old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys]
     return tuple(Change(key, before, after) for key, before, after in values if before != after)
+
+
+def settings_of(recipe_yaml: str) -> dict[str, str]:
+    """The values of a resolved recipe by dotted key, as people write them; missing keys have today's defaults.
+
+    Raises:
+        ValueError: It is not the YAML of a map.
+    """
+    return _flatten(_with_defaults(_parse(recipe_yaml)))
 
 
 def _parse(text: str) -> dict[str, Any]:

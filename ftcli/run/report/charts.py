@@ -13,6 +13,8 @@ from ftcli.run.report.markup import tag
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40
+#: Colours of the style sheet; further series begin again.
+COLOURS = 6
 #: Points drawn at most; beyond that each stretch of steps is drawn as its lowest and its highest value.
 DRAWN_POINTS = 400
 #: From this many points on, a smoothed line is drawn over the raw one.
@@ -183,12 +185,12 @@ def _grid(axes: Axes) -> Markup:
 def _line(axes: Axes, series: Series, index: int) -> Markup:
     points = series.finite
     smooth = series.smooth and len(points) >= SMOOTHED_FROM
-    parts = [_path(axes, run, f"line s{index}" + (" raw" if smooth else "")) for run in _unbroken(series)]
+    parts = [_path(axes, run, f"line s{index % COLOURS}" + (" raw" if smooth else "")) for run in _unbroken(series)]
     if smooth:
-        parts.append(_path(axes, smoothed(points), f"line s{index}"))
+        parts.append(_path(axes, smoothed(points), f"line s{index % COLOURS}"))
     if len(points) <= 30:
         parts += [
-            tag("circle", cx=f"{axes.x(s):.1f}", cy=f"{axes.y(v):.1f}", r="2.6", class_=f"dot s{index}")
+            tag("circle", cx=f"{axes.x(s):.1f}", cy=f"{axes.y(v):.1f}", r="2.6", class_=f"dot s{index % COLOURS}")
             for s, v in points
         ]
     return Markup("").join(parts)
@@ -243,7 +245,7 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
                 tag("rect", x=f"{x:.1f}", y=TOP, width=f"{width:.1f}", height=HEIGHT - TOP - BOTTOM),
                 tag("line", **_vertical(axes, step)),
                 *(
-                    tag("circle", cx=f"{axes.x(step):.1f}", cy=f"{axes.y(v):.1f}", r="3.5", class_=f"s{i}")
+                    tag("circle", cx=f"{axes.x(step):.1f}", cy=f"{axes.y(v):.1f}", r="3.5", class_=f"s{i % COLOURS}")
                     for i, v in at[step]
                 ),
                 tag("title", text),
@@ -254,4 +256,4 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
 
 
 def _key(series: Series, index: int) -> Markup:
-    return tag("span", tag("i", class_=f"s{index}"), series.name)
+    return tag("span", tag("i", class_=f"s{index % COLOURS}"), series.name)

@@ -27,7 +27,8 @@ from ftcli.run.report.markup import printable
 from ftcli.run.status import Status, read_status
 from ftcli.units import GIB
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+#: What a page may load: nothing but its own style.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ def render_report(run: RunDirectory) -> str:
     manifest = read_json_object(run.manifest_path)
     evaluation = read_json_object(run.eval_path)
     resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
-    return _template().render(
-        policy=_POLICY,
-        style=Markup(files(__package__).joinpath("report.css").read_text(encoding="utf-8")),  # noqa: S704 our own file
+    return template("page.html.jinja").render(
+        policy=POLICY,
+        style=style(),
         name=str(recipe.get("run", {}).get("name") or run.path.name),
         state="unknown" if status is None else status.state,
         summary=sections.summary(recipe, manifest),
@@ -97,15 +98,20 @@ def render_report(run: RunDirectory) -> str:
     )
 
 
-def _template() -> Template:
-    """The page's template. It escapes every value; what cannot be printed is replaced before."""
+def style() -> Markup:
+    """The style sheet that the pages share."""
+    return Markup(files(__package__).joinpath("report.css").read_text(encoding="utf-8"))  # noqa: S704 our own file
+
+
+def template(name: str) -> Template:
+    """A page's template. It escapes every value; what cannot be printed is replaced before."""
     return Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
         finalize=printable,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-    ).get_template("page.html.jinja")
+    ).get_template(name)
 
 
 def _metrics(run: RunDirectory, notices: list[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,138 @@
+"""`ftcli runs` and `ftcli compare`: what runs came to, listed and side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.render import clean, table
+from ftcli.cli.request import Request, Result
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.reporting import Session
+
+_BARS = "▁▂▃▄▅▆▇█"
+_BARS_SHOWN = 32
+
+
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Where to look.")] = "runs",
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """List runs, the newest last.
+
+    For each run below a folder: its state, step, losses, held-out results and when it began.
+
+    \b
+    Examples:
+      ftcli runs
+      ftcli runs experiments --json
+    """
+
+    def action(_: Session) -> Result:
+        from ftcli.run.history import find_runs, summarise
+
+        if not Path(folder).expanduser().is_dir():
+            raise FtcliError.single(
+                "FT154",
+                f"{folder} is not a directory",
+                exit_code=ExitCode.RECIPE,
+                origin=Origin("command line"),
+                help="name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise",
+            )
+        found = [summarise(path) for path in find_runs(Path(folder).expanduser())]
+        return {"folder": folder, "runs": [run.as_dict() for run in sorted(found, key=lambda run: run.started or "")]}
+
+    return Request("runs", options.common(json, quiet, False, debug), action, _runs_text)
+
+
+def compare(
+    directories: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Compare runs.
+
+    Results, curves and the settings that differ, side by side.
+
+    \b
+    Examples:
+      ftcli compare runs/first runs/second
+      ftcli compare runs/* --html comparison.html
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli.run.comparison import compare as side_by_side
+        from ftcli.run.report.compared import result_rows, write_comparison
+
+        paths = [options.run_directory(name, "command line") for name in directories]
+        comparison = side_by_side(paths)
+        result = {**comparison.as_dict(), "rows": [[label, *texts] for label, texts in result_rows(comparison)]}
+        if html is None:
+            return result
+        write_comparison(comparison, Path(html).expanduser())
+        session.reporter.info(f"written: {html}")
+        return {**result, "html": html}
+
+    return Request("compare", options.common(json, quiet, False, debug), action, _comparison_text)
+
+
+def _runs_text(result: Result) -> str:
+    if not result["runs"]:
+        return f"no runs below {result['folder']}"
+    records = []
+    for run in result["runs"]:
+        scores = ", ".join(f"{name} {score:.1%}" for name, score in run["tasks"].items())
+        held_out = "-" if run["eval_loss"] is None else f"{run['eval_loss']:.4g}"
+        records.append(
+            {
+                "run": run["path"],
+                "state": run["state"],
+                "step": run["step"],
+                "loss": run["loss"] if run["loss"] is not None else run["reward"],
+                "held-out": f"{held_out} ({scores})" if scores else held_out,
+                "began": (run["started"] or "-").replace("T", " ").removesuffix("Z"),
+            }
+        )
+    return "\n".join(table(records))
+
+
+def _comparison_text(result: Result) -> str:
+    names = [run["name"] for run in result["runs"]]
+    lines = _columns([["", *names], *result["rows"]])
+    for metric, curves in result["curves"].items():
+        width = max(map(len, names))
+        lines += ["", metric, *(f"  {name:<{width}}  {_bars(curves[name])}" for name in names)]
+    lines += ["", "settings that differ" if result["differences"] else "the recipes are the same"]
+    if result["differences"]:
+        rows = [[each["key"], *(each["values"][name] or "-" for name in names)] for each in result["differences"]]
+        lines += _columns([["", *names], *rows])
+    return "\n".join(lines)
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    """Rows of texts in aligned columns."""
+    rows = [[clean(text) for text in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _bars(points: list[tuple[int, float | None]]) -> str:
+    """A curve as a line of bars, from the first to the last value, which stand beside it."""
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return "-"
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    count = min(_BARS_SHOWN, len(values))
+    shown = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
+    bars = "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in shown)
+    return f"{values[0]:.4g} {bars} {values[-1]:.4g}"

@@ -1,0 +1,156 @@
+"""What a run came to, read from its directory alone: for lists of runs and for comparing them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ftcli.errors import FtcliError
+from ftcli.run.atomic import read_json_object
+from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.lock import is_locked
+from ftcli.run.metrics import read_metrics
+from ftcli.run.status import read_status
+
+#: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run.
+
+    Attributes:
+        path: Its directory.
+        state: As in status.json; ``killed`` where that says running and no process holds the run.
+        step: The last step with a line of metrics; None before the first.
+        loss: Of that line, in nats per token.
+        eval_loss: Held-out loss of the result, or the last one during training.
+        tasks: Held-out score of each task, from 0 to 1.
+        tokens: Tokens trained on.
+        tokens_per_second: Median over the lines of metrics.
+        peak_memory_bytes: The largest of them.
+        started: When its last process began, ISO 8601 in UTC.
+        seconds: How long its last process took; None while it runs.
+        message: Why it ended, where that needs saying.
+    """
+
+    path: Path
+    state: str
+    step: int | None
+    loss: float | None
+    reward: float | None
+    eval_loss: float | None
+    token_accuracy: float | None
+    tasks: Mapping[str, float]
+    tokens: int | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    started: str | None
+    seconds: float | None
+    message: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "path": str(self.path), "tasks": dict(self.tasks)}
+
+
+def find_runs(folder: Path, depth: int = _DEEPEST) -> Iterator[Path]:
+    """The run directories in ``folder`` and up to ``depth`` levels below it, by name."""
+    if is_run_directory(folder):
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in inside:
+        if not path.name.startswith("."):
+            yield from find_runs(path, depth - 1)
+
+
+def summarise(path: Path) -> RunSummary:
+    """What the run in ``path`` came to; what is missing or damaged is None."""
+    run = RunDirectory(path)
+    status, evaluation = read_status(run.status_path), read_json_object(run.eval_path)
+    lines = metrics_of(run)
+    training = [line for line in lines if _number(line.get("loss")) is not None or "reward" in line]
+    last: Mapping[str, Any] = training[-1] if training else {}
+    held_out: Mapping[str, Any] = next(
+        (line for line in reversed(lines) if _number(line.get("eval_loss")) is not None), {}
+    )
+    result = evaluation.get("run")
+    scores: Mapping[str, Any] = result if isinstance(result, dict) else {}
+    return RunSummary(
+        path=path,
+        state=_state(path, None if status is None else status.state),
+        step=int(last["step"]) if last else None,
+        loss=_number(last.get("loss")),
+        reward=_number(last.get("reward")),
+        eval_loss=_first(scores.get("loss"), held_out.get("eval_loss")),
+        token_accuracy=_first(scores.get("token_accuracy"), held_out.get("eval_token_accuracy")),
+        tasks=_tasks(scores.get("tasks")),
+        tokens=_whole(last.get("tokens")),
+        tokens_per_second=_median(training, "tokens_per_second"),
+        peak_memory_bytes=_whole(max(_values(training, "peak_memory_bytes"), default=None)),
+        started=None if status is None else status.started or None,
+        seconds=None if status is None else _seconds(status.started, status.ended),
+        message=None if status is None else status.message,
+    )
+
+
+def metrics_of(run: RunDirectory) -> list[dict[str, Any]]:
+    """The run's lines of metrics; empty where they cannot be read."""
+    try:
+        return read_metrics(run.metrics_path)
+    except (OSError, FtcliError):
+        return []
+
+
+def _state(path: Path, state: str | None) -> str:
+    if state is None:
+        return "unknown"
+    return "killed" if state == "running" and not is_locked(path) else state
+
+
+def _tasks(found: object) -> dict[str, float]:
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    scores = {str(row.get("name")): _number(row.get("value")) for row in rows}
+    return {name: score for name, score in scores.items() if score is not None}
+
+
+def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for line in lines if (value := _number(line.get(name))) is not None]
+
+
+def _median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _values(lines, name)
+    return statistics.median(values) if values else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _whole(value: object) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _first(*values: object) -> float | None:
+    return next((number for value in values if (number := _number(value)) is not None), None)
+
+
+def _seconds(started: str, ended: str | None) -> float | None:
+    if ended is None:
+        return None
+    try:
+        return max(0.0, (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds())
+    except ValueError:
+        return None
