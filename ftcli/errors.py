@@ -64,6 +64,10 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+class Unwinding(BaseException):
+    """A signal asks for the end of what is being done. Nothing may catch it but who waits for it: not an Exception."""
+
+
 class FtcliError(Exception):
     """One stage's findings and the status to exit with."""
 

@@ -147,7 +147,7 @@ def _run(request: Request, words: list[str]) -> _Answer:
         text = _text_of(result, request)
     except BrokenPipeError:
         raise
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place where everything ends
+    except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure.describe(error, command=session.command, debug=session.debug)
         return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
     return _Answer(int(ExitCode.OK), (), tuple(reporter.findings), result, text)

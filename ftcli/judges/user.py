@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +14,12 @@ from typing import Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.judges.contained import UserCodeFailed, contained
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
+
+#: Integers from here on are told in words: Python refuses to write out those of more than 4,300 digits.
+_MOST_SHOWN = 10**40
 
 #: What a file defines: ``function(completions, prompts, **columns)`` gives a number, or None, for each completion.
 Function = Callable[..., Any]
@@ -45,22 +52,41 @@ class UserJudge:
         """
         given = {**columns, **self.arguments}
         try:
-            result = self.function(completions=list(completions), prompts=list(prompts), **given)
-        except Exception as error:
+            with contained():
+                result = self.function(completions=list(completions), prompts=list(prompts), **given)
+        except UserCodeFailed as error:
             first = completions[0][:200] if completions else ""
-            raise self._bad(f"raised {type(error).__name__}: {error} (first completion: {first!r})") from error
+            raise self._bad(f"{error} (first completion: {first!r})") from error
         expected = len(completions)
         if not isinstance(result, list | tuple) or len(result) != expected:
             found = f"{len(result)} values" if isinstance(result, list | tuple) else type(result).__name__
             raise self._bad(f"returned {found}, a list of {expected} numbers was expected")
         for index, value in enumerate(result, 1):
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-                raise self._bad(f"returned {value!r} for completion {index}; expected a finite number or None")
+            if value is not None and not _is_finite(value):
+                raise self._bad(f"returned {_shown(value)} for completion {index}; expected a finite number or None")
         return [None if value is None else float(value) for value in result]
 
     def _bad(self, message: str) -> FtcliError:
         text = f"{self.what} {self.spec} {message}"
         return FtcliError.single(self.code, text, exit_code=ExitCode.DATA, origin=Origin(self.spec))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _shown(value: Any) -> str:
+    """What the function returned, as a message shows it: its repr is the user's code as well, and may be of any size."""
+    if isinstance(value, int) and abs(value) >= _MOST_SHOWN:
+        return "an integer beyond every float"
+    try:
+        with contained():
+            return repr(value)[:200]
+    except UserCodeFailed:
+        return f"an object of type {type(value).__name__}"
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -81,6 +107,10 @@ def judges_of(recipe: Recipe) -> dict[str, Function]:
     return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}
 
 
+#: What helps where a file fails while it is loaded.
+_GUARD = "run `python {0}` and fix what it says; what only a script does belongs under `if __name__ == '__main__':`"
+
+
 def file_of(spec: str) -> tuple[Path, str]:
     """File and name of ``path.py:function``; the path starts at the current directory."""
     name, _, function = spec.rpartition(":")
@@ -96,15 +126,20 @@ def load_function(spec: str) -> Function:
     path, function = file_of(spec)
     if not path.is_file():
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path starts at the current directory")
-    module_spec = importlib.util.spec_from_file_location(f"ftcli_user_{path.stem}", path)
+    name = f"_ftcli_user_{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
         raise _unusable("FT451", f"{path} is not a Python file", spec, "write `path.py:function`")
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses, pickle and typing look for the module of a class there
     try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        message = f"{path} fails when it is run: {type(error).__name__}: {error}"
-        raise _unusable("FT452", message, spec, f"run `python {path}` and fix what it says") from error
+        with contained():
+            module_spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, UserCodeFailed):
+            raise
+        raise _unusable("FT452", f"{path} {error} when it was run", spec, _GUARD.format(path)) from error
     found = getattr(module, function, None)
     if not callable(found):
         names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))

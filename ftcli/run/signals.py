@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
 
 SignalName = Literal["SIGTERM", "SIGINT"]
 
@@ -41,7 +41,7 @@ class StopRequested(FtcliError):
         super().__init__([finding], exit_code_of(signal_name))
 
 
-class LeavePhase(BaseException):
+class LeavePhase(Unwinding):
     """Unwinds an interruptible phase, whose end turns it into :class:`StopRequested`.
 
     Not an Exception: libraries catch those, and would carry on or report something else (transformers, for one, makes

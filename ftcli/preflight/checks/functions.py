@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from ftcli.judges import file_of
 from ftcli.preflight.checks.base import Context, Findings
@@ -21,21 +22,35 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
         return
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
         message = f"{file} is not Python that can be run: {error}"
         yield context.error("FT452", path, message, help=f"run `python {file}` and fix what it says")
         return
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if function in functions:
-        yield from _signature(context, path, functions[function])
+    functions = [node for node in _top_level(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [list(_signature(context, path, node)) for node in functions if node.name == function]
+    if found:
+        yield from min(found, key=len)  # which of several is defined is known only when the file runs
     elif not _assigns(tree, function):
-        names = ", ".join(n for n in functions if not n.startswith("_")) or "none"
+        names = ", ".join(sorted({node.name for node in functions if not node.name.startswith("_")})) or "none"
         yield context.error("FT451", path, f"{file} defines no function {function}", help=f"it has: {names}")
 
 
+def _top_level(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The statements that run when the module does: those under ``if``, ``try``, ``with`` and loops among them."""
+    waiting = list(ast.iter_child_nodes(tree))
+    while waiting:  # not by recursion: a long `elif` chain is deep
+        node = waiting.pop(0)
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            waiting += ast.iter_child_nodes(node)
+
+
 def _assigns(tree: ast.Module, name: str) -> bool:
-    """Whether the module binds ``name`` at its top level in another way: an import, or an assignment."""
-    for node in tree.body:
+    """Whether the module binds ``name`` at its top level in another way: an import, an assignment or a class."""
+    for node in _top_level(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return True
         if isinstance(node, ast.Import | ast.ImportFrom):
             bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
             if name in bound or "*" in bound:
