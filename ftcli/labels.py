@@ -53,3 +53,10 @@ def end_at_stop(labels: list[int], stops: Collection[int]) -> bool:
             labels[last + 1 : end] = [IGNORE_INDEX] * (end - last - 1)
         end = start
     return complete
+
+
+def without_loss(labels: list[int], offsets: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> None:
+    """Masks the tokens that touch one of the half-open character ranges ``holes``, in place."""
+    for index, (start, end) in enumerate(offsets):
+        if any(start < last and end > first for first, last in holes):
+            labels[index] = IGNORE_INDEX

@@ -59,6 +59,17 @@ class DataConfig(Section):
     chat_template: str | None = Field(
         default=None, description="A .jinja file, or the name of a bundled template; the tokenizer's own when absent."
     )
+    history: Literal["split", "last", "template"] = Field(
+        default="split",
+        description="What becomes of an earlier answer that the chat template writes otherwise once others follow. "
+        "`split`: a row of its own, as generation sees it. `last`: no loss. `template`: the conversation is written by "
+        "the training form of its template, where one is known. Each is counted.",
+    )
+    reasoning: Literal["keep", "drop", "refuse"] = Field(
+        default="keep",
+        description="Reasoning of answers (`reasoning_content`, `thinking`, `<think>`): trained and refused where the "
+        "template cannot show it, taken out and counted, or not allowed.",
+    )
     max_seq_len: Count = Field(
         default=2048, description="Longest sequence in tokens. The only length setting: all others follow from it."
     )
@@ -74,7 +85,7 @@ class DataConfig(Section):
     loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto",
         description="Which tokens are trained. `auto`: assistant turns of messages, completions of "
-        "prompt_completion and alpaca rows, everything of text.",
+        "prompt_completion and alpaca rows, everything of text, the labels of tokenized rows.",
     )
     packing: bool = Field(
         default=False,

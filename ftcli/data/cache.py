@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def key_of(
     Not in it: where a data set lies, when it was written, its weight, and how many processes read it.
     """
     chosen = source.model_dump(mode="json", include={"columns", "max_rows", "name", "split"})
-    settings = data.model_dump(mode="json", include={"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on"})
+    names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
+    settings = data.model_dump(mode="json", include=names)
     parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
     text = json.dumps([*parts, sorted(stops)], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
-from ftcli.data.template import Rendered, Renderer
+from ftcli.data.answers import Rendered
+from ftcli.data.boundary import Boundary, Tokenized
+from ftcli.data.chats import Chats, stops_of
+from ftcli.data.forms import training_form
+from ftcli.data.presence import reasoning_of
+from ftcli.data.template import Renderer
 from ftcli.data.tokens import Encoded, Tokens, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
+from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
-from ftcli.rows.row import Example, Misfit, Row, data_error
+from ftcli.rows.row import Example, Message, Misfit, Row, data_error
 from ftcli.tables import layouts
 
 if TYPE_CHECKING:
@@ -24,12 +30,25 @@ def resolve_loss_on(requested: str, layout: str) -> str:
     return layouts.row(layout).loss_on[0] if requested == "auto" else requested
 
 
+def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
+    """The recipe's renderer of training rows: with the training form of its template under ``history: template``.
+
+    Raises FtcliError FT424.
+    """
+    renderer = Renderer(tokenizer, data.chat_template, reasoning=data.reasoning)
+    form = training_form(tokenizer, renderer.source) if data.history == "template" and renderer.source else None
+    if form is not None:
+        renderer.use(form)
+    return renderer
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What a few rows came to. ``lengths`` are of all rows that could be tokenized, before any cut.
 
     ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
-    ``dropped_tokens`` belonged to rows that were dropped.
+    ``dropped_tokens`` belonged to rows that were dropped. ``counts`` are those of
+    :class:`ftcli.data.ledger.DatasetLedger`.
     """
 
     encoded: Encoded
@@ -40,6 +59,16 @@ class Batch:
     dropped_tokens: int = 0
     truncated_rows: int = 0
     cut_tokens: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong."""
+
+    tokens: list[Tokens]
+    findings: list[Finding]
+    counts: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,59 +97,67 @@ class Encoder:
                 help="use the model's tokenizer.json (a fast tokenizer), or name another with model.tokenizer",
             )
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer, data.chat_template)
+        self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
         self.loss_on = resolve_loss_on(data.loss_on, layout)
+        self._chats = Chats(self.renderer, stops_of(tokenizer, stops), data.history)
+        self._boundary = Boundary(tokenizer)
         self._stops = frozenset(stops)
         self._limit = data.max_seq_len
         self._overlong = data.overlong
+        self._drops_reasoning = data.reasoning == "drop"
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         """Tokenizes ``rows``; raises FtcliError FT421 only, which concerns all of them."""
-        tokenized, findings = self.rows(rows)
-        fitted = [self.fit(tokens) for tokens in tokenized]
+        read = self.rows(rows)
+        fitted = [self.fit(tokens) for tokens in read.tokens]
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
         return Batch(
             encoded=encoded_of(kept),
             lengths=tuple(one.length for one in fitted),
-            findings=tuple(findings),
+            findings=tuple(read.findings),
             overlong=tuple(one.overlong for one in fitted if one.overlong is not None),
             dropped_rows=len(dropped),
             dropped_tokens=sum(one.length for one in dropped),
             truncated_rows=sum(count > 0 for count in cut),
             cut_tokens=sum(cut),
+            counts=read.counts,
         )
 
-    def rows(self, rows: Sequence[Row]) -> tuple[list[Tokens], list[Finding]]:
+    def rows(self, rows: Sequence[Row]) -> Read:
         """Each row's tokens at full length, and what is wrong with the others."""
-        findings: list[Finding] = []
-        examples: list[Example] = []
-        rendered: list[Rendered] = []
+        read = Read([], [], Counter())
+        made: list[tuple[Example, list[Rendered]]] = []
         for row in rows:
+            counts: Counter[str] = Counter()
             try:
                 example = understand(row, self.layout)
-                rendering = self._render(example)
-                rendering.text.encode("utf-8")
+                rendered = self._render(example, counts)
+                for one in rendered:
+                    one.text.encode("utf-8")
             except Misfit as misfit:
-                findings.append(misfit_finding(row, misfit, self.layout))
+                read.findings.append(misfit_finding(row, misfit, self.layout))
             except UnicodeEncodeError as error:
                 reason = f"a lone surrogate at character {error.start + 1} of its text: broken UTF-16"
-                findings.append(Finding("FT412", reason, row.origin))
+                read.findings.append(Finding("FT412", reason, row.origin))
             except FtcliError as error:
                 if error.findings[0].code == "FT421":
                     raise
-                findings += error.findings
+                read.findings.extend(error.findings)
             else:
-                examples.append(example)
-                rendered.append(rendering)
-        tokenized, more = self._tokenize(examples, rendered)
-        return tokenized, [*findings, *more]
+                made.append((example, rendered))
+                read.counts.update(counts)
+        self._tokenize(made, read)
+        return read
 
-    def _render(self, example: Example) -> Rendered:
+    def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:
+        if example.input_ids is not None:
+            return []
         if example.messages is not None:
-            return self._render_chat(example, example.messages)
+            counts["chats"] += 1
+            return self._render_chat(example, example.messages, counts)
         if self.loss_on == "assistant":
             raise data_error(
                 "FT434",
@@ -128,57 +165,80 @@ class Encoder:
                 example.row.origin,
                 help="use loss_on: completion for prompt_completion rows, all for text",
             )
+        if example.prompt_text is not None:
+            counts["plain_prompts"] += 1
         if self.loss_on == "completion":
             if example.prompt_text is None:
                 raise data_error("FT434", "loss_on: completion needs a prompt and a completion", example.row.origin)
-            return self.renderer.completion(example)
-        return self.renderer.plain(example)
+            return [self.renderer.completion(example)]
+        return [self.renderer.plain(example)]
 
-    def _render_chat(self, example: Example, messages: Sequence[dict[str, object]]) -> Rendered:
-        chat = list(messages)
+    def _render_chat(self, example: Example, chat: Sequence[Message], counts: Counter[str]) -> list[Rendered]:
+        if self._drops_reasoning:
+            thoughts = (m["role"] == "assistant" and reasoning_of(m).strip() for m in chat)
+            counts["reasoning_dropped"] += sum(map(bool, thoughts))
         if self.loss_on == "all":
+            if example.untrained:
+                marked = min(example.untrained) + 1
+                message = f"turn {marked} is marked not to be trained, and loss_on: all trains everything"
+                raise data_error("FT434", message, example.row.origin, "use loss_on: assistant, or remove the marks")
             text = self.renderer.text(chat, example.row, tools=example.tools)
-            return Rendered(text, ((0, len(text)),))
-        rendered = self.renderer.conversation(chat, example.row, example.tools)
-        if self.loss_on == "assistant":
-            return rendered
-        if example.completion_from is None:
-            return replace(rendered, spans=rendered.spans[-1:])
-        answers = [n for n, message in enumerate(chat) if message["role"] == "assistant" and n > 0]
-        of_completion = sum(n >= example.completion_from for n in answers)
-        return replace(rendered, spans=rendered.spans[len(rendered.spans) - of_completion :])
+            return [Rendered(text, ((0, len(text)),))]
+        trained = self._trained(example, chat, counts)
+        partly = {turn: ranges for turn, ranges in example.untrained.items() if ranges is not None and turn in trained}
+        rendered, left = self._chats.rows(chat, example.row, example.tools, trained, partly)
+        counts.update(turns_untrained=left, turns_split=max(0, len(rendered) - 1))
+        return rendered
 
-    def _tokenize(
-        self, examples: Sequence[Example], rendered: Sequence[Rendered]
-    ) -> tuple[list[Tokens], list[Finding]]:
-        if not examples:
-            return [], []
-        encoded = self.tokenizer(
-            [r.text for r in rendered],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        tokenized: list[Tokens] = []
-        findings: list[Finding] = []
-        for example, ids, offsets, rendering in zip(
-            examples, encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True
-        ):
-            labels = labels_of(ids, offsets, rendering.spans)
-            problem = self._check(example, labels)
-            if problem is None:
-                tokenized.append(Tokens(Row(example.row.source, example.row.number, {}), ids, labels))
-            else:
-                findings.append(problem)
-        return tokenized, findings
+    def _trained(self, example: Example, chat: Sequence[Message], counts: Counter[str]) -> list[int]:
+        """The turns that bear loss. One that opens a conversation has no prompt, and is counted."""
+        turns = [n for n, message in enumerate(chat) if message["role"] == "assistant" and n > 0]
+        if self.loss_on == "completion":
+            start = example.completion_from
+            turns = turns[-1:] if start is None else [n for n in turns if n >= start]
+        elif chat[0]["role"] == "assistant" and 0 not in example.untrained:
+            counts["turns_opening"] += 1
+        chosen = [n for n in turns if n not in example.untrained or example.untrained[n] is not None]
+        counts["turns_marked"] += len(turns) - len(chosen)
+        return chosen
+
+    def _tokenize(self, made: Sequence[tuple[Example, list[Rendered]]], read: Read) -> None:
+        tokenized = iter(self._boundary.tokenized([one for _, rendered in made for one in rendered]))
+        for example, rendered in made:
+            rows = [one for _ in rendered for one in next(tokenized)]
+            found = [self._masked(example, one) for one in rows] if rows else [self._given(example)]
+            problem = next((problem for _, problem in found if problem is not None), None)
+            if problem is not None:  # a conversation is kept whole or not at all
+                read.findings.append(problem)
+                continue
+            read.tokens.extend(tokens for tokens, _ in found)
+            read.counts.update(turns_split=len(rows) - len(rendered), answers_joined=sum(not one.apart for one in rows))
+
+    def _masked(self, example: Example, one: Tokenized) -> tuple[Tokens, Finding | None]:
+        """A rendered row's tokens, and what is wrong with its mask."""
+        labels = labels_of(one.ids, one.offsets, one.rendered.spans)
+        problem = self._untrained(example, labels) or self._check(example, labels)
+        without_loss(labels, one.offsets, one.rendered.holes)
+        return Tokens(Row(example.row.source, example.row.number, {}), one.ids, labels), problem
+
+    def _given(self, example: Example) -> tuple[Tokens, Finding | None]:
+        """A row that came as tokens. Nothing predicts its first one."""
+        ids, labels = list(example.input_ids or ()), [IGNORE_INDEX, *(example.labels or ())[1:]]
+        size = len(self.tokenizer)
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        problem = self._untrained(example, labels)
+        if wrong is not None:
+            message = f"id {wrong} is none of this tokenizer's {size:,}: the row was tokenized by another one"
+            problem = Finding("FT412", message, example.row.origin)
+        return Tokens(Row(example.row.source, example.row.number, {}), ids, labels), problem
+
+    def _untrained(self, example: Example, labels: list[int]) -> Finding | None:
+        if any(label != IGNORE_INDEX for label in labels):
+            return None
+        return Finding("FT432", f"no token of this row would be trained (loss_on {self.loss_on})", example.row.origin)
 
     def _check(self, example: Example, labels: list[int]) -> Finding | None:
         """Ends supervised spans at their stop tokens, in place; returns what is wrong with the mask, if anything."""
-        if all(label == IGNORE_INDEX for label in labels):
-            return Finding(
-                "FT432", f"no token of this row would be trained (loss_on {self.loss_on})", example.row.origin
-            )
         ended = end_at_stop(labels, self._stops)
         if ended or (example.messages is None and example.prompt_text is None):
             return None

@@ -17,6 +17,11 @@ class DatasetLedger:
     ``rows`` were read, ``bad_rows`` of them skipped as broken (``bad_codes`` says by which code). ``tokens`` are those
     kept (supervised and masked); ``cut_tokens`` were removed by truncation, ``dropped_tokens`` belonged to rows that
     were dropped. Length quantiles are over all rows that could be tokenized, before any cut.
+
+    ``counts``, each absent where it is 0: ``chats`` and ``plain_prompts`` are rows written by the chat template and
+    prompts with a completion that are not; ``turns_split`` are answers with a row of their own, beyond ``rows``;
+    ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
+    ``reasoning_dropped`` lost their reasoning; ``answers_joined`` share their first token with the prompt.
     """
 
     name: str
@@ -32,6 +37,12 @@ class DatasetLedger:
     length_quantiles: dict[str, int]
     bad_rows: int = 0
     bad_codes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def made_rows(self) -> int:
+        """Rows that were read, and those that were made for answers of their own."""
+        return self.rows + self.counts.get("turns_split", 0)
 
     @property
     def masked_tokens(self) -> int:
@@ -71,6 +82,42 @@ def skipped_finding(ledger: DatasetLedger, examples: Sequence[Finding]) -> Findi
     first = "\n".join(f"{f.origin}: {f.code}: {f.message}" for f in examples[:3])
     message = f"{ledger.name}: {ledger.bad_rows:,} of {ledger.rows:,} rows are broken and skipped ({kinds})"
     return Finding("FT441", message, None, f"data.max_bad_rows allows it; fix or remove them\n{first}", "warning")
+
+
+def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
+    """Notes about answers that are trained otherwise than the rows have them: FT444, FT445."""
+    counts, found = Counter(ledger.counts), []
+    if counts["turns_split"] or counts["turns_untrained"]:
+        form = ", even in its training form" if history == "template" else ""
+        fate = "have rows of their own, as generation will see them" if counts["turns_split"] else "bear no loss"
+        turns = counts["turns_split"] or counts["turns_untrained"]
+        message = f"{ledger.name}: the chat template writes earlier answers otherwise{form}; {turns:,} of them {fate}"
+        help = "data.history: last trains the last answers alone, which costs fewer tokens"
+        found.append(Finding("FT444", message, None, help if counts["turns_split"] else None, "note"))
+    kinds = {
+        "turns_opening": "answers that open a conversation bear no loss, since nothing asks for them",
+        "reasoning_dropped": "answers are trained without their reasoning (data.reasoning: drop)",
+        "answers_joined": "answers begin inside of a token of their prompt, which bears no loss",
+    }
+    parts = [f"{counts[name]:,} {text}" for name, text in kinds.items() if counts[name]]
+    if parts:
+        found.append(Finding("FT445", f"{ledger.name}: {'; '.join(parts)}", None, None, "note"))
+    return found
+
+
+def rendered_apart(ledgers: Sequence[DatasetLedger]) -> Finding | None:
+    """FT446: chats are written by the template and other prompts are not, so that one model learns two forms."""
+    kinds = {kind: [one.name for one in ledgers if one.counts.get(kind)] for kind in ("chats", "plain_prompts")}
+    if not all(kinds.values()):
+        return None
+    return Finding(
+        "FT446",
+        f"the prompts of {', '.join(kinds['plain_prompts'])} are plain text, those of {', '.join(kinds['chats'])} are "
+        "written by the chat template: a model that is asked through the template has not seen the first ones so",
+        None,
+        "write prompt and completion as lists of messages, or keep it where both forms are wanted",
+        "warning",
+    )
 
 
 def mostly_untrained(ledgers: Sequence[DatasetLedger], loss_on: str) -> Finding | None:

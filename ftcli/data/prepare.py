@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
-from ftcli.data.encode import Batch, Encoder
-from ftcli.data.ledger import DatasetLedger, ledger_of, quantiles, skipped_finding
+from ftcli.data.encode import Batch, Encoder, training_renderer
+from ftcli.data.ledger import (
+    DatasetLedger,
+    chat_findings,
+    ledger_of,
+    quantiles,
+    rendered_apart,
+    skipped_finding,
+)
 from ftcli.data.parallel import cores, encode_all
-from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.reporting import Progress, Reporter, SilentReporter
@@ -63,7 +69,7 @@ def prepare(
 
     Raises:
         FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411,
-            FT412 for layouts, FT421 to FT426 for templates, FT431 rows longer than max_seq_len under ``overlong:
+            FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
             error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
     job = _Job(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
@@ -88,6 +94,9 @@ def prepare(
         for ledger, store in zip(ledgers, stores, strict=True)
         if ledger.bad_rows
     ]
+    findings += [finding for ledger in ledgers for finding in chat_findings(ledger, data.history)]
+    apart = rendered_apart(ledgers)
+    findings += [apart] if apart is not None else []
     return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
 
 
@@ -106,6 +115,7 @@ class _Counts:
     overlong: list[Finding] = field(default_factory=list)
     overlong_codes: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
 
     def fault(self, finding: Finding) -> None:
         """A row that is broken."""
@@ -118,6 +128,7 @@ class _Counts:
             self.fault(finding)
         for finding in batch.overlong:
             _kept(self.overlong, self.overlong_codes, finding)
+        self.counts.update(batch.counts)
         spans, ids = batch.encoded.spans, batch.encoded.ids
         self.totals.update(
             kept_rows=len(batch.encoded.index),
@@ -140,6 +151,7 @@ class _Counts:
             length_quantiles=quantiles(self.lengths),
             bad_rows=self.bad_codes.total(),
             bad_codes=dict(self.bad_codes),
+            counts={name: count for name, count in sorted(self.counts.items()) if count},
             **{total: self.totals[total] for total in names},
         )
 
@@ -186,7 +198,7 @@ class _Job:
             return None
         if self._identity is None:
             self._identity = tokenizer_identity(self._tokenizer)
-        template = Renderer(self._tokenizer, self._data.chat_template).identity
+        template = training_renderer(self._tokenizer, self._data).identity
         return key_of(source, contents, self._data, template, self._identity, self._stops)
 
     def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> dict[str, Any]:

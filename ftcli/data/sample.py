@@ -76,14 +76,14 @@ def sample_rows(
         return _prompts(rows, data, tokenizer, template)
     layout = layout_of(rows[0], data.format)
     encoder = Encoder(tokenizer, stops, data, layout)
-    tokenized, findings = encoder.rows(rows)
-    raise_findings(findings)
-    templates = [template if understand(row, layout).messages is not None else None for row in rows]
-    return [_sampled(t, encoder, tokenizer, used) for t, used in zip(tokenized, templates, strict=True)]
+    read = encoder.rows(rows)
+    raise_findings(read.findings)
+    chats = {row.origin for row in rows if understand(row, layout).messages is not None}
+    return [_sampled(t, encoder, tokenizer, template if t.row.origin in chats else None) for t in read.tokens]
 
 
 def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
-    renderer = Renderer(tokenizer, data.chat_template)
+    renderer = Renderer(tokenizer, data.chat_template, reasoning=data.reasoning)
     found = []
     for prompt in prompts_of(rows, data.format):
         ids = tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"]

@@ -6,33 +6,22 @@ One rendering serves training, evaluation, GRPO and export: :class:`Renderer`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
 from ftcli.assets import asset
+from ftcli.data.answers import Rendered
+from ftcli.data.presence import PROBE, REASONING_KEYS, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, data_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Tools = Sequence[dict[str, Any]]
-#: Text that no template holds by itself, to see whether a template shows what it is given.
-_PROBE = "ftcli-probe"
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """Text of one example and the half-open character ranges that the model is to learn."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
 
 
 class Renderer:
@@ -41,16 +30,22 @@ class Renderer:
     Args:
         tokenizer: Its own template is used unless ``template`` names another.
         template: A ``.jinja`` file or the name of one in ftcli's assets.
+        reasoning: What becomes of an assistant's reasoning: ``data.reasoning``.
 
     Raises:
         FtcliError: FT424 when ``template`` cannot be read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, *, reasoning: str = "keep"
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = read_template(template) if template is not None else None
+        self._reasoning = reasoning
         self._knows_role: dict[str, bool] = {}
+        self._of_parts: bool | None = None  # whether the template takes contents as lists of parts only
         self._bos = _bos_of(tokenizer)
+        self._presence = Presence(self.apply)
 
     @property
     def source(self) -> str | None:
@@ -68,13 +63,16 @@ class Renderer:
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return f"{text}\n{datetime.now().astimezone().date().isoformat()}" if "strftime_now" in text else text
 
-    def text(
+    def use(self, template: str) -> None:
+        """Renders with the text of another template from now on: the training form of its own."""
+        self._template = template
+
+    def render(
         self, messages: Sequence[Message], row: Row, *, generation_prompt: bool = False, tools: Tools | None = None
     ) -> str:
-        """``messages`` as the model sees them.
+        """``messages`` as the template writes them, whatever it leaves out.
 
-        Raises FtcliError: FT421 no template, FT422 with the template's own words, FT425 for a role that it lacks, FT426
-        when it leaves out a turn, a call or the tools.
+        Raises FtcliError: FT421 no template, FT422 with the template's own words, FT425 for a role that it lacks.
         """
         if not self._template and not self._tokenizer.chat_template:
             raise FtcliError.single(
@@ -85,54 +83,96 @@ class Renderer:
                 help="name one with data.chat_template, or train on rows of format prompt_completion or text",
             )
         try:
-            text = self._apply(messages, generation_prompt, tools)
-        except (TemplateError, TypeError, ValueError) as error:  # templates add, slice and compare what rows hold
+            return self.apply(messages, tools, generation_prompt)
+        except REFUSALS as error:
             raise self._refusal(messages, row, error) from error
-        omitted = _omitted(messages, tools, text)
-        if omitted is not None:
-            raise data_error(
-                "FT426",
-                f"the chat template leaves out {omitted}, which would be lost silently",
-                row.origin,
-                "use a template that shows it (data.chat_template), or remove it from the row",
-            )
+
+    def text(
+        self, messages: Sequence[Message], row: Row, *, generation_prompt: bool = False, tools: Tools | None = None
+    ) -> str:
+        """``messages`` as the model sees them, with everything that they hold.
+
+        Earlier answers may be written otherwise than last ones, as generation sees them; without a generation prompt
+        even these must show their reasoning. Raises FtcliError as :meth:`render`, FT426 when a turn, a call, its
+        arguments or a tool is left out, FT427 for reasoning that the recipe refuses.
+        """
+        chat = self.prepared(messages, row)
+        text = self.render(chat, row, generation_prompt=generation_prompt, tools=tools)
+        self.require(chat, row, tools, text, generation_prompt=generation_prompt, reasoning=not generation_prompt)
         return text
 
-    def conversation(self, messages: Sequence[Message], row: Row, tools: Tools | None = None) -> Rendered:
-        """The whole conversation with the assistant's turns marked.
+    def prepared(self, messages: Sequence[Message], row: Row) -> list[Message]:
+        """The messages with their reasoning kept, under every key that templates read it from, or dropped.
 
-        A turn is what the template adds between the prompt for it (with the generation prompt) and the text that
-        includes it. Raises FtcliError FT423 when the template rewrites earlier turns, so that no such text exists.
+        Raises FtcliError FT427 for reasoning under ``data.reasoning: refuse``.
         """
-        full = self.text(messages, row, tools=tools)
-        spans: list[tuple[int, int]] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or index == 0:
-                continue
-            before = self.text(messages[:index], row, generation_prompt=True, tools=tools)
-            after = self.text(messages[: index + 1], row, tools=tools) if index + 1 < len(messages) else full
-            if not after.startswith(before) or not full.startswith(after):
+        made = []
+        for number, message in enumerate(messages, 1):
+            thoughtful = message["role"] == "assistant" and bool(reasoning_of(message).strip())
+            if thoughtful and self._reasoning == "refuse":
                 raise data_error(
-                    "FT423",
-                    f"the chat template rewrites the conversation before turn {index + 1}, so training would see "
-                    "another text than generation does",
+                    "FT427",
+                    f"turn {number} holds reasoning, which data.reasoning: refuse does not allow",
                     row.origin,
-                    help="split the conversation into single turns, or use a prefix-preserving template such as "
-                    "data.chat_template: chatml",
+                    "remove it from the row, or choose data.reasoning: keep or drop",
                 )
-            spans.append((len(before), len(after)))
-        return Rendered(full, tuple(spans))
+            made.append(_thinking(message, keep=self._reasoning == "keep") if thoughtful else message)
+        return made
+
+    def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[Part]:
+        """What of one turn does not show in ``text``, the rendering of a conversation without a generation prompt."""
+        return self._presence.lost(messages, tools, text, lambda part: part.turn == turn)
+
+    def require(
+        self,
+        messages: Sequence[Message],
+        row: Row,
+        tools: Tools | None,
+        text: str,
+        *,
+        generation_prompt: bool = False,
+        reasoning: bool = False,
+        checked: Collection[int] = (),
+    ) -> None:
+        """Raises FtcliError FT426 when ``text``, the rendering of ``messages``, does not show all of them.
+
+        What an assistant said before may be missing, if the template shows it as long as it is the last turn.
+
+        Args:
+            reasoning: Require the reasoning of earlier answers, too.
+            checked: Turns that are looked at elsewhere.
+        """
+
+        def earlier(part: Part) -> bool:
+            return part.turn is not None and messages[part.turn]["role"] == "assistant"
+
+        def wanted(part: Part) -> bool:
+            return part.turn not in checked and (reasoning or part.kind != "reasoning" or not earlier(part))
+
+        for part in self._presence.lost(messages, tools, text, wanted, generation_prompt=generation_prompt):
+            said = earlier(part) and part.kind != "reasoning"
+            if not (said and part.turn is not None and self._shows(messages[: part.turn + 1], tools, part)):
+                raise left_out(part, row)
+
+    def _shows(self, messages: Sequence[Message], tools: Tools | None, part: Part) -> bool:
+        try:
+            text = self.apply(messages, tools, False)
+        except REFUSALS:
+            return False
+        return not self._presence.lost(messages, tools, text, lambda other: other == part)
 
     def plain(self, example: Example) -> Rendered:
         """Plain text between the tokens that the tokenizer's model expects around it; trained is all of it."""
-        text = f"{self._head(str(example.text))}{example.text}{self._tokenizer.eos_token or ''}"
+        eos = self._tokenizer.eos_token or ""
+        end = "" if eos and str(example.text).endswith(eos) else eos
+        text = f"{self._head(str(example.text))}{example.text}{end}"
         return Rendered(text, ((0, len(text)),))
 
     def completion(self, example: Example) -> Rendered:
         """A plain prompt with its completion, of which the completion is trained."""
         text = self.plain(example).text
         start = len(self._head(str(example.text))) + len(example.prompt_text or "")
-        return Rendered(text, ((start, len(text)),))
+        return Rendered(text, ((start, len(text)),), answers=True)
 
     def prompt(self, prompt: Prompt) -> str:
         """The prompt as the model sees it, up to where its answer begins."""
@@ -143,10 +183,23 @@ class Renderer:
     def _head(self, text: str) -> str:
         return "" if text.startswith(self._bos) else self._bos
 
-    def _apply(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools | None) -> str:
+    def apply(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
+        """The template's text. Raises one of :data:`ftcli.data.presence.REFUSALS`."""
+        try:
+            return self._apply(messages, tools, generation_prompt)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            # Some templates (DeepSeek's) join the arguments of a call to other text: they want them as JSON.
+            return self._apply([_with_text_arguments(message) for message in messages], tools, generation_prompt)
+
+    def _apply(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
+        if self._of_parts is None:
+            self._of_parts = False  # while it is asked
+            self._of_parts = self._takes_parts_only()
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages),
+                [_in_parts(message) for message in messages] if self._of_parts else list(messages),
                 tools=list(tools) if tools else None,
                 chat_template=self._template,
                 tokenize=False,
@@ -173,7 +226,7 @@ class Renderer:
     def _knows(self, role: str) -> bool:
         """Whether the template renders a message of ``role`` anywhere in the shortest conversation that has one."""
         if role not in self._knows_role:
-            message = {"role": role, "content": _PROBE, "name": _PROBE, "tool_call_id": _PROBE}
+            message = {"role": role, "content": PROBE, "name": PROBE, "tool_call_id": PROBE}
             user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
             self._knows_role[role] = any(
                 self._renders(chat)
@@ -181,10 +234,16 @@ class Renderer:
             )
         return self._knows_role[role]
 
+    def _takes_parts_only(self) -> bool:
+        question: Message = {"role": "user", "content": PROBE}
+        if self._renders([question]) or not self._renders([_in_parts(question)]):
+            return False
+        return "type" not in self.apply([_in_parts(question)], None, False)  # else it wrote the list itself
+
     def _renders(self, chat: list[Message]) -> bool:
         try:
-            return _PROBE in self._apply(chat, False, None)
-        except (TemplateError, TypeError, ValueError):
+            return PROBE in self.apply(chat, None, False)
+        except REFUSALS:
             return False
 
 
@@ -194,21 +253,42 @@ def _bos_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
-def _omitted(messages: Sequence[Message], tools: Tools | None, text: str) -> str | None:
-    """What of a conversation does not stand in its text, compared without white space; None when all does."""
-    squeezed: str | None = None
-    for number, message in enumerate(messages, 1):
-        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        wanted = [(str(message.get("content") or ""), f"the text of turn {number} ({message['role']})")]
-        wanted += [(name, f"the call of {name} in turn {number}") for name in calls]
-        for part, name in wanted:
-            if part in text:
-                continue
-            squeezed = squeezed if squeezed is not None else "".join(text.split())
-            if "".join(part.split()) not in squeezed:
-                return name
-    missing = [tool["function"]["name"] for tool in tools or () if tool["function"]["name"] not in text]
-    return f"the tool {missing[0]}" if missing else None
+def _thinking(message: Message, *, keep: bool) -> Message:
+    """An assistant's message with its reasoning under every key, where it has one of them, or without any."""
+    keyed = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    if keep:
+        return message if keyed is None else {**message, **dict.fromkeys(REASONING_KEYS, keyed)}
+    made = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    return {**made, "content": split_reasoning(str(message.get("content") or ""))[3]}
+
+
+def _in_parts(message: Message) -> Message:
+    """The message as templates of models for images want it."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False)}}
+        for c in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def left_out(part: Part, row: Row) -> FtcliError:
+    """FT426: the template does not show a part of the row."""
+    return data_error(
+        "FT426",
+        f"the chat template leaves out {part.name}, which would be lost silently",
+        row.origin,
+        "remove it from the row (data.reasoning: drop does so), or use a template that shows it (data.chat_template)"
+        if part.kind == "reasoning"
+        else "use a template that shows it (data.chat_template), or remove it from the row",
+    )
 
 
 def read_template(name: str) -> str:

@@ -122,7 +122,8 @@ class Evaluator:
 
     def _answered(self, model: PreTrainedModel | PeftModel, task: TaskConfig) -> Answered:
         prompts = self._prompts(task)
-        renderer = Renderer(self.job.tokenizer, self.job.recipe.data.chat_template)
+        data = self.job.recipe.data
+        renderer = Renderer(self.job.tokenizer, data.chat_template, reasoning=data.reasoning)
         texts = [renderer.prompt(prompt) for prompt in prompts]
         completions = generate(
             model,

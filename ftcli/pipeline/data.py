@@ -30,7 +30,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
         job.reporter.finding(finding)
     for ledger, cached in zip(prepared.ledgers, prepared.from_cache, strict=True):
         job.reporter.info(
-            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows:,} of {ledger.rows:,} rows, "
+            f"data.{name}: {ledger.name}: {ledger.layout}, {ledger.kept_rows:,} of {ledger.made_rows:,} rows, "
             f"{ledger.supervised_tokens:,} of {ledger.tokens:,} tokens trained"
             + (f", {ledger.dropped_rows:,} rows dropped" if ledger.dropped_rows else "")
             + (f", {ledger.truncated_rows:,} rows truncated" if ledger.truncated_rows else "")

@@ -123,4 +123,5 @@ def _dataset(split: str, ledger: DatasetLedger) -> DatasetTokens:
         tokens_trained=ledger.supervised_tokens,
         longest=ledger.length_quantiles.get("max", 0),
         length_quantiles=ledger.length_quantiles,
+        counts=ledger.counts,
     )

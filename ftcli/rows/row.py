@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
@@ -33,16 +33,19 @@ class Row:
 
 
 Message = dict[str, Any]
+#: Half-open character ranges of a text.
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row, understood: either a chat (``messages``) or plain ``text``.
+    """One row, understood: a chat (``messages``), plain ``text``, or tokens (``input_ids`` with ``labels``).
 
     Attributes:
         prompt_text: The leading part of ``text`` that is a prompt; None for text that is all one piece.
         tools: The functions that a chat may call, as JSON schemas.
         completion_from: The message with which the completion of a chat begins; None: its last one.
+        untrained: For each message that the row marks: the ranges of its content without loss, None for all of it.
     """
 
     row: Row
@@ -51,6 +54,9 @@ class Example:
     prompt_text: str | None = None
     tools: tuple[dict[str, Any], ...] | None = None
     completion_from: int | None = None
+    untrained: Mapping[int, Ranges | None] = field(default_factory=dict)
+    input_ids: tuple[int, ...] | None = None
+    labels: tuple[int, ...] | None = None
 
 
 class Misfit(Exception):

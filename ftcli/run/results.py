@@ -74,7 +74,8 @@ class DatasetTokens:
 
     ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
     ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.
-    ``rows_skipped`` were broken, ``skipped_by_code`` says how. Lengths are in tokens, before any cut.
+    ``rows_skipped`` were broken, ``skipped_by_code`` says how. ``counts`` are those of
+    :class:`ftcli.data.ledger.DatasetLedger`. Lengths are in tokens, before any cut.
     """
 
     name: str
@@ -93,6 +94,7 @@ class DatasetTokens:
     tokens_trained: int
     longest: int
     length_quantiles: Mapping[str, int]
+    counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ TABLE: Mapping[str, Layout] = MappingProxyType(
         ),
         "alpaca": Layout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand"),
         "text": Layout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
+        "tokenized": Layout(
+            ("input_ids", "labels"), "ftcli.rows.layouts.tokenized:understand", loss_on=("all",), asks=False
+        ),
     }
 )
 

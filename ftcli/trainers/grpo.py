@@ -119,7 +119,7 @@ def build_grpo_trainer(
 
     Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
     """
-    renderer = Renderer(job.tokenizer, job.recipe.data.chat_template)
+    renderer = Renderer(job.tokenizer, job.recipe.data.chat_template, reasoning=job.recipe.data.reasoning)
     texts = [renderer.prompt(prompt) for prompt in prompts]
     _check_lengths(prompts, texts, job.tokenizer, grpo.max_prompt_length)
     columns = columns_of(prompts)

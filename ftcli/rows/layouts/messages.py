@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftcli.rows.row import Example, Message, Misfit, Row
+from ftcli.rows.layouts.marks import marks_of
+from ftcli.rows.row import Example, Message, Misfit, Ranges, Row
 
+#: Keys of a message that hold an assistant's reasoning.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+#: Kinds of parts of a content that are reasoning, and would be taken for the answer.
+_THOUGHTS = ("thinking", "reasoning")
 #: What templates may show of a message beside its text and calls. Other keys (ids, sources, dates) are not rendered.
-_SHOWN = ("role", "name", "tool_call_id", "reasoning_content", "thinking")
+_SHOWN = ("role", "name", "tool_call_id", *_REASONING)
 #: Columns of a row, and keys of a message, that hold something else than text.
 _MEDIA = ("image", "images", "audio", "video", "videos")
 #: Keys of a message that are refused, because training without them would be training on something else.
@@ -18,11 +23,22 @@ _UNSUPPORTED = ("function_call", *_MEDIA)
 
 def understand(row: Row) -> Example:
     """``{"messages": [{"role": "user", "content": ...}, ...], "tools": ...}``."""
-    return conversation(row, messages_of(row.fields["messages"]))
+    turns = list_of(row.fields["messages"])
+    messages = messages_of(turns)
+    return conversation(row, messages, untrained=marks_of(turns, [message["role"] for message in messages]))
 
 
-def conversation(row: Row, messages: Sequence[Message], completion_from: int | None = None) -> Example:
+def conversation(
+    row: Row,
+    messages: Sequence[Message],
+    completion_from: int | None = None,
+    untrained: Mapping[int, Ranges | None] | None = None,
+) -> Example:
     """The row as a chat of ``messages``, with the functions of its column `tools`.
+
+    Args:
+        completion_from: The message with which the completion begins; None: the last one.
+        untrained: Messages that bear no loss, and ranges in them (:func:`ftcli.rows.layouts.marks.marks_of`).
 
     Raises Misfit without an assistant's turn, or when the row holds images, audio or video beside them.
     """
@@ -32,7 +48,9 @@ def conversation(row: Row, messages: Sequence[Message], completion_from: int | N
     if not any(message["role"] == "assistant" for message in messages):
         raise Misfit("the conversation has no assistant turn, so there is nothing to train on")
     tools = _tools(row.fields.get("tools"))
-    return Example(row, messages=tuple(messages), tools=tools, completion_from=completion_from)
+    return Example(
+        row, messages=tuple(messages), tools=tools, completion_from=completion_from, untrained=untrained or {}
+    )
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -62,7 +80,8 @@ def _message(item: Any, number: int) -> Message:
         if not isinstance(calls, list):
             raise Misfit(f"message {number}: 'tool_calls' must be a list")
         message["tool_calls"] = [call_of(call, number) for call in calls]
-    message["content"] = _content(item.get("content"), number, optional="tool_calls" in message)
+    optional = "tool_calls" in message or any(message.get(key) for key in _REASONING)
+    message["content"] = _content(item.get("content"), number, optional=optional)
     return message
 
 
@@ -71,15 +90,15 @@ def refuse_unsupported(turn: dict[str, Any], number: int) -> None:
     found = next((key for key in _UNSUPPORTED if turn.get(key)), None)
     if found is not None:
         raise Misfit(f"message {number} has {found!r}, which is not supported: text and `tool_calls` are")
-    if turn.get("weight", 1) not in (None, 1) or turn.get("train") is False:
-        raise Misfit(f"message {number} is not to be trained: choosing single turns is not supported yet")
+    if any(turn.get(key) is not None and not isinstance(turn[key], str) for key in _REASONING):
+        raise Misfit(f"message {number} has reasoning that is no text")
 
 
 def _content(content: Any, number: int, *, optional: bool) -> str:
     if content is None and optional:
         return ""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [p.get("text") if isinstance(p, dict) and p.get("type") not in _THOUGHTS else None for p in content]
         if not all(isinstance(part, str) for part in parts):
             raise Misfit(f"message {number} holds something else than text, and only text is trained")
         return "".join(map(str, parts))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftcli.rows.layouts.messages import conversation, messages_of
+from ftcli.rows.layouts.marks import marks_of
+from ftcli.rows.layouts.messages import conversation, list_of, messages_of
 from ftcli.rows.layouts.plain import pair
 from ftcli.rows.row import Example, Message, Misfit, Row
 from ftcli.tables import layouts
@@ -17,8 +18,10 @@ def understand_completion(row: Row) -> Example:
         raise Misfit("prompt and completion must both be strings, or both lists of messages")
     if not isinstance(prompt, list):
         return pair(row)
-    asking = messages_of(prompt)
-    return conversation(row, [*asking, *messages_of(completion)], completion_from=len(asking))
+    turns = [*list_of(prompt), *list_of(completion)]
+    messages = messages_of(turns)
+    untrained = marks_of(turns, [message["role"] for message in messages])
+    return conversation(row, messages, completion_from=len(prompt), untrained=untrained)
 
 
 def understand_answer(row: Row) -> Example:

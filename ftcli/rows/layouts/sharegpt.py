@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ftcli.rows.layouts.marks import marks_of
 from ftcli.rows.layouts.messages import call_of, conversation, list_of, refuse_unsupported
 from ftcli.rows.layouts.plain import text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
@@ -29,7 +30,8 @@ def understand(row: Row) -> Example:
     messages: list[Message] = []
     if fields.get("system"):
         messages.append({"role": "system", "content": text_of(fields["system"], "system")})
-    for number, turn in enumerate(list_of(fields["conversations"]), 1):
+    turns, first = list_of(fields["conversations"]), len(messages)
+    for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
             raise Misfit(f"message {number} has no 'from'")
         role = _ROLES.get(turn["from"])
@@ -40,7 +42,8 @@ def understand(row: Row) -> Example:
         if not isinstance(text, str):
             raise Misfit(f"message {number} has no text in 'value'")
         messages.append(_called(text, number) if role == "function_call" else {"role": role, "content": text})
-    return conversation(row, messages)
+    roles = [message["role"] for message in messages[first:]]
+    return conversation(row, messages, untrained=marks_of(turns, roles, first))
 
 
 def _called(text: str, number: int) -> Message:

@@ -22,8 +22,6 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 @pytest.mark.parametrize(
     ("layout", "fields", "word"),
     [
-        ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "weight": 0}]}, "not to be trained"),
-        ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "train": False}]}, "not to be trained"),
         ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "only text"),
         ("messages", {"messages": CHAT, "images": ["a.png"]}, "only text"),
     ],

@@ -1,0 +1,175 @@
+"""Conversations as rows to train on: what is before each answer is what generation is given there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ftcli.data.answers import Rendered, Stops, Turn, after_prompt, common_prefix, unopened, with_reasoning
+from ftcli.data.presence import PROBE, REFUSALS, Tools, reasoning_of
+from ftcli.data.template import Renderer, left_out
+from ftcli.errors import FtcliError
+from ftcli.rows.row import Message, Ranges, Row, data_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def stops_of(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> Stops:
+    """The texts of stop tokens."""
+    return Stops([str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids)) if text])
+
+
+class Chats:
+    """Turns conversations into rows.
+
+    Turns share a row as long as the template writes them as it wrote them for generation. A turn that it writes
+    otherwise once others follow gets a row of its own, or is not trained under ``history: last``.
+    """
+
+    def __init__(self, renderer: Renderer, stops: Stops, history: str) -> None:
+        self._renderer = renderer
+        self._stops = stops
+        self._history = history
+
+    def rows(
+        self,
+        messages: Sequence[Message],
+        row: Row,
+        tools: Tools | None,
+        trained: Sequence[int],
+        partly: Mapping[int, Ranges],
+    ) -> tuple[list[Rendered], int]:
+        """The rows of one conversation, and how many of the turns to be trained are in none of them.
+
+        Args:
+            trained: The assistant's turns that bear loss, in order.
+            partly: Character ranges of such turns' contents that bear none.
+
+        Raises:
+            FtcliError: FT421, FT422, FT425 to FT427 as :meth:`Renderer.text`, FT423 when an answer cannot be told from
+                what is before it, FT428 when a range cannot be found in the text.
+        """
+        chat = self._renderer.prepared(messages, row)
+        whole = self._renderer.render(chat, row, tools=tools)
+        self._renderer.require(chat, row, tools, whole, checked=trained)
+        turns = [self._turn(chat, row, tools, index, whole) for index in trained]
+        turns = [
+            replace(turn, holes=_holes(turn, messages[turn.index], partly[turn.index], row))
+            if turn.index in partly
+            else turn
+            for turn in turns
+        ]
+        return self._shared(turns, whole if not trained or trained[-1] + 1 < len(chat) else None)
+
+    def _shared(self, turns: list[Turn], whole: str | None) -> tuple[list[Rendered], int]:
+        """As few rows as hold every turn; ``whole`` is the text to begin with, where it goes on after the last turn."""
+        rows: list[Rendered] = []
+        left = list(turns)
+        text = whole if whole is not None else left[-1].text if left else None
+        while text is not None:
+            inside = [turn for turn in left if turn.begins(text)]
+            if inside or not turns:
+                spans = tuple((len(turn.prompt), turn.end) for turn in inside)
+                rows.append(Rendered(text, spans, tuple(h for turn in inside for h in turn.holes), answers=True))
+            left = [turn for turn in left if turn not in inside]
+            if not left or (rows and self._history == "last"):
+                break
+            text = left[-1].text
+        return rows[::-1], len(left)
+
+    def _turn(self, chat: Sequence[Message], row: Row, tools: Tools | None, index: int, whole: str) -> Turn:
+        history, until = chat[:index], chat[: index + 1]
+        prompt = self._renderer.render(history, row, generation_prompt=True, tools=tools)
+        after = whole if len(until) == len(chat) else self._renderer.render(until, row, tools=tools)
+        reasoning = reasoning_of(chat[index])
+        answer, composed = self._answer(prompt, after, history, tools, reasoning)
+        if answer is None:
+            raise self._unplaced(prompt, index, reasoning, row)
+        for part in self._renderer.lost(until, tools, after, index):
+            if not (part.kind == "reasoning" and composed):
+                raise left_out(part, row)
+        ended = self._stops.ended(answer)
+        if self._stops.ends(ended):
+            return Turn(index, prompt, ended, prompt + answer)
+        ended = answer + self._next_stop(answer, until, tools)
+        return Turn(index, prompt, ended, prompt + ended)
+
+    def _answer(
+        self, prompt: str, after: str, history: Sequence[Message], tools: Tools | None, reasoning: str
+    ) -> tuple[str | None, bool]:
+        """The answer in ``after``, and whether its reasoning had to be added to what the template shows."""
+        if after.startswith(prompt):
+            return after[len(prompt) :], False
+        last = self._last_turn(prompt, history, tools)
+        if last is None:
+            return None, False
+        answer = after_prompt(prompt, after, last)
+        if answer is not None:
+            return answer, False
+        closed = unopened(prompt)
+        if closed is None:
+            return None, False
+        shown = after_prompt(closed, after, last - len(prompt) + len(closed))
+        return (None, False) if shown is None else (with_reasoning(shown, reasoning), True)
+
+    def _last_turn(self, prompt: str, history: Sequence[Message], tools: Tools | None) -> int | None:
+        """How many characters of the prompt show its last message and the generation prompt."""
+        try:
+            other = self._renderer.apply([*history[:-1], {**history[-1], "content": PROBE}], tools, True)
+        except REFUSALS:
+            return None
+        return len(prompt) - common_prefix(prompt, other)
+
+    def _next_stop(self, answer: str, until: Sequence[Message], tools: Tools | None) -> str:
+        """The stop token that opens the next message, for templates whose turns end by it (GLM's); else nothing."""
+        first, second = f"{PROBE}-answer", f"{PROBE}-next"
+        calls = until[-1].get("tool_calls")
+        asked: Message = {"role": "user", "content": second}
+        if calls:
+            asked = {"role": "tool", "content": second, "name": calls[0]["function"]["name"]}
+            asked |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
+        said = {"role": "assistant", "content": first, **({"tool_calls": calls} if calls else {})}
+        try:
+            text = self._renderer.apply([*until[:-1], said, asked], tools, False)
+        except REFUSALS:
+            return ""
+        between = text.partition(first)[2].rpartition(second)[0]
+        found = self._stops.first(between)
+        return found[1] if found is not None and answer.endswith(found[0]) else ""
+
+    @staticmethod
+    def _unplaced(prompt: str, index: int, reasoning: str, row: Row) -> FtcliError:
+        if reasoning.strip() and prompt.rstrip().endswith("</think>"):
+            return data_error(
+                "FT423",
+                f"the generation prompt ends the reasoning before turn {index + 1} begins, so its own would never be "
+                "generated",
+                row.origin,
+                "train without it (data.reasoning: drop), or use the template's thinking form (data.chat_template)",
+            )
+        return data_error(
+            "FT423",
+            f"the chat template writes the conversation before turn {index + 1} otherwise than for generation, and the "
+            "answer cannot be told from it",
+            row.origin,
+            "use a template that keeps what is before an answer, such as data.chat_template: chatml",
+        )
+
+
+def _holes(turn: Turn, message: Message, ranges: Ranges, row: Row) -> tuple[tuple[int, int], ...]:
+    """Ranges of a message's content as ranges of the turn's text. Raises FtcliError FT428."""
+    content = str(message.get("content") or "")
+    inner = content.strip()  # many templates trim
+    before = len(content) - len(content.lstrip())
+    if not inner or turn.answer.count(inner) != 1:
+        raise data_error(
+            "FT428",
+            f"the chat template changes the text of turn {turn.index + 1}, so its parts without loss cannot be placed",
+            row.origin,
+            "mark whole turns, or use a template that writes the text as it is",
+        )
+    start = len(turn.prompt) + turn.answer.index(inner) - before
+    last = start + before + len(inner)
+    return tuple((max(start + a, len(turn.prompt)), min(start + b, last)) for a, b in ranges if a < b)

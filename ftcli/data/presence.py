@@ -1,0 +1,184 @@
+"""What a chat template leaves out of a conversation, found by rendering it with and without each part.
+
+To search the text for a part is not enough: templates write results of tools as JSON, and a word that a template
+leaves out may stand elsewhere by chance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2.exceptions import TemplateError
+
+from ftcli.rows.row import Message
+
+Tools = Sequence[dict[str, Any]]
+#: ``(messages, tools, generation prompt)`` to text; raises one of :data:`REFUSALS`.
+Apply = Callable[[Sequence[Message], "Tools | None", bool], str]
+Edit = Callable[["Part", str], str]
+Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
+
+#: What a template raises for a conversation that it cannot render: they add, slice and compare what rows hold.
+REFUSALS = (TemplateError, TypeError, ValueError)
+#: Keys under which templates read an assistant's reasoning.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+#: Text that no conversation holds.
+PROBE = "ftcli-probe"
+#: Reasoning that is written into the content: an opening tag that may be missing, the reasoning, the closing tag.
+_INLINE = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing that a template must show. ``turn`` counts messages from 0; None for a tool."""
+
+    turn: int | None
+    kind: Kind
+    number: int
+    name: str
+
+
+def split_reasoning(content: str) -> tuple[str, str, str, str]:
+    """Content as opening tag, reasoning, closing tag (each with the white space around it) and the rest."""
+    found = _INLINE.match(content) if "</think>" in content else None
+    return (found[1], found[2], found[3], found[4]) if found else ("", "", "", content)
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning of an assistant's turn, from its own key or from the content; empty where there is none."""
+    keyed = next((str(message[key]) for key in REASONING_KEYS if message.get(key)), "")
+    return keyed or split_reasoning(str(message.get("content") or ""))[1]
+
+
+class Presence:
+    """Says which parts of a conversation a template does not show.
+
+    What a template shows depends on the shape of a conversation far more than on its words, so each shape is looked
+    at once, with every part replaced by a probe. A part that is missing there, or whose words are not found in the
+    real text, is decided by rendering the conversation with that part changed.
+    """
+
+    def __init__(self, apply: Apply) -> None:
+        self._apply = apply
+        self._shapes: dict[object, frozenset[Part]] = {}
+
+    def lost(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        text: str,
+        wanted: Callable[[Part], bool],
+        *,
+        generation_prompt: bool = False,
+    ) -> list[Part]:
+        """The ``wanted`` parts that have no part in ``text``, which the template made of this conversation."""
+        words: dict[Part, str] = {}
+        _rebuilt(messages, tools, lambda part, value: words.setdefault(part, value))
+        hidden = self._hidden(messages, tools, generation_prompt, words)
+        return [
+            part
+            for part, value in words.items()
+            if wanted(part)
+            and (_key(part) in hidden or not _stands_in(part, value, text))
+            and not self._matters(messages, tools, generation_prompt, text, part)
+        ]
+
+    def _hidden(
+        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, words: dict[Part, str]
+    ) -> frozenset[Part]:
+        """Parts whose probes a conversation of this shape does not show; all of them where it cannot be rendered."""
+        keys = [_key(part) for part in words]
+        shape = (tuple((m["role"], *sorted(m)) for m in messages), tuple(keys), generation_prompt)
+        if shape not in self._shapes:
+            probes = {key: f"{PROBE}-{number}-end" for number, key in enumerate(keys)}
+            probed = _rebuilt(messages, tools, lambda part, _: probes[_key(part)])
+            try:
+                text = self._apply(*probed, generation_prompt)
+            except REFUSALS:
+                text = ""
+            self._shapes[shape] = frozenset(key for key, probe in probes.items() if probe not in text)
+        return self._shapes[shape]
+
+    def _matters(
+        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, text: str, part: Part
+    ) -> bool:
+        """Whether the text changes with each half of the part."""
+        for change in (_first_half, _second_half):
+            changed = _rebuilt(messages, tools, lambda p, value, change=change: change(value) if p == part else value)  # type: ignore[misc]
+            try:
+                if self._apply(*changed, generation_prompt) == text:
+                    return False
+            except REFUSALS:
+                continue  # the template looked at it
+        return True
+
+
+def _first_half(value: str) -> str:
+    return PROBE + value[(len(value) + 1) // 2 :]
+
+
+def _second_half(value: str) -> str:
+    return value[: len(value) // 2] + PROBE
+
+
+def _key(part: Part) -> Part:
+    """The part without the words of this very conversation."""
+    return Part(part.turn, part.kind, part.number, "")
+
+
+def _stands_in(part: Part, value: str, text: str) -> bool:
+    """Whether the words of a part are found in the text, as they are, as JSON, or with other white space."""
+    if part.kind == "arguments" or value in text:
+        return True
+    if any(json.dumps(value, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)):
+        return True
+    return "".join(value.split()) in "".join(text.split())
+
+
+def _rebuilt(messages: Sequence[Message], tools: Tools | None, edit: Edit) -> tuple[list[Message], list[Any] | None]:
+    """The conversation with each part as ``edit`` wants it."""
+    shown = [_message(turn, message, edit) for turn, message in enumerate(messages)]
+    return shown, [_tool(number, tool, edit) for number, tool in enumerate(tools)] if tools else None
+
+
+def _message(turn: int, message: Message, edit: Edit) -> Message:
+    made = dict(message)
+    content, named = str(message.get("content") or ""), f"turn {turn + 1}"
+    opening, reasoning, closing, rest = ("", "", "", content)
+    if message["role"] == "assistant":
+        opening, reasoning, closing, rest = split_reasoning(content)
+        keyed = next((str(message[key]) for key in REASONING_KEYS if message.get(key)), "")
+        if keyed.strip():
+            thought = edit(Part(turn, "reasoning", 0, f"the reasoning of {named}"), keyed.strip())
+            made.update({key: thought for key in REASONING_KEYS if message.get(key)})
+    if reasoning.strip():
+        reasoning = edit(Part(turn, "reasoning", 1, f"the reasoning of {named}"), reasoning)
+    if rest.strip():
+        rest = edit(Part(turn, "text", 0, f"the text of {named} ({message['role']})"), rest)
+    if content:
+        made["content"] = f"{opening}{reasoning}{closing}{rest}"
+    if message.get("tool_calls"):
+        made["tool_calls"] = [_call(turn, number, call, edit) for number, call in enumerate(message["tool_calls"])]
+    return made
+
+
+def _call(turn: int, number: int, call: dict[str, Any], edit: Edit) -> dict[str, Any]:
+    function = dict(call["function"])
+    named = f"the call of {function['name']} in turn {turn + 1}"
+    if function.get("arguments"):
+        before = json.dumps(function["arguments"])
+        after = edit(Part(turn, "arguments", number, f"the arguments of {named}"), before)
+        if after != before:
+            function["arguments"] = {after: after}
+    function["name"] = edit(Part(turn, "call", number, named), function["name"])
+    return {**call, "function": function}
+
+
+def _tool(number: int, tool: dict[str, Any], edit: Edit) -> dict[str, Any]:
+    function = tool["function"]
+    name = edit(Part(None, "tool", number, f"the tool {function['name']}"), function["name"])
+    return {**tool, "function": {**function, "name": name}}

@@ -1,0 +1,31 @@
+"""Training forms of chat templates: the same template, written so that earlier turns keep their text.
+
+``data.history: template`` renders with one. A row is asked whether it knows a template, by its whole text and nothing
+else; the first that does is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingForms:
+    """A collection of training forms.
+
+    Attributes:
+        code: Answers the training form of a tokenizer's template, or None for one that it does not know
+            (``ftcli.data.forms.FormOf``).
+    """
+
+    code: str
+
+
+TABLE: Mapping[str, TrainingForms] = MappingProxyType({"trl": TrainingForms("ftcli.data.forms:of_trl")})
+
+
+def rows() -> tuple[TrainingForms, ...]:
+    """Every collection, in the order in which they are asked."""
+    return tuple(TABLE.values())
