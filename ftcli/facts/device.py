@@ -6,6 +6,7 @@ Only :func:`probe_device` asks the hardware, and only it imports torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -104,9 +105,13 @@ GPUS: Mapping[str, DeviceFacts] = MappingProxyType(
             _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
             _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
             _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
+            _gpu("rtx3090", (8, 6), 23.6, 99, 82, 71, 936),
             _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
+            _gpu("rtx5090", (12, 0), 31.3, 99, 170, 209, 1792),
+            _gpu("l40s", (8, 9), 44.4, 99, 142, 362, 864),
             _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
             _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
+            _gpu("rtx-pro-6000", (12, 0), 94.9, 99, 188, 503, 1792),
             _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
             _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
             _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
@@ -114,14 +119,21 @@ GPUS: Mapping[str, DeviceFacts] = MappingProxyType(
     }
 )
 DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
+_SIZE = re.compile(r"(\d{1,4}(?:\.\d+)?) ?gi?b")
 
 
 def named_device(name: str) -> DeviceFacts:
     """The device that ``--as NAME`` means; ``cpu`` has this machine's memory and cores.
 
+    A size such as ``24GiB`` means a GPU with that much memory of which nothing else is known: one from Ampere on, with
+    the shared memory that all of them have.
+
     Raises FtcliError FT506 (exit 2) for a name that is not in the table.
     """
     key = name.strip().lower()
+    size = _SIZE.fullmatch(key)
+    if size is not None and float(size[1]) > 0:
+        return DeviceFacts(name.strip(), "cuda", (8, 0), int(float(size[1]) * GIB), 99 * _KIB, 0)
     if key == "cpu":
         return replace(cpu_device(), probed=False)
     if key in GPUS:
@@ -133,7 +145,9 @@ def named_device(name: str) -> DeviceFacts:
         f"unknown device {name!r}",
         exit_code=ExitCode.RECIPE,
         origin=Origin(f"--as {name}"),
-        help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
+        help=f"did you mean {close[0]}? Known are: {known}, or a size such as 24GiB"
+        if close
+        else f"known are: {known}, or a size such as 24GiB",
     )
 
 
@@ -183,7 +197,10 @@ def _published(driver_name: str) -> DeviceFacts | None:
     if "a100" in words:
         return GPUS["a100-80gb" if any(w.startswith("80gb") for w in words) else "a100-40gb"]
     joined = "".join(words)
-    return next((gpu for key, gpu in GPUS.items() if key in words or (key == "rtx4090" and key in joined)), None)
+    for key, gpu in GPUS.items():
+        if key in words or (key.startswith("rtx") and key.replace("-", "") in joined):
+            return gpu
+    return None
 
 
 #: A control group's folder, the file of its limit, and the line of memory.stat with its use: version 2, version 1.

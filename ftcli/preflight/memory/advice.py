@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from ftcli.config import LoraConfig
 from ftcli.facts.device import GPUS
+from ftcli.facts.quantization import weight_bytes
 from ftcli.preflight.memory.candidates import (
     Candidate,
     Level,
@@ -20,6 +22,7 @@ from ftcli.preflight.memory.candidates import (
 )
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import EVALUATION
+from ftcli.tables import quantizations
 
 #: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
 #: An assumption, not a measurement: half the batch costs 3% at 8192 tokens, 11% at 2048 and 33% at 512.
@@ -158,6 +161,30 @@ def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
         yield from ({**lora, **batch} for batch in smaller)
         yield {**lora, **least}
         yield from ({**lora, **least, **length} for length in shorter(setup))
+    quantised = _smallest_base(setup)
+    if quantised:
+        yield quantised
+        yield {**quantised, **least}
+        yield from ({**quantised, **least, **length} for length in shorter(setup))
+
+
+def _smallest_base(setup: Setup) -> Settings:
+    """Adapters on the quantised base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
+    is quantised already, or the method trains none.
+    """
+    now = quantizations.row(setup.recipe.quantization.method)
+    if setup.device.kind != "cuda" or now.freezes_base or not setup.method.takes_quantized:
+        return {}
+    sizes = {}
+    for name in quantizations.supported(freezes_base=True):
+        section = setup.recipe.quantization.model_copy(update={"method": name})
+        sizes[name] = weight_bytes(section, setup.shape, setup.plan.parameter_bytes)
+    settings: dict[str, Any] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}
+    if setup.recipe.lora is None:
+        settings["lora"] = LoraConfig()
+    if not setup.device.has_bfloat16:
+        settings["model.dtype"] = "float16"
+    return settings
 
 
 def _single_changes(setup: Setup, phase: str | None) -> Iterator[Settings]:

@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def test_the_table_holds_what_the_contract_names() -> None:
-    promised = "t4 l4 a10 rtx4090 a100-40gb a100-80gb h100 h200 b200 cpu"
+    promised = "t4 l4 a10 rtx3090 rtx4090 rtx5090 l40s a100-40gb a100-80gb rtx-pro-6000 h100 h200 b200 cpu"
     assert " ".join(DEVICE_NAMES) == promised
 
 
@@ -34,7 +34,11 @@ def test_the_table_holds_what_the_contract_names() -> None:
         ("t4", (7, 5), 16, False, False),
         ("l4", (8, 9), 24, True, True),
         ("a10", (8, 6), 24, True, False),
+        ("rtx3090", (8, 6), 24, True, False),
         ("rtx4090", (8, 9), 24, True, True),
+        ("rtx5090", (12, 0), 32, True, True),
+        ("l40s", (8, 9), 48, True, True),
+        ("rtx-pro-6000", (12, 0), 96, True, True),
         ("a100-40gb", (8, 0), 40, True, False),
         ("a100-80gb", (8, 0), 80, True, False),
         ("h100", (9, 0), 80, True, True),
@@ -48,10 +52,24 @@ def test_gpus(name: str, capability: Any, nominal_gb: int, bfloat16: bool, float
     assert (gpu.has_bfloat16, gpu.has_float8) == (bfloat16, float8)
     assert gpu.memory_bytes is not None
     assert 0.85 * nominal_gb * GIB < gpu.memory_bytes <= nominal_gb * GIB
-    assert gpu.shared_memory_bytes == {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99}.get(capability, 227) * 1024
+    assert (
+        gpu.shared_memory_bytes
+        == {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (12, 0): 99}.get(capability, 227) * 1024
+    )
     assert gpu.dense_tflops
     assert gpu.bandwidth_gb_per_s
     assert not gpu.probed
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24.0), ("80gb", 80.0), ("11.5 GiB", 11.5)])
+def test_a_size_is_a_gpu_of_which_nothing_else_is_known(text: str, gib: float) -> None:
+    gpu = named_device(text)
+    assert (gpu.name, gpu.memory_bytes, gpu.kind) == (text, int(gib * GIB), "cuda")
+    assert gpu.has_bfloat16
+    assert not gpu.has_float8
+    for wrong in ("0GiB", "GiB", "-4GiB", "1e3GiB", "99999GiB"):
+        with pytest.raises(FtcliError):
+            named_device(wrong)
 
 
 def test_an_unknown_name_is_a_usage_error_with_a_suggestion() -> None:
@@ -124,7 +142,11 @@ def test_probing_a_gpu_reads_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("Tesla T4", "t4"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         ("NVIDIA A10", "a10"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),

@@ -115,7 +115,7 @@ def test_adapters_are_proposed_where_nothing_else_makes_full_training_fit(case: 
 
 def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
     checkpointing = "train: {gradient_checkpointing: true}\n"
-    verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("rtx4090")
+    verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("t4")
     assert verdict.change is None
     assert verdict.fitting_gpus[0] in ("a100-80gb", "h100")
     assert "t4" not in verdict.fitting_gpus
@@ -149,3 +149,11 @@ def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], con
     assert (finding.code, finding.severity) == ("FT603", "error")
     assert list(room.host_findings(recipe, estimate, enough)) == []
     assert list(room.host_findings(recipe, estimate, None)) == []
+
+
+def test_where_only_a_quantised_base_fits_it_is_proposed(case: Callable[..., Case]) -> None:
+    """It said that nothing fits an 8B model on a T4, where NF4 in float16 does."""
+    verdict = case("meta-llama/Llama-3.1-8B", LORA + ROWS).verdict("t4")
+    assert verdict.level == "does not fit"
+    assert dict(verdict.change.settings).items() >= {"quantization.method": "nf4", "model.dtype": "float16"}.items()
+    changed(case("meta-llama/Llama-3.1-8B", LORA + ROWS), verdict.change, "t4")
