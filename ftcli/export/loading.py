@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
+from ftcli.model.checkpoint import hollow, load_adapter, load_whole
 from ftcli.model.load import config_of, load_tokenizer, source_of
 from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
 
@@ -30,7 +31,9 @@ def load_written(folder: Path) -> PreTrainedModel:
         FtcliError: FT741 when transformers cannot load it.
     """
     try:
-        return _from_pretrained(str(folder), local_files_only=True)
+        return _from_pretrained(str(folder), offline=True)
+    except FtcliError as error:
+        raise not_verified(folder, [finding.message for finding in error.findings]) from error
     except _LOAD_ERRORS as error:
         raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
 
@@ -43,7 +46,7 @@ def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
     """
     model = source.base
     try:
-        loaded = _from_pretrained(source_of(model.name_or_path), revision=model.revision, local_files_only=offline)
+        loaded = _from_pretrained(source_of(model.name_or_path), revision=model.revision, offline=offline)
     except _LOAD_ERRORS as error:
         raise FtcliError.single(
             "FT323",
@@ -65,13 +68,8 @@ def _local_weights(name: str) -> tuple[Fingerprint, ...]:
 
 
 def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        name, dtype="auto", attn_implementation="eager", use_safetensors=True, trust_remote_code=False, **options
-    )
-    return model.eval()
+    return load_whole(name, dtype="auto", **options).eval()
 
 
 def hollow_base(facts: ModelFacts) -> PreTrainedModel:
@@ -80,11 +78,7 @@ def hollow_base(facts: ModelFacts) -> PreTrainedModel:
     It costs no memory: the system provides reserved pages only once they are written. Float32 holds every stored dtype
     exactly.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(facts.raw), dtype=torch.float32)
-    return model.to_empty(device="cpu")
+    return hollow(config_of(facts.raw), dtype=torch.float32).to_empty(device="cpu")
 
 
 def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
@@ -93,15 +87,13 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
     Raises:
         FtcliError: FT742 when PEFT cannot load the adapter into this model.
     """
-    from peft import PeftModel
-
     try:
         with warnings.catch_warnings():
             # PEFT warns of tied embeddings with one side adapted; merging unties them (ftcli.export.merge).
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
-            adapted: PeftModel = PeftModel.from_pretrained(base, str(folder))
-    except _LOAD_ERRORS as error:
-        raise unusable(folder, f"PEFT cannot load it into the base model: {first_line(error)}") from error
+            adapted = load_adapter(base, folder)
+    except FtcliError as error:
+        raise unusable(folder, "; ".join(finding.message for finding in error.findings)) from error
     adapted.eval()
     return adapted
 

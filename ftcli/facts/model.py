@@ -22,7 +22,7 @@ from ftcli.facts.config_file import (
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import Weights, inspect_weights
-from ftcli.tables.families import Family, family_of
+from ftcli.tables.families import MULTIMODAL, Family, family_of, senses_of
 
 if TYPE_CHECKING:
     from ftcli.config.origins import Origins
@@ -84,6 +84,11 @@ class ModelFacts:
         return f"ftcli does not know how a model_type {self.model_type} is built"
 
     @property
+    def senses(self) -> str | None:
+        """What a multimodal checkpoint's frozen parts are for, such as ``vision``; None for a model of text."""
+        return senses_of(self.model_type) if isinstance(self.raw.get("text_config"), dict) else None
+
+    @property
     def activation(self) -> str | None:
         """transformers' name of the MLP's activation; None where neither config nor family says."""
         stated = self.raw.get("hidden_activation") or self.raw.get("hidden_act")
@@ -118,7 +123,8 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     model_type = _supported_type(raw, model.name_or_path, origin)
     shape = _shape(raw, found, origin)
     family = family_of(model_type) or Family()
-    eos = raw.get("eos_token_id")
+    text = text_values(raw)
+    eos = text.get("eos_token_id")
     return ModelFacts(
         name=model.name_or_path,
         source=found.kind,
@@ -126,19 +132,25 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         raw=raw,
         model_type=model_type,
         shape=shape,
-        max_positions=_max_positions(raw),
-        sliding_window=_sliding_window(raw),
-        rope_scaling=_rope_scaling(raw),
-        attn_logit_softcapping=_number(raw, "attn_logit_softcapping", family.attention_softcap),
-        final_logit_softcapping=_number(raw, "final_logit_softcapping", family.final_softcap),
-        bos_token_id=_token_id(raw.get("bos_token_id")),
+        max_positions=_max_positions(text),
+        sliding_window=_sliding_window(text),
+        rope_scaling=_rope_scaling(text),
+        attn_logit_softcapping=_number(text, "attn_logit_softcapping", family.attention_softcap),
+        final_logit_softcapping=_number(text, "final_logit_softcapping", family.final_softcap),
+        bos_token_id=_token_id(text.get("bos_token_id")),
         eos_token_ids=tuple(t for t in (eos if isinstance(eos, list) else [eos]) if isinstance(t, int)),
-        pad_token_id=_token_id(raw.get("pad_token_id")),
-        vocab_size=_token_id(raw.get("vocab_size")),
+        pad_token_id=_token_id(text.get("pad_token_id")),
+        vocab_size=_token_id(text.get("vocab_size")),
         quantization=_quantization(raw),
         tokenizer=_tokenizer(model, found, origins),
         weights=inspect_weights(found.folder) if found.is_local else None,
     )
+
+
+def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the language model: a multimodal one's own values, and what stands beside them."""
+    inner = raw.get("text_config")
+    return {**raw, **{k: v for k, v in inner.items() if v is not None}} if isinstance(inner, dict) else dict(raw)
 
 
 def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) -> str:
@@ -148,11 +160,13 @@ def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) ->
     architectures = raw.get("architectures")
     names = [str(a) for a in architectures] if isinstance(architectures, list) else []
     causal = not names or any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)
-    if raw.get("is_encoder_decoder") or not causal or isinstance(raw.get("text_config"), dict):
+    multimodal = isinstance(raw.get("text_config"), dict)
+    trained = senses_of(model_type) is not None if multimodal else causal
+    if raw.get("is_encoder_decoder") or not trained:
         what = names[0] if names else model_type
         raise preflight_error(
             "FT309",
-            f"{name} is a {what}; ftcli trains causal language models only",
+            f"{name} is a {what}; ftcli trains causal language models, and the text of {', '.join(MULTIMODAL)}",
             origin,
             help="choose a text model, such as google/gemma-2-2b-it",
         )

@@ -14,6 +14,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.execution import own_attention
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
+from ftcli.model.checkpoint import hollow, impossible, load_whole, model_class, read_config, usable_attention
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.tables import quantizations
 
@@ -85,10 +86,10 @@ def load_model(
         num_layers: Build only this many layers (benchmarks of random weights).
 
     Raises:
-        FtcliError: FT323 when the weights cannot be loaded.
+        FtcliError: FT323 when the weights cannot be loaded, or do not make the model of its config; FT305 when no model
+            can be built of that.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, plan.parameter)
     attention = own_attention(model, facts.attn_logit_softcapping)
@@ -96,19 +97,22 @@ def load_model(
     if quantization is not None and quantizations.row(quantization.method).quantize is not None:
         holding = Holding(quantization, dtype, device, dequantized_layers)
     if model.init == "random" and source is None:
-        return _random_model(facts.raw, dtype, attention, device, seed, num_layers, holding)
+        config = config_of(facts.raw, num_layers)
+        attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
+        return _random_model(config, dtype, attention, device, seed, holding)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
         if holding is not None:
-            return _load_quantized(name, holding, attention, revision=revision, offline=offline)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config = read_config(name, revision=revision, offline=offline)
+            attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
+            return _load_quantized(name, config, holding, attention, revision=revision, offline=offline)
+        return load_whole(
             name,
             revision=revision,
+            offline=offline,
             dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=offline,
-            trust_remote_code=False,
-            use_safetensors=True,
+            attention=attention,
+            attention_chosen=model.attention != "auto",
             device_map={"": device},
         )
     except SafetensorError as error:
@@ -125,26 +129,21 @@ def load_model(
             exit_code=ExitCode.PREFLIGHT,
             help="check the name and the network, or build from the config alone with model.init: random",
         ) from error
-    return loaded
 
 
 def _random_model(
-    raw: dict[str, Any],
+    config: PretrainedConfig,
     dtype: torch.dtype,
     attention: str,
     device: torch.device,
     seed: int,
-    num_layers: int | None,
     holding: Holding | None,
 ) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    config = config_of(raw, num_layers)
     if holding is not None:
         return random_quantized(config, holding, attention, seed)
     torch.manual_seed(seed)
     with device:  # weights are drawn where they will live: 9 billion numbers on a CPU would take minutes
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     return model
 
 
@@ -153,24 +152,33 @@ def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> Pretrain
 
     Args:
         num_layers: So many layers in place of the model's.
+
+    Raises:
+        FtcliError: FT305 for values that transformers refuses.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
     if num_layers is not None:
-        values["num_hidden_layers"] = num_layers
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"][:num_layers]
-    config: PretrainedConfig = AutoConfig.for_model(raw["model_type"], **values)
+        text = values
+        if isinstance(values.get("text_config"), Mapping):
+            text = values["text_config"] = dict(values["text_config"])
+        text["num_hidden_layers"] = num_layers
+        if text.get("layer_types"):
+            text["layer_types"] = text["layer_types"][:num_layers]
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(raw["model_type"], **values)
+    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise impossible(error) from error
     return config
 
 
 def _load_quantized(
-    name: str, holding: Holding, attention: str, *, revision: str | None, offline: bool
+    name: str, config: PretrainedConfig, holding: Holding, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=offline, trust_remote_code=False)
     model = load_quantized(name, config, holding, attention, revision=revision, offline=offline)
     with suppress(OSError):  # a model without one keeps what its config says
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)

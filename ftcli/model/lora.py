@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,13 +62,6 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
-
-
-def load_adapter(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> peft.PeftModel:
-    """The model with the adapter saved in ``folder`` attached."""
-    import peft
-
-    return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
 
 
 def _require_possible(lora: LoraConfig, targets: Targets) -> None:

@@ -8,17 +8,16 @@ precision or in the packed layout that the method reads.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
+from ftcli.model.checkpoint import hollow, weight_files
 from ftcli.model.quantize import PackedReader, is_quantizable, packed_reader, quantize_linear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
 from ftcli.tables import quantizations
@@ -107,13 +106,9 @@ def load_quantized(
 
 
 def _hollow(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # transformers would look for the package that wrote it
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    return model
+    return hollow(config, dtype=dtype, attn_implementation=attention)
 
 
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -136,27 +131,10 @@ def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple
     """Name and value of every stored tensor, one in memory at a time."""
     from safetensors import safe_open
 
-    for path in _files(source, revision, offline):
+    for path in weight_files(source, revision, offline):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # no dict
                 yield key, file.get_tensor(key)
-
-
-def _files(source: str, revision: str | None, offline: bool) -> list[Path]:
-    from transformers.utils.hub import cached_file
-
-    def find(name: str, *, needed: bool) -> Path | None:
-        path = cached_file(
-            source, name, revision=revision, local_files_only=offline, _raise_exceptions_for_missing_entries=needed
-        )
-        return None if path is None else Path(path)
-
-    index = find("model.safetensors.index.json", needed=False)
-    if index is None:
-        shards = {"model.safetensors"}
-    else:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    return [path for shard in sorted(shards) if (path := find(shard, needed=True)) is not None]
 
 
 def _own_name(model: PreTrainedModel, key: str, names: set[str]) -> str:

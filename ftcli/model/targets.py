@@ -112,6 +112,17 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return names
 
 
+def freeze_other_parts(model: PreTrainedModel) -> None:
+    """Freezes all of a multimodal model but its language model and head; changes nothing in a model of text."""
+    if model.config.get_text_config() is model.config:
+        return
+    trained = {id(p) for p in model.get_decoder().parameters()}
+    head = model.get_output_embeddings()
+    trained |= {id(p) for p in head.parameters()} if head is not None else set()
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+
+
 def summary(model: Any, targets: Targets) -> str:
     """One line for people: what has adapters, what is trained whole, and how many parameters that is.
 

@@ -15,7 +15,7 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.targets import summary
+from ftcli.model.targets import freeze_other_parts, summary
 from ftcli.run.inputs import Inputs, weights_fingerprint
 from ftcli.tables import quantizations
 from ftcli.units import gib
@@ -102,6 +102,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     base = build_base(job, num_layers=num_layers)
     lora = job.recipe.lora
     if lora is None:
+        freeze_other_parts(base)
         return base
     model, targets = apply_lora(base, lora, job.plan, seed=job.recipe.run.seed)
     job.reporter.info(summary(model, targets))

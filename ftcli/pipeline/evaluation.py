@@ -50,7 +50,7 @@ def _base_and_run(
     job: Job, evaluator: Evaluator, directory: RunDirectory | None
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's result where there is one."""
-    from ftcli.model.lora import load_adapter
+    from ftcli.model.checkpoint import load_adapter
     from ftcli.pipeline.build import base_inputs, build_base
 
     rows, model = evaluator.sequences, build_base(job)

@@ -105,3 +105,25 @@ TABLE: Mapping[str, Family] = MappingProxyType(
 def family_of(model_type: str) -> Family | None:
     """The row of a ``model_type``; None where there is none."""
     return TABLE.get(model_type)
+
+
+#: Checkpoints that take more than text and are trained on text, through the class that has all their parts: what the
+#: other parts are for. The language model is trained, everything else is frozen and exported as it is.
+MULTIMODAL: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "vision",
+        "gemma4": "vision and audio",
+        "mistral3": "vision",
+        "qwen2_vl": "vision",
+        "qwen2_5_vl": "vision",
+        "qwen3_vl": "vision",
+        "qwen3_vl_moe": "vision",
+        "qwen3_5": "vision",
+        "qwen3_5_moe": "vision",
+    }
+)
+
+
+def senses_of(model_type: str) -> str | None:
+    """What the frozen parts of a multimodal checkpoint are for; None for a model of text and for unknown ones."""
+    return MULTIMODAL.get(model_type)

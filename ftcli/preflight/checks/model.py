@@ -15,7 +15,13 @@ _TABLES = ("lm_head", "embed_tokens")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT311 to FT319, FT322, FT324, FT325."""
+    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325."""
+    if facts.senses is not None and context.work == "train":
+        yield context.note(
+            "FT310",
+            "model.name_or_path",
+            f"{facts.name} is trained on text: its language model alone; {facts.senses}: kept, not trained",
+        )
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     if facts.shape is not None:

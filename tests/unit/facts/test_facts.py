@@ -225,7 +225,7 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
         ({**TINY, "architectures": ["T5ForConditionalGeneration"]}, "FT309", "T5"),
         ({**TINY, "is_encoder_decoder": True}, "FT309", "causal"),
-        ({"model_type": "gemma3", "text_config": TINY}, "FT309", "gemma3"),
+        ({"model_type": "gemma3n", "text_config": TINY}, "FT309", "gemma3n"),
     ],
 )
 def test_configs_that_make_no_model(config: Any, code: str, words: str, folder: Any, origins: Any) -> None:

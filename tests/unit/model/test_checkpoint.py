@@ -1,0 +1,169 @@
+"""A model comes from its files whole, or is refused with the names of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ftcli.config import LoraConfig, ModelConfig, QuantizationConfig
+from ftcli.config.origins import Origins
+from ftcli.config.tree import Section
+from ftcli.errors import FtcliError, Origin
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.checkpoint import load_adapter
+from ftcli.model.load import load_model
+from ftcli.model.lora import apply_lora
+from ftcli.trainers.base import save_weights
+from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
+from tests.unit.export.conftest import tokenizer
+
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+Tensors = dict[str, torch.Tensor]
+
+
+def write(folder: Path, model_type: str) -> Path:
+    build(model_type).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, change: Callable[[Tensors], object], pattern: str = "*.safetensors") -> None:
+    [path] = folder.glob(pattern)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def load(folder: Path, **options: Any) -> Any:
+    config = ModelConfig.model_validate({"name_or_path": str(folder)})
+    facts = read_facts(config, offline=True, origins=Origins(Section(Origin("a test"), {})))
+    return load_model(config, facts, PLAN, device=torch.device("cpu"), seed=0, offline=True, **options)
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(FtcliError) as caught:
+        load(folder, **options)
+    [finding] = caught.value.findings
+    assert finding.code in ("FT323", "FT305")
+    assert caught.value.exit_code == 3
+    return f"{finding.code} {finding.message}"
+
+
+@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+def test_every_family_is_loaded_as_it_was_saved(model_type: str, tmp_path: Path) -> None:
+    wanted, found = build(model_type), load(write(tmp_path, model_type))
+    assert type(found) is type(wanted)
+    ids = torch.randint(5, VOCABULARY - 8, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=ids).logits, wanted(input_ids=ids).logits)
+
+
+def _rename_all(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"renamed.{name}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is not stored"),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is not stored"),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight is not stored"),
+        (_rename_all, "lm_head.weight is not stored"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(47, 32)}),
+            "model.layers.0.mlp.up_proj.weight is stored with shape (47, 32) and must be (48, 32)",
+        ),
+        (lambda t: t.update({"v_head.weight": torch.zeros(1)}), "no place for the stored tensor v_head.weight"),
+    ],
+)
+def test_tensors_that_are_missing_left_over_or_misshaped(
+    change: Callable[[Tensors], object], said: str, tmp_path: Path
+) -> None:
+    """Issue 12, item 13: they were replaced by random numbers, with exit 0."""
+    edit(write(tmp_path, "llama"), change)
+    assert said in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is not stored"),
+        ({"num_hidden_layers": 1}, "no place for the stored tensor model.layers.1."),
+        ({"hidden_act": "no_such"}, "FT305"),
+        ({"rope_parameters": {"rope_type": "no_such", "rope_theta": 1e4}}, "FT305"),
+        ({"head_dim": 6}, "is stored with shape"),
+    ],
+)
+def test_a_config_that_is_another_models(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    edit_config(write(tmp_path, "llama"), **values)
+    assert said in refusal(tmp_path)
+
+
+def test_an_expert_that_is_missing(tmp_path: Path) -> None:
+    edit(write(tmp_path, "mixtral"), lambda t: t.pop(next(n for n in sorted(t) if ".experts.2.w1" in n)))
+    assert "experts" in refusal(tmp_path)
+
+
+def test_what_old_versions_stored_and_new_ones_compute_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    edit(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma3"])
+def test_an_adapter_without_some_of_its_tensors(model_type: str, tmp_path: Path) -> None:
+    """Issue 19, item 1: `eval --run` scored it."""
+    model, _ = apply_lora(build(model_type), LoraConfig(r=4), PLAN, seed=0)
+    save_weights(model, tmp_path)
+    load_adapter(build(model_type), tmp_path)
+
+    def halve(tensors: Tensors) -> None:
+        for name in sorted(tensors)[::2]:
+            tensors.pop(name)
+
+    edit(tmp_path, halve)
+    with pytest.raises(FtcliError) as caught:
+        load_adapter(build(model_type), tmp_path)
+    [finding] = caught.value.findings
+    assert finding.code == "FT334"
+    assert "it lacks base_model.model." in finding.message
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "misshaped", "config", "other model"])
+def test_an_adapter_that_is_damaged(damage: str, tmp_path: Path) -> None:
+    model, _ = apply_lora(build("llama"), LoraConfig(r=4), PLAN, seed=0)
+    save_weights(model, tmp_path)
+    weights, base = tmp_path / "adapter_model.safetensors", "llama"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "misshaped":
+        edit(tmp_path, lambda t: t.update({sorted(t)[0]: torch.zeros(3, 3)}))
+    elif damage == "config":
+        (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "x"}')
+    else:
+        base = "gpt2"
+    with pytest.raises(FtcliError) as caught:
+        load_adapter(build(base), tmp_path)
+    assert caught.value.findings[0].code == "FT334"
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+def test_a_quantized_load_lacks_nothing_either(method: str, tmp_path: Path) -> None:
+    edit(write(tmp_path, "llama"), lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    said = refusal(tmp_path, quantization=QuantizationConfig.model_validate({"method": method}))
+    assert "model.layers.1.mlp.up_proj.weight" in said
