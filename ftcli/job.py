@@ -12,7 +12,7 @@ from ftcli.data.template import Renderer
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import load_tokenizer, stop_token_ids
-from ftcli.preflight.memory.held import Offloaded
+from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
 

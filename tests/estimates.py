@@ -7,7 +7,7 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.facts.device import DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.preflight.memory.advice import judge
+from ftcli.preflight.memory.advice import verdict_on
 from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.preflight.memory.setup import Setup
@@ -46,4 +46,4 @@ class Case:
     def verdict(self, device: Any, work: Any = "train") -> Any:
         found = candidate(setup_of(self.recipe, self.facts, device, work))
         assert found is not None
-        return judge(found)
+        return verdict_on(found)

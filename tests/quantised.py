@@ -12,7 +12,7 @@ from torch import nn
 from ftcli.assets import asset
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
-from ftcli.config.tree import Section
+from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import load_model
@@ -30,7 +30,7 @@ def load(
 ) -> Any:
     """The model as a run loads it."""
     model = ModelConfig(name_or_path=str(source), tokenizer="bytes", **change)
-    facts = read_facts(model, offline=True, origins=Origins(Section(None, {})))
+    facts = read_facts(model, offline=True, origins=Origins(MapNode(None, {})))
     device = torch.device("cpu")
     return load_model(
         model, facts, PLAN, device=device, seed=1, offline=True, quantization=settings, dequantized_layers=kept

@@ -23,8 +23,9 @@ from ftcli.cli.environment import (
     results_only_on_stdout,
     style_for,
 )
-from ftcli.cli.request import Request, Result
+from ftcli.cli.request import Request
 from ftcli.errors import ExitCode, Finding
+from ftcli.reporting import Result
 from ftcli.tables import methods
 
 _PLAIN_HELP = {"help_option_names": ["--help", "-h"], "max_content_width": 100}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
+import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
 from typing import Any
 
-from ftcli.cli.plain import jsonable
-from ftcli.cli.request import Result
 from ftcli.errors import Finding, Origin
+from ftcli.reporting import Result
 from ftcli.units import size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
@@ -98,6 +101,26 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
         "column": origin.column if origin is not None else None,
         "length": origin.length if origin is not None and origin.line is not None else None,
     }
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with dicts, lists, text, numbers, booleans and None only; NaN and infinity become None."""
+    if isinstance(value, enum.Enum):
+        return jsonable(value.value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    item = getattr(value, "item", None)  # numpy and torch scalars
+    return jsonable(item()) if callable(item) else str(value)
 
 
 def document(command: str | None, exit_code: int, findings: Iterable[Finding], result: Result | None) -> str:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from ftcli.reporting import Session
-
-#: A command's answer: JSON-able values under string keys.
-Result = dict[str, Any]
+from ftcli.reporting import Result, Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftcli.cli.render import result_text, table
-from ftcli.cli.request import Result
+from ftcli.reporting import Result
 from ftcli.units import gib, size
 
 

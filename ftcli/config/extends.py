@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ftcli.config.recipe_file import read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value
-from ftcli.config.tree import Leaf, Section, Sequence, Tree, merge
+from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, merge
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
@@ -32,10 +32,10 @@ def read_merged(path: Path) -> Merged:
 def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merged:
     parsed = parse_file(read_text(path, named_by=named_by), str(path))
     findings = [*parsed.findings, *secrets_in(parsed.tree)]
-    assert isinstance(parsed.tree, Section)  # parse_file promises it
+    assert isinstance(parsed.tree, MapNode)  # parse_file promises it
     entries = dict(parsed.tree.entries)
     extends = entries.pop("extends", None)
-    tree = Section(parsed.tree.origin, entries)
+    tree = MapNode(parsed.tree.origin, entries)
     if extends is None:
         return Merged(tree, tuple(findings))
     try:
@@ -68,7 +68,7 @@ def _extended(chain: tuple[Path, ...], path: Path, target: Path, origin: Origin)
 
 def secrets_in(tree: Tree, key: str = "") -> list[Finding]:
     """A finding (FT209) for every secret, without showing it."""
-    if isinstance(tree, Section):
+    if isinstance(tree, MapNode):
         found = []
         for name, entry in tree.entries.items():
             if is_secret_key(name) and not _is_empty(entry.value):
@@ -76,7 +76,7 @@ def secrets_in(tree: Tree, key: str = "") -> list[Finding]:
             else:
                 found += secrets_in(entry.value, name)
         return found
-    if isinstance(tree, Sequence):
+    if isinstance(tree, ListNode):
         return [finding for item in tree.items for finding in secrets_in(item, key)]
     if isinstance(tree.value, str) and is_secret_value(tree.value):
         return [_secret(f"the value of `{key}` looks like an access token", tree.origin)]

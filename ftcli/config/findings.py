@@ -17,7 +17,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.scalars import number_hint
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import Leaf, Section, Sequence, Tree, describe_kind, plain
+from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain
 from ftcli.errors import Finding
 
 _RANGE = {
@@ -54,7 +54,7 @@ def validate(tree: Tree, origins: Origins) -> tuple[Recipe | None, tuple[Finding
 
 def _blank_sections(tree: Tree) -> tuple[Path, ...]:
     """Known sections with nothing under them. ``lora:`` could mean adapters with defaults or none at all."""
-    if not isinstance(tree, Section):
+    if not isinstance(tree, MapNode):
         return ()
     sections = {name for name in Recipe.model_fields if name != "version"}
     values = ((name, entry.value) for name, entry in tree.entries.items() if name in sections)
@@ -77,10 +77,10 @@ def _located(details: ErrorDetails, tree: Tree) -> _Problem:
     tagged = False
     for number, part in enumerate(details["loc"], start=1):
         last = number == len(details["loc"])
-        if isinstance(node, Section) and str(part) in node.entries:
+        if isinstance(node, MapNode) and str(part) in node.entries:
             node = node.entries[str(part)].value
             path.append(str(part))
-        elif isinstance(node, Sequence) and isinstance(part, int) and part < len(node.items):
+        elif isinstance(node, ListNode) and isinstance(part, int) and part < len(node.items):
             node = node.items[part]
             path.append(str(part))
         elif last and details["type"] == "missing":
@@ -198,7 +198,7 @@ def _type_help(node: Node, value: Tree, schema: RecipeSchema) -> str | None:
     """What to write instead, where that can be told from what stands there."""
     kinds = {part.get("type") for part in schema.variants(node)}
     if not isinstance(value, Leaf):
-        return "remove the brackets or dashes" if isinstance(value, Sequence) and "array" not in kinds else None
+        return "remove the brackets or dashes" if isinstance(value, ListNode) and "array" not in kinds else None
     if value.value is None:
         return "write a value, or remove the line for the default"
     if "array" in kinds:
@@ -234,9 +234,9 @@ def _number_help(value: Leaf, *, whole: bool) -> str | None:
 def _value_at(tree: Tree, path: Path) -> Tree | None:
     node: Tree = tree
     for part in path:
-        if isinstance(node, Section) and part in node.entries:
+        if isinstance(node, MapNode) and part in node.entries:
             node = node.entries[part].value
-        elif isinstance(node, Sequence) and part.isdecimal() and int(part) < len(node.items):
+        elif isinstance(node, ListNode) and part.isdecimal() and int(part) < len(node.items):
             node = node.items[int(part)]
         else:
             return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
-from ftcli.config.tree import Section, Sequence, Tree
+from ftcli.config.tree import ListNode, MapNode, Tree
 from ftcli.errors import Origin
 
 Path = tuple[str, ...]
@@ -18,26 +18,26 @@ class Origins:
         self._keys: dict[Path, Origin] = {}
         self._collect(tree, ())
 
-    def at(self, path: str | Items[str | int]) -> Origin | None:
+    def at(self, path: str | Sequence[str | int]) -> Origin | None:
         """Where the value stands, or else its nearest ancestor that was written down; at last the file itself."""
         return self._nearest(self._values, _parts(path))
 
-    def key(self, path: str | Items[str | int]) -> Origin | None:
+    def key(self, path: str | Sequence[str | int]) -> Origin | None:
         """Where the key stands (list items: the item), or else the nearest ancestor's."""
         return self._nearest(self._keys, _parts(path))
 
-    def explicit(self, path: str | Items[str | int]) -> bool:
+    def explicit(self, path: str | Sequence[str | int]) -> bool:
         """Whether the recipe or an override says something at this path, rather than a default standing there."""
         return _parts(path) in self._values
 
     def _collect(self, tree: Tree, path: Path) -> None:
         self._values[path] = tree.origin
         self._keys.setdefault(path, tree.origin)
-        if isinstance(tree, Section):
+        if isinstance(tree, MapNode):
             for name, entry in tree.entries.items():
                 self._keys[(*path, name)] = entry.key
                 self._collect(entry.value, (*path, name))
-        elif isinstance(tree, Sequence):
+        elif isinstance(tree, ListNode):
             for index, item in enumerate(tree.items):
                 self._collect(item, (*path, str(index)))
 
@@ -50,7 +50,7 @@ class Origins:
         return None
 
 
-def _parts(path: str | Items[str | int]) -> Path:
+def _parts(path: str | Sequence[str | int]) -> Path:
     if isinstance(path, str):
         return tuple(path.split(".")) if path else ()
     return tuple(str(part) for part in path)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ftcli.config.extends import secrets_in
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import Entry, Leaf, Section, Sequence, Tree, describe_kind
+from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, describe_kind
 from ftcli.config.yaml import parse_value
 from ftcli.errors import Finding, FtcliError, Origin
 
@@ -28,7 +28,7 @@ class _Refused(Exception):
         self.finding = finding
 
 
-def apply_overrides(tree: Tree, overrides: Items[Override]) -> tuple[Tree, tuple[Finding, ...]]:
+def apply_overrides(tree: Tree, overrides: Sequence[Override]) -> tuple[Tree, tuple[Finding, ...]]:
     """`tree` with every override that can be applied, and a finding for each that cannot (FT130 to FT132)."""
     findings: list[Finding] = []
     for override in overrides:
@@ -55,7 +55,7 @@ def _applied(tree: Tree, override: Override, findings: list[Finding]) -> Tree:
     parsed = parse_value(text, origin.source)
     findings += parsed.findings
     if is_secret_key(path[-1]):
-        findings += secrets_in(Section(origin, {path[-1]: Entry(origin, parsed.tree)}))
+        findings += secrets_in(MapNode(origin, {path[-1]: Entry(origin, parsed.tree)}))
         return tree
     findings += secrets_in(parsed.tree, path[-1])
     return _set(tree, path, 0, parsed.tree, origin)
@@ -66,7 +66,7 @@ def _set(tree: Tree, path: tuple[str, ...], depth: int, value: Tree, origin: Ori
     if depth == len(path):
         return value
     part = path[depth]
-    if isinstance(tree, Sequence):
+    if isinstance(tree, ListNode):
         index = _index(tree, path, depth, origin)
         items = list(tree.items)
         items[index] = _set(items[index], path, depth + 1, value, origin)
@@ -76,13 +76,13 @@ def _set(tree: Tree, path: tuple[str, ...], depth: int, value: Tree, origin: Ori
         whole = "[...]" if part.isdecimal() else f"{{{part}: ...}}"
         help = f"set {where} as a whole: --set '{where}={whole}'"
         raise _Refused(Finding("FT131", f"{where} is {describe_kind(tree)} and has no keys", origin, help))
-    entries = dict(tree.entries) if isinstance(tree, Section) else {}
-    below = entries[part].value if part in entries else Section(origin, {})
+    entries = dict(tree.entries) if isinstance(tree, MapNode) else {}
+    below = entries[part].value if part in entries else MapNode(origin, {})
     entries[part] = Entry(origin, _set(below, path, depth + 1, value, origin))
-    return Section(tree.origin if isinstance(tree, Section) else origin, entries)
+    return MapNode(tree.origin if isinstance(tree, MapNode) else origin, entries)
 
 
-def _index(tree: Sequence, path: tuple[str, ...], depth: int, origin: Origin) -> int:
+def _index(tree: ListNode, path: tuple[str, ...], depth: int, origin: Origin) -> int:
     where, part, count = ".".join(path[:depth]), path[depth], len(tree.items)
     if part.isdecimal() and int(part) < count:
         return int(part)

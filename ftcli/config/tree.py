@@ -27,8 +27,8 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """A list."""
+class ListNode:
+    """A YAML list."""
 
     origin: Origin
     items: tuple[Tree, ...]
@@ -43,41 +43,41 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A mapping with text keys, in the order in which they were written."""
+class MapNode:
+    """A YAML mapping with text keys, in the order in which they were written."""
 
     origin: Origin
     entries: Mapping[str, Entry]
 
 
-Tree = Leaf | Sequence | Section
+Tree = Leaf | ListNode | MapNode
 
 
 def plain(tree: Tree) -> Any:
     """The values alone: dicts, lists and scalars."""
-    if isinstance(tree, Section):
+    if isinstance(tree, MapNode):
         return {key: plain(entry.value) for key, entry in tree.entries.items()}
-    if isinstance(tree, Sequence):
+    if isinstance(tree, ListNode):
         return [plain(item) for item in tree.items]
     return tree.value
 
 
 def merge(base: Tree, over: Tree) -> Tree:
     """`over` on top of `base`: maps merge key by key, everything else (lists too) is replaced."""
-    if not (isinstance(base, Section) and isinstance(over, Section)):
+    if not (isinstance(base, MapNode) and isinstance(over, MapNode)):
         return over
     entries = dict(base.entries)
     for key, entry in over.entries.items():
         below = entries.get(key)
         entries[key] = entry if below is None else replace(entry, value=merge(below.value, entry.value))
-    return Section(over.origin, entries)
+    return MapNode(over.origin, entries)
 
 
 def describe_kind(tree: Tree) -> str:
     """What a person would call this value in a sentence: ``text `abc` ``, ``the number 3``, ``a list``."""
-    if isinstance(tree, Section):
+    if isinstance(tree, MapNode):
         return "a section"
-    if isinstance(tree, Sequence):
+    if isinstance(tree, ListNode):
         return "a list"
     if tree.value is None:
         return "nothing" if tree.blank else "null"

@@ -20,7 +20,7 @@ from ftcli.config import scalars
 from ftcli.config.recipe_file import lines_of
 from ftcli.config.secrets import mask
 from ftcli.config.syntax import syntax_finding
-from ftcli.config.tree import Entry, Leaf, Section, Sequence, Tree
+from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Recipes nest about five deep and hold about a hundred values.
@@ -41,7 +41,7 @@ class Parsed:
 def parse_file(text: str, source: str) -> Parsed:
     """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with."""
     parsed = _parse(text, source)
-    if not isinstance(parsed.tree, Section):
+    if not isinstance(parsed.tree, MapNode):
         blank = isinstance(parsed.tree, Leaf) and parsed.tree.value is None
         if blank:
             message, code, help = "holds comments only", "FT105", "`ftcli recipes list` shows recipes to start from"
@@ -49,7 +49,7 @@ def parse_file(text: str, source: str) -> Parsed:
             message, code = "a recipe is a list of `key: value` lines at its top level", "FT119"
             help = "start with `version: 1`; a space follows each colon"
         raise FtcliError.single(code, message, origin=parsed.tree.origin, help=help, exit_code=ExitCode.RECIPE)
-    root = Section(Origin(source), parsed.tree.entries)
+    root = MapNode(Origin(source), parsed.tree.entries)
     return Parsed(root, parsed.findings)
 
 
@@ -161,7 +161,7 @@ class _Converter:
             origin = introduced_by
         if isinstance(node, yaml.MappingNode):
             return self._section(node, origin)
-        return Sequence(origin, tuple(self.tree(item) for item in node.value))
+        return ListNode(origin, tuple(self.tree(item) for item in node.value))
 
     @staticmethod
     def _leaf(node: yaml.ScalarNode, origin: Origin, introduced_by: Origin | None) -> Leaf:
@@ -171,7 +171,7 @@ class _Converter:
             origin = introduced_by
         return Leaf(origin, scalars.resolve(node.value), node.value)
 
-    def _section(self, node: yaml.MappingNode, origin: Origin) -> Section:
+    def _section(self, node: yaml.MappingNode, origin: Origin) -> MapNode:
         entries: dict[str, Entry] = {}
         for key_node, value_node in node.value:
             key_origin = self._places.of(key_node)
@@ -185,7 +185,7 @@ class _Converter:
                 self._find("FT113", f"duplicate key `{key}`", key_origin, f"it stands already in {where}; keep one")
                 continue
             entries[key] = Entry(key_origin, value)
-        return Section(origin, entries)
+        return MapNode(origin, entries)
 
     def _key(self, node: yaml.Node, origin: Origin) -> str | None:
         if not isinstance(node, yaml.ScalarNode):

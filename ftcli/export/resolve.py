@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ftcli.config import ModelConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.origins import Origins
-from ftcli.config.tree import Section
+from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.run.directory import RunDirectory
 
@@ -90,7 +90,7 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
     if not isinstance(base, str) or not base:
         raise unusable(folder, f"{ADAPTER_CONFIG} names no base model")
     model = ModelConfig(name_or_path=base, revision=config.get("revision"))
-    origins = Origins(Section(Origin(str(folder / ADAPTER_CONFIG)), {}))
+    origins = Origins(MapNode(Origin(str(folder / ADAPTER_CONFIG)), {}))
     target = destination or folder.with_name(f"{folder.resolve().name}-export")
     return ExportSource("adapter", folder, model, origins, None, target)
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
-from ftcli.preflight.memory.held import Offloaded
+from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.tables import code_of, policies
 from ftcli.tables.policies import PolicyName
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import in_this_process
 from ftcli.pipeline.options import BenchOptions
-from ftcli.reporting import Session
+from ftcli.reporting import Result, Session
 from ftcli.tables import code_of, engines, methods
 
 __all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "train"]
-
-Result = dict[str, Any]
 
 
 def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> Result:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.device import DeviceFacts, named_device
-from ftcli.preflight.checks.base import Command
+from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session

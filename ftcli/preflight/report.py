@@ -11,7 +11,7 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Part
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
-from ftcli.preflight.checks.base import NotMade
+from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.disk import DiskEstimate
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate

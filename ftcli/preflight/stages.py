@@ -26,10 +26,10 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.execution import parts_of
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.preflight.checks import crossfield, data, files, machine, model, room, sources, support
-from ftcli.preflight.checks.base import Command, Context, Findings, NotMade
+from ftcli.preflight.checks import crossfield, data, files, machine, memory_and_disk, model, sources, support
+from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
-from ftcli.preflight.memory.advice import Verdict, judge
+from ftcli.preflight.memory.advice import Verdict, verdict_on
 from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.policy import choose_checkpointing, within_budget
@@ -60,7 +60,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     device = probe_device() if device is None else device
     setup = Setup(loaded.recipe, facts, within_budget(device, loaded.recipe), context.work, context.method)
     checkpointing = choose_checkpointing(setup)
-    setup = checkpointing.of(setup)
+    setup = checkpointing.applied_to(setup)
     context = replace(context, recipe=setup.recipe)
     estimates = _estimates(context, setup)
     found.stage(
@@ -122,9 +122,9 @@ def _estimates(context: Context, setup: Setup) -> _Estimates:
     if found is None:
         not_made.append(NotMade("memory", facts.why_no_shape))
     else:
-        verdict = judge(found)
-        findings += room.memory_findings(context, found.estimate, verdict, device)
-        findings += room.host_findings(context, found.estimate, device.host_free_bytes)
+        verdict = verdict_on(found)
+        findings += memory_and_disk.memory_findings(context, found.estimate, verdict, device)
+        findings += memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
         if found.estimate.pinned_host_bytes and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
         if verdict.level == "unknown":
@@ -149,12 +149,12 @@ def _disk(
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]
-    findings += room.output_findings(context, output_dir)
+    findings += memory_and_disk.output_findings(context, output_dir)
     if estimate is None:
         not_made.append(NotMade("free disk", facts.why_no_shape))
     elif not findings:
         estimate = replace(estimate, free_bytes=free_bytes(existing_ancestor(output_dir)))
-        findings += room.disk_findings(context, estimate, output_dir)
+        findings += memory_and_disk.disk_findings(context, estimate, output_dir)
         if estimate.free_bytes is None:
             not_made.append(NotMade("free disk", f"the system does not say for {output_dir}"))
     return estimate, findings, not_made

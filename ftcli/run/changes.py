@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from ftcli.config import Recipe
+from ftcli.tables import methods
 
 #: Sections and keys that may differ when a run is resumed, because no weight depends on them. Everything else decides
 #: what is learnt; so do `train.max_steps` and `train.num_train_epochs`, through the learning rate of every step.
@@ -28,14 +29,14 @@ HARMLESS = (
     "train.memory_budget_gib",
 )
 
-#: What the tensors of a checkpoint depend on. It may never differ, not even with `--resume PATH`.
-STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method", "grpo.num_generations")
+#: What the tensors of a checkpoint depend on, whatever the training method.
+_STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method")
 
 _ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedKey:
     """One key with its old and its new value, as people write them."""
 
     key: str
@@ -50,7 +51,12 @@ class Change:
         return any(self.key == key or self.key.startswith(key + ".") for key in keys)
 
 
-def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[Change, ...]:
+def structural_keys() -> tuple[str, ...]:
+    """What the tensors of a checkpoint depend on: it may never differ, not even with ``--resume PATH``."""
+    return (*_STRUCTURAL, *(key for method in methods.TABLE.values() for key in method.structural))
+
+
+def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
     """All keys whose values differ between two resolved recipes.
 
     A key that is missing from the old recipe, because an older ftcli wrote it, counts as having today's default.
@@ -61,7 +67,7 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[Change, ...]:
     old, new = settings_of(old_yaml), settings_of(new_yaml)
     keys = [*new, *(key for key in old if key not in new)]
     values = [(key, old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys]
-    return tuple(Change(key, before, after) for key, before, after in values if before != after)
+    return tuple(ChangedKey(key, before, after) for key, before, after in values if before != after)
 
 
 def settings_of(recipe_yaml: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from ftcli.run.atomic import (
     storage_errors,
     write_text,
 )
-from ftcli.run.changes import HARMLESS, STRUCTURAL, Change, recipe_changes
+from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
@@ -205,7 +205,7 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decisio
             help="choose a new --output-dir, or use --resume auto to continue the run that is there",
         )
     changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
-    structural = tuple(c for c in changes if c.is_in(STRUCTURAL))
+    structural = tuple(c for c in changes if c.is_in(structural_keys()))
     if structural:
         raise _changed(owner, structural)
     warnings = [
@@ -275,14 +275,14 @@ def _foreign_entries(path: Path) -> list[str]:
     return sorted(name for name in names if name not in ours and not name.startswith(TEMPORARY_PREFIX))
 
 
-def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[Change, ...]:
+def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
     try:
         return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), recipe_yaml)
     except (OSError, ValueError) as error:
         raise unreadable(run.recipe_path, error) from error
 
 
-def _changed(run: RunDirectory, changes: tuple[Change, ...]) -> FtcliError:
+def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
     shown = [str(change) for change in changes[:_SHOWN]]
     if len(changes) > _SHOWN:
         shown.append(f"{len(changes) - _SHOWN} more keys")

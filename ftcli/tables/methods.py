@@ -33,8 +33,8 @@ class Method:
         scores_tasks: `eval.tasks` are scored before and after training.
         takes_quantized: It trains adapters on quantised bases.
         packs: ``data.packing`` and weights of sources have a meaning for it.
-        example: A shipped recipe.
         length: The recipe key that is lowered where rows are too long.
+        structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
         supports: Of recipe keys that some values do not work with: those that do.
     """
 
@@ -54,7 +54,7 @@ class Method:
     takes_quantized: bool = True
     packs: bool = True
     length: str = "data.max_seq_len"
-    example: str = "smoke"
+    structural: tuple[str, ...] = ()
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -107,7 +107,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             takes_quantized=False,
             packs=False,
             length="grpo.max_completion_length",
-            example="mistral-7b-grpo",
+            structural=("grpo.num_generations",),
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),

@@ -46,7 +46,7 @@ class Policy:
     off_kernels: PolicyName | None = None
 
 
-_HELD = "ftcli.preflight.memory.held"
+_HELD = "ftcli.preflight.memory.checkpointing"
 _APPLY = "ftcli.model.checkpointing"
 
 TABLE: Mapping[PolicyName, Policy] = MappingProxyType(

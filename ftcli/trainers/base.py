@@ -14,7 +14,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from transformers.trainer_utils import SaveStrategy
 
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.progress import LogWindow, RandomStates, WindowState
+from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Metrics = dict[str, Any]
 
 
-class Progress(Protocol):
+class StepDisplay(Protocol):
     """Shows where a run is."""
 
     def begin(self, step: int, total: int) -> None:
@@ -64,7 +64,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer: RunTrainerMixin,
         schedule: Schedule,
         write: Callable[[Metrics], None],
-        progress: Progress,
+        progress: StepDisplay,
         stop: StopSignal,
     ) -> None:
         self._trainer = trainer

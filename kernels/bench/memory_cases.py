@@ -56,7 +56,7 @@ class Case:
             return loaded
         alone = replace(device, free_bytes=None, host_free_bytes=None)
         setup = self._setup(loaded, loaded.recipe, alone)
-        return replace(loaded, recipe=choose_checkpointing(setup).of(setup).recipe)
+        return replace(loaded, recipe=choose_checkpointing(setup).applied_to(setup).recipe)
 
     @property
     def options(self) -> BenchOptions:

@@ -17,8 +17,8 @@ from ftcli.facts.device import GPUS
 from ftcli.facts.model import facts_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.held import Offloaded
 from ftcli.tables.policies import PolicyName
 from tests.estimates import estimate_of, setup_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
-from ftcli.preflight.checks.base import Command, Context
+from ftcli.preflight.checks.context import Command, Context
 
 Load = Callable[..., LoadedRecipe]
 

@@ -9,8 +9,8 @@ import typer
 
 from ftcli.cli import options, samples, views
 from ftcli.cli.environment import style_for
-from ftcli.cli.request import Request, Result
-from ftcli.reporting import Session
+from ftcli.cli.request import Request
+from ftcli.reporting import Result, Session
 
 
 def check(

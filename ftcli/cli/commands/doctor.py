@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ftcli import __version__
 from ftcli.cli import options, views
-from ftcli.cli.request import Request, Result
-from ftcli.reporting import Session
+from ftcli.cli.request import Request
+from ftcli.reporting import Result, Session
 from ftcli.tables import loggers
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from ftcli.cli import options, views
-from ftcli.cli.request import Request, Result
-from ftcli.reporting import Session
+from ftcli.cli.request import Request
+from ftcli.reporting import Result, Session
 
 
 def evaluate(

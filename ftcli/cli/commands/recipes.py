@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ftcli.cli import options, render
-from ftcli.cli.request import Request, Result
+from ftcli.cli.request import Request
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.reporting import Session
+from ftcli.reporting import Result, Session
 
 _EPILOG = (
     "\b\nExamples:\n"

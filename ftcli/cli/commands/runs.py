@@ -9,9 +9,9 @@ import typer
 
 from ftcli.cli import options
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import Request, Result
+from ftcli.cli.request import Request
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.reporting import Session
+from ftcli.reporting import Result, Session
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftcli.cli import options
-from ftcli.cli.request import Request, Result
-from ftcli.reporting import Session
+from ftcli.cli.request import Request
+from ftcli.reporting import Result, Session
 from ftcli.tables.methods import Method
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from ftcli.config import RewardConfig, TaskConfig
-from ftcli.preflight.checks.base import Context, Findings
-from ftcli.preflight.checks.functions import function_findings
+from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
+from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import exports, judges, layouts, optimizers, policies, quantizations
 
 

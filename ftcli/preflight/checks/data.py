@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
-from ftcli.preflight.checks.base import Context, Findings, NotMade
+from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftcli.assets import asset
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 
 
 def check(context: Context) -> Findings:

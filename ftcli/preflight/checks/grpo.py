@@ -8,10 +8,10 @@ from dataclasses import replace
 from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
 from ftcli.judges import missing_answer
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
 from ftcli.preflight.checks.data import FirstRows
-from ftcli.preflight.checks.functions import function_findings
+from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import judges, layouts
 
 

@@ -8,7 +8,7 @@ from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.facts.execution import why_no_kernels
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 from ftcli.tables import code_of, quantizations
 from ftcli.units import gib
 

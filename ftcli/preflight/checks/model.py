@@ -8,7 +8,7 @@ from ftcli.errors import Finding
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
-from ftcli.preflight.checks.base import Context, Findings, NotMade
+from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 
 _TABLES = ("lm_head", "embed_tokens")

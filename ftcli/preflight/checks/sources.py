@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcli.config import DatasetConfig
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 from ftcli.rows.places import is_hub, resolve_path
 
 _HUB_ONLY = ("name", "revision", "streaming")

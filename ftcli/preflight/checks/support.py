@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ftcli.config import LaunchConfig
 from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.errors import Finding
-from ftcli.preflight.checks.base import Context, Findings, shown
+from ftcli.preflight.checks.context import Context, Findings, shown
 from ftcli.tables import engines, exports, loggers, quantizations
 
 Installed = Callable[[str], bool]

@@ -21,12 +21,12 @@ attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4
 gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs.
 ===============  ===================================================================================================
 
-Rotary embeddings and residual additions keep nothing. What checkpointing leaves of it: :mod:`~.held`. Checked against
-torch's saved-tensor hooks in tests/unit/preflight/test_activations.py, for LoRA and full, float32 and bfloat16, every
-family.
+Rotary embeddings and residual additions keep nothing. :mod:`~.checkpointing` says what checkpointing leaves of all
+this. tests/unit/preflight/test_activations.py compares the table with torch's saved-tensor hooks: LoRA and full
+fine-tuning, float32 and bfloat16, every family.
 
-Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. Which of the two a run has says
-:mod:`ftcli.facts.execution`.
+Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. :mod:`ftcli.facts.execution` says which of the two
+forms a run has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
-from ftcli.preflight.memory.held import LayerBytes
+from ftcli.preflight.memory.checkpointing import LayerBytes
 
 
 @dataclass(frozen=True, slots=True)

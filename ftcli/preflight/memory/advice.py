@@ -14,10 +14,10 @@ from ftcli.preflight.memory.candidates import (
     Candidate,
     Level,
     Settings,
+    as_options,
     candidate,
     checkpointed,
     shorter,
-    shown,
     smaller_batches,
 )
 from ftcli.preflight.memory.setup import Setup
@@ -37,7 +37,7 @@ class Change:
     total_bytes: int
 
     def __str__(self) -> str:
-        return shown(self.settings)
+        return as_options(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Saving:
     saved_bytes: int
 
     def __str__(self) -> str:
-        return shown(self.settings)
+        return as_options(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Verdict:
     fitting_gpus: tuple[str, ...] = ()
 
 
-def judge(found: Candidate) -> Verdict:
+def verdict_on(found: Candidate) -> Verdict:
     """The verdict on an estimate; looks for a change only when it is not a clear fit.
 
     The recipe names its policy: where it says `auto`, the one that was chosen for the device. A change is then sought

@@ -141,7 +141,7 @@ def checkpointed(setup: Setup) -> list[Settings]:
     return [none, *(each | none for each in leaner)]
 
 
-def shown(settings: Settings) -> str:
+def as_options(settings: Settings) -> str:
     """Settings as the command line takes them."""
     return " ".join(f"--set {key}={_yaml(value)}" for key, value in settings.items())
 

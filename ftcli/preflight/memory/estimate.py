@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ftcli.facts.quantization import layers_with_room
-from ftcli.preflight.memory.held import Offloaded
+from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import Settled, held_by_layers, phases_of, terms
@@ -112,7 +112,7 @@ def pinned_by(setup: Setup, offloaded: Offloaded) -> int:
     """Bytes of activations that training sends to the host; a CPU's memory is the host's, and nothing is sent."""
     if not setup.trains or setup.device.kind == "cpu":
         return 0
-    setting = setup.setting(setup.of_method.seq_len, padded=False)
+    setting = setup.setting(setup.method_memory.seq_len, padded=False)
     stream = setup.shape.hidden_size * setting.bytes_residual
     held, _ = held_by_layers(setup, setting, offloaded)
     layers = setup.shape.num_layers - setup.uncheckpointed

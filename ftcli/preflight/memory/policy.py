@@ -28,7 +28,7 @@ from ftcli.preflight.memory.candidates import (
     level_of,
     policies_by_speed,
 )
-from ftcli.preflight.memory.held import Offloaded
+from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import EVALUATION, GENERATION
 from ftcli.tables import policies
@@ -77,7 +77,7 @@ class CheckpointingChoice:
         all_but = f" but in the last {self.uncheckpointed_layers} layers" if self.uncheckpointed_layers else ""
         return f"{policies.shown(self.policy)}{all_but}: {self.reason}"
 
-    def of(self, setup: Setup) -> Setup:
+    def applied_to(self, setup: Setup) -> Setup:
         """The setup as it runs under this choice."""
         return setup.under(self.policy, self.uncheckpointed_layers)
 

@@ -106,7 +106,7 @@ class Setup:
         return trained_parameters(self.recipe, self.shape)
 
     @cached_property
-    def of_method(self) -> MethodMemory:
+    def method_memory(self) -> MethodMemory:
         """What the method decides."""
         found: MethodMemory = code_of(self.method.memory)(self)
         return found
@@ -129,7 +129,7 @@ class Setup:
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch at its largest."""
-        return self.rows * self.of_method.seq_len
+        return self.rows * self.method_memory.seq_len
 
     @property
     def padded(self) -> bool:

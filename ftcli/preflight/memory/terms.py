@@ -23,7 +23,7 @@ from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.facts.trained import optimizer_state_bytes
 from ftcli.preflight.memory.activations import Setting, norm_bytes, plain_layers
-from ftcli.preflight.memory.held import Held, Offloaded
+from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.workspaces import cublas_bytes, mask_bytes
 from ftcli.tables import code_of, optimizers, policies
@@ -61,7 +61,7 @@ def phases_of(setup: Setup) -> tuple[str, ...]:
         return (EXPORT,)
     if setup.work == "eval":
         return (EVALUATION,)
-    generation = (GENERATION,) if setup.of_method.generation is not None else ()
+    generation = (GENERATION,) if setup.method_memory.generation is not None else ()
     evaluation = (EVALUATION,) if recipe.data.eval or recipe.eval.tasks else ()
     return (*_TRAINING, *generation, *evaluation)
 
@@ -77,7 +77,7 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
     if setup.trains:
         yield from _what_training_holds(setup, always)
         yield from _what_a_step_allocates(setup, settled)
-    if GENERATION in always and (batch := setup.of_method.generation) is not None:
+    if GENERATION in always and (batch := setup.method_memory.generation) is not None:
         cache = _generation(setup, settled, batch.rows, batch.prompt, batch.seq_len)
         yield Term("generation", cache, (GENERATION,))
     if EVALUATION in always:
@@ -99,13 +99,13 @@ def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term
     accumulates = recipe.train.gradient_accumulation_steps > 1
     yield Term("gradients", 4 * trained.elements, _TRAINING if accumulates else (END, STEP), lasting=True)
     yield Term("optimizer", optimizer_state_bytes(recipe.train.optim, trained), always, lasting=True)
-    if reference := setup.of_method.reference_bytes:
+    if reference := setup.method_memory.reference_bytes:
         yield Term("reference model", reference, always, lasting=True)
 
 
 def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     tokens, on_kernels = setup.tokens, setup.execution.on_kernels
-    setting = setup.setting(setup.of_method.seq_len, padded=setup.padded)
+    setting = setup.setting(setup.method_memory.seq_len, padded=setup.padded)
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
     states = _hidden_states(setup, tokens, setting)
     # What backward begins with is there before any of the kernels' layers.
@@ -113,15 +113,15 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     dense = _dequantized(setup, settled)
     yield Term("activations", _kept(setup, layer, whole) + _shared(setup, setting), (FORWARD, BACKWARD))
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
-    of_method = setup.of_method.loss_bytes
-    loss = _cross_entropy(setup, tokens, training=True) if of_method is None else of_method
+    loss_of_method = setup.method_memory.loss_bytes
+    loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, (BACKWARD,))
     last = max(workspace + int(tokens * layer.kept), _embedding_gradient(setup))
     yield Term("last workspace", last, (END,))
     foreach = optimizers.row(setup.recipe.train.optim).foreach and setup.device.kind == "cuda"
     yield Term("optimizer workspace", 4 * setup.trained.elements if foreach else 0, (STEP,))
-    if of_method is None and setup.head_is_trained:
+    if loss_of_method is None and setup.head_is_trained:
         yield Term("head gradient", 4 * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(setup):
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers

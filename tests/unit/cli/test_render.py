@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.cli.plain import jsonable
-from ftcli.cli.render import Style, document, findings_text, result_text
+from ftcli.cli.render import Style, document, findings_text, jsonable, result_text
 from ftcli.cli.views import bench_text, check_text, evaluation_text
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, Origin

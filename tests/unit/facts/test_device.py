@@ -18,7 +18,7 @@ from ftcli.facts.device import DEVICE_NAMES, GPUS, cpu_device, named_device, pro
 from ftcli.facts.execution import why_no_kernels
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 
 GIB = 2**30
 

@@ -15,7 +15,7 @@ from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.quantization import nf4_bytes
 from ftcli.facts.shape import Linear
 from ftcli.preflight.checks import crossfield
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from tests.estimates import setup_of
 

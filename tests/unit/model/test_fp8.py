@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ftcli.assets import asset
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
-from ftcli.config.tree import Section
+from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
@@ -37,7 +37,7 @@ PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test
 def tiny(**change: Any) -> Any:
     """The bundled model as a run loads it."""
     model = ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes", **change)
-    facts = read_facts(model, offline=True, origins=Origins(Section(None, {})))
+    facts = read_facts(model, offline=True, origins=Origins(MapNode(None, {})))
     return load_model(model, facts, PLAN, device=torch.device("cpu"), seed=1, offline=True, quantization=FP8)
 
 
@@ -160,7 +160,7 @@ def test_the_model_is_quantised_as_it_is_loaded_or_drawn() -> None:
 
 def test_preflight_counts_the_bytes_that_are_held() -> None:
     facts = read_facts(
-        ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True, origins=Origins(Section(None, {}))
+        ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True, origins=Origins(MapNode(None, {}))
     )
     assert facts.shape is not None
     model = tiny()

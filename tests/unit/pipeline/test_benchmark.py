@@ -12,7 +12,7 @@ from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.pipeline.benchmark import _predicted, bench_recipe
 from ftcli.pipeline.options import BenchOptions
-from ftcli.preflight.checks.base import Command
+from ftcli.preflight.checks.context import Command
 from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight

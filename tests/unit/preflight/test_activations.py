@@ -16,8 +16,8 @@ from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states
 from ftcli.model.patch import patch
 from ftcli.preflight.memory.activations import LayerMemory, Setting, norm_bytes, plain_layers
+from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.preflight.memory.held import Held, Offloaded
 from ftcli.preflight.memory.host import pinned_bytes
 from ftcli.tables import code_of, families, policies
 

@@ -13,7 +13,7 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
-from ftcli.preflight.memory.advice import judge, relative_time
+from ftcli.preflight.memory.advice import relative_time, verdict_on
 from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.preflight.memory.policy import CheckpointingChoice, choose_checkpointing
@@ -165,7 +165,11 @@ def test_offloading_some_layers_can_be_faster_than_running_all_a_little_again(ca
     small = with_room_for(made.estimate("offload").total_bytes * 11 // 10, host_free_bytes=2**40)
     choice = made.choice(small)
     assert (choice.policy, choice.uncheckpointed_layers > 0) == ("offload", True)
-    pinned = Case(replace(made.loaded, recipe=choice.of(made.setup(H100)).recipe)).estimate("offload").pinned_host_bytes
+    pinned = (
+        Case(replace(made.loaded, recipe=choice.applied_to(made.setup(H100)).recipe))
+        .estimate("offload")
+        .pinned_host_bytes
+    )
     whole = made.estimate("offload").pinned_host_bytes
     assert pinned * 32 == whole * (32 - choice.uncheckpointed_layers)
 
@@ -297,7 +301,7 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     report = report_of(made.loaded, named_device(device))
     assert (report.checkpointing.requested, report.checkpointing.policy) == ("auto", policy)
     assert report.recipe.train.checkpointing == policy
-    assert report.recipe == report.checkpointing.of(made.setup(H100)).recipe
+    assert report.recipe == report.checkpointing.applied_to(made.setup(H100)).recipe
     assert report.memory == Case(replace(made.loaded, recipe=report.recipe)).estimate(policy, named_device(device))
     values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
@@ -369,6 +373,6 @@ def test_the_change_that_costs_least_speed_is_proposed(
     gpu = with_room_for(max(one.estimate(False).total_bytes, made.estimate("selective").total_bytes))
     found = candidate(made.setup(gpu).under(False))
     assert found is not None
-    change = judge(found).change
+    change = verdict_on(found).change
     assert change is not None
     assert dict(change.settings) == expected

@@ -12,7 +12,7 @@ import pytest
 
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import data
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 GRPO = "grpo: {max_prompt_length: 64, max_completion_length: 64, rewards: [{use: exact_match}]}\n"

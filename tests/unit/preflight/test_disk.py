@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.trained import trained_parameters
-from ftcli.preflight.checks import room
+from ftcli.preflight.checks import memory_and_disk
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
 from tests.estimates import Case
 
@@ -42,17 +42,17 @@ def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) 
 @pytest.mark.parametrize(("free", "code"), [(10 * GIB, None), (2 * GIB, "FT612"), (GIB, "FT611")])
 def test_disk_findings(free: int, code: str | None, context: Callable[..., Any], tmp_path: Path) -> None:
     disk = DiskEstimate(checkpoint_bytes=GIB // 2, checkpoints=3, result_bytes=GIB * 4 // 10, free_bytes=free)
-    found = [f.code for f in room.disk_findings(context(""), disk, tmp_path)]
+    found = [f.code for f in memory_and_disk.disk_findings(context(""), disk, tmp_path)]
     assert found == ([] if code is None else [code])
 
 
 def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    assert list(room.output_findings(context(""), tmp_path / "a" / "b")) == []
+    assert list(memory_and_disk.output_findings(context(""), tmp_path / "a" / "b")) == []
     assert list(tmp_path.glob("a*")) == []
-    (through_file,) = room.output_findings(context(""), tmp_path / "file" / "run")
+    (through_file,) = memory_and_disk.output_findings(context(""), tmp_path / "file" / "run")
     assert through_file.code == "FT613"
-    (nowhere,) = room.output_findings(context(""), Path("/proc/ftcli/run"))
+    (nowhere,) = memory_and_disk.output_findings(context(""), Path("/proc/ftcli/run"))
     assert nowhere.code == "FT613"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.facts.device import GPUS, named_device
-from ftcli.preflight.checks import room
+from ftcli.preflight.checks import memory_and_disk
 from ftcli.preflight.memory.candidates import TIGHT_SHARE, leaner_policies
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from tests.estimates import Case, setup_of
@@ -131,13 +131,13 @@ def test_a_gpu_without_bfloat16_gets_proposals_it_can_run(case: Callable[..., Ca
 def test_memory_findings_name_phase_parts_and_remedy(case: Callable[..., Case], context: Callable[..., Any]) -> None:
     made = case("meta-llama/Llama-3.1-8B", LORA + ROWS)
     estimate, verdict = made.estimate("l4"), made.verdict("l4")
-    (finding,) = room.memory_findings(context(""), estimate, verdict, named_device("l4"))
+    (finding,) = memory_and_disk.memory_findings(context(""), estimate, verdict, named_device("l4"))
     assert finding.code == "FT601"
     assert "weights 15.0" in finding.message
     assert "l4 has 22.0 GiB" in finding.message
     assert "--set train.gradient_checkpointing=selective" in finding.help
     tight = replace(verdict, level="tight")
-    (finding,) = room.memory_findings(context(""), estimate, tight, named_device("l4"))
+    (finding,) = memory_and_disk.memory_findings(context(""), estimate, tight, named_device("l4"))
     assert (finding.code, finding.severity) == ("FT602", "warning")
 
 
@@ -145,10 +145,10 @@ def test_host_memory_is_held_against_what_is_free(case: Callable[..., Case], con
     estimate = case("meta-llama/Llama-3.1-8B", LORA + ROWS, "train.gradient_checkpointing=offload").estimate()
     recipe = context("train: {gradient_checkpointing: offload}\n")
     enough = int(estimate.pinned_host_bytes / 0.9) + 2
-    (finding,) = room.host_findings(recipe, estimate, enough - 4)
+    (finding,) = memory_and_disk.host_findings(recipe, estimate, enough - 4)
     assert (finding.code, finding.severity) == ("FT603", "error")
-    assert list(room.host_findings(recipe, estimate, enough)) == []
-    assert list(room.host_findings(recipe, estimate, None)) == []
+    assert list(memory_and_disk.host_findings(recipe, estimate, enough)) == []
+    assert list(memory_and_disk.host_findings(recipe, estimate, None)) == []
 
 
 def test_where_only_a_quantised_base_fits_it_is_proposed(case: Callable[..., Case]) -> None:

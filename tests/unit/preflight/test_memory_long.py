@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
-from ftcli.preflight.checks import room
+from ftcli.preflight.checks import memory_and_disk
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from tests.estimates import setup_of
 
@@ -47,8 +47,8 @@ def test_the_host_decides_what_is_offloaded(estimate: Estimate, context: Callabl
     assert (short.offloaded, short.pinned_host_bytes) == ("layers", 32 * 2680 * 2**20)
     assert none == short  # nothing leaner: the finding says so
     recipe = context("train: {gradient_checkpointing: offload}\n")
-    assert not list(room.host_findings(recipe, short, 120 * GIB))
-    assert [finding.code for finding in room.host_findings(recipe, none, 90 * GIB)] == ["FT603"]
+    assert not list(memory_and_disk.host_findings(recipe, short, 120 * GIB))
+    assert [finding.code for finding in memory_and_disk.host_findings(recipe, none, 90 * GIB)] == ["FT603"]
     assert short.as_dict()["offloaded"] == "layers"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.facts.model import read_facts
 from ftcli.preflight.checks import model
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 
 from_hub = "model: {{name_or_path: {name}}}\n{rest}"
 

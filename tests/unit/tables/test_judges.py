@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.preflight.checks import crossfield, grpo
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 from ftcli.tables import code_of, judges
 from tests.e2e.conftest import User
 

@@ -12,7 +12,8 @@ import pytest
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.pipeline.training import train_supervised
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
+from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.memory.setup import MethodMemory, Setup
 from ftcli.reporting import Session
 from ftcli.tables import code_of, methods
@@ -31,6 +32,12 @@ def rules(context: Context) -> Iterator[Finding]:
         yield context.error("FT261", "train.per_device_train_batch_size", "pairs need an even number of rows")
 
 
+def row_rules(context: Context, first: FirstRows) -> Iterator[Finding]:
+    """It wants conversations."""
+    if not first.is_chat:
+        yield context.error("FT413", first.path, "pairs are made of conversations")
+
+
 def memory(setup: Setup) -> MethodMemory:
     """It keeps a second model."""
     return MethodMemory(setup.recipe.data.max_seq_len, reference_bytes=setup.shape.parameters)
@@ -46,6 +53,7 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         run=f"{__name__}:train",
         memory=f"{__name__}:memory",
         rules=f"{__name__}:rules",
+        row_rules=f"{__name__}:row_rules",
         supports=MappingProxyType({"model.dtype": ("auto", "float32")}),
     )
     monkeypatch.setattr(methods, "TABLE", {**methods.TABLE, "pairs": row})
@@ -69,9 +77,18 @@ def test_it_is_held_to_its_rules_and_to_what_it_supports(user: User) -> None:
     assert "pairs" in str(document["findings"])
 
 
+def test_it_is_held_to_its_rules_about_rows(user: User) -> None:
+    (user.folder / "plain.jsonl").write_text('{"text": "a"}\n')
+    data = {"train": [str(user.folder / "plain.jsonl")], "max_seq_len": 64}
+    recipe = user.recipe("r", data=data, train={"method": "pairs", "max_steps": 1, "per_device_train_batch_size": 2})
+    status, document = user.run("check", recipe)
+    assert status == 4
+    assert "FT413" in [finding["code"] for finding in document["findings"]]
+
+
 def test_every_code_reference_resolves() -> None:
     for row in methods.TABLE.values():
-        for reference in (row.run, row.memory, row.rules):
+        for reference in (row.run, row.memory, row.rules, row.row_rules):
             assert reference is None or callable(code_of(reference))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.facts.trained import Trained, optimizer_state_bytes
 from ftcli.preflight.checks import crossfield
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 from ftcli.tables import optimizers
 from tests.e2e.conftest import User
 

@@ -19,7 +19,7 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.shape import Linear
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.preflight.checks import crossfield, support
-from ftcli.preflight.checks.base import Context
+from ftcli.preflight.checks.context import Context
 from ftcli.preflight.memory.estimate import estimate_memory
 from ftcli.tables import code_of, quantizations
 from tests.e2e.conftest import User

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftcli.facts.device import DeviceFacts
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate

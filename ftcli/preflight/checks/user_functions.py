@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ftcli.judges import file_of
-from ftcli.preflight.checks.base import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings
 
 
 def function_findings(context: Context, path: str, spec: str) -> Findings:
