@@ -57,6 +57,6 @@ def end_at_stop(labels: list[int], stops: Collection[int]) -> bool:
 
 def without_loss(labels: list[int], offsets: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> None:
     """Masks the tokens that touch one of the half-open character ranges ``holes``, in place."""
-    for index, (start, end) in enumerate(offsets):
+    for index, (start, end) in enumerate(offsets if holes else ()):
         if any(start < last and end > first for first, last in holes):
             labels[index] = IGNORE_INDEX

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,7 +52,8 @@ def preflight_error(code: str, message: str, origin: Origin | None, help: str | 
 
 
 def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
-    """The local path of a Hub repository's config.json, from the cache or downloaded.
+    """The local path of a Hub repository's config.json, from the cache or downloaded; generation_config.json, where
+    there is one, is put beside it.
 
     Raises huggingface_hub's errors; ConnectionError at once when the Hub cannot be reached, instead of after half a
     minute of retries.
@@ -60,12 +62,27 @@ def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repo_id, "config.json", revision=revision, local_files_only=True))
+        path = Path(hf_hub_download(repo_id, "config.json", revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         if offline:
             raise
-    _require_connection(constants.ENDPOINT)
-    return Path(hf_hub_download(repo_id, "config.json", revision=revision))
+        _require_connection(constants.ENDPOINT)
+        path = Path(hf_hub_download(repo_id, "config.json", revision=revision))
+    if not offline:
+        _fetch_stops(repo_id, revision)
+    return path
+
+
+def _fetch_stops(repo_id: str, revision: str | None) -> None:
+    """Puts generation_config.json, which has the stop tokens, beside config.json in the cache, once."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if try_to_load_from_cache(repo_id, "generation_config.json", revision=revision) is not None:
+        return  # it is there, or known to be nowhere
+    with suppress(OSError, HfHubHTTPError, LocalEntryNotFoundError):  # many models have none
+        _require_connection(constants.ENDPOINT)
+        hf_hub_download(repo_id, "generation_config.json", revision=revision)
 
 
 def _require_connection(endpoint: str) -> None:

@@ -18,6 +18,7 @@ from ftcli.facts.config_file import (
     find_config,
     looks_local,
     preflight_error,
+    read_json,
 )
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
@@ -46,7 +47,8 @@ class ModelFacts:
 
     ``raw`` is the file's content. ``shape`` is None for a family that ftcli has no arithmetic for.
     ``max_positions`` is what the model can attend to in tokens, rope scaling counted in (None: the config does not
-    say). ``tokenizer`` and ``weights`` are None where their files are not on this machine, so nothing was looked at.
+    say). ``eos_token_ids`` are those of config.json and of the generation_config.json beside it. ``tokenizer`` and
+    ``weights`` are None where their files are not on this machine, so nothing was looked at.
     """
 
     name: str
@@ -124,7 +126,6 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     shape = _shape(raw, found, origin)
     family = family_of(model_type) or Family()
     text = text_values(raw)
-    eos = text.get("eos_token_id")
     return ModelFacts(
         name=model.name_or_path,
         source=found.kind,
@@ -138,7 +139,7 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         attn_logit_softcapping=_number(text, "attn_logit_softcapping", family.attention_softcap),
         final_logit_softcapping=_number(text, "final_logit_softcapping", family.final_softcap),
         bos_token_id=_token_id(text.get("bos_token_id")),
-        eos_token_ids=tuple(t for t in (eos if isinstance(eos, list) else [eos]) if isinstance(t, int)),
+        eos_token_ids=tuple(dict.fromkeys([*_ids(text.get("eos_token_id")), *_generation_stops(found.folder, origin)])),
         pad_token_id=_token_id(text.get("pad_token_id")),
         vocab_size=_token_id(text.get("vocab_size")),
         quantization=_quantization(raw),
@@ -151,6 +152,16 @@ def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the language model: a multimodal one's own values, and what stands beside them."""
     inner = raw.get("text_config")
     return {**raw, **{k: v for k, v in inner.items() if v is not None}} if isinstance(inner, dict) else dict(raw)
+
+
+def _generation_stops(folder: Path, origin: Origin | None) -> list[int]:
+    """The stop tokens of generation_config.json, which has more of them than config.json (gpt-oss, Qwen, Llama)."""
+    path = folder / "generation_config.json"
+    return _ids(read_json(path, origin).get("eos_token_id")) if path.is_file() else []
+
+
+def _ids(value: Any) -> list[int]:
+    return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
 
 
 def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) -> str:

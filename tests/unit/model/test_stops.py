@@ -1,0 +1,70 @@
+"""Stop tokens of generation_config.json count, survive, and are none where a family writes them inside of an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftcli.config import ModelConfig
+from ftcli.config.origins import Origins
+from ftcli.config.tree import Section
+from ftcli.facts.model import read_facts
+from ftcli.model.load import align_special_tokens, stop_token_ids
+from tests.unit.data.official import Official
+
+
+def stops(template: str, folder: Path, config: Any, generation: Any) -> tuple[set[str], Any]:
+    """The stop tokens of a model whose files name these, by their texts; and what an aligned model names."""
+    tokenizer = Official(template).tokenizer
+    source = Path(__file__).parents[3] / "ftcli/assets/models/tiny-gemma2/config.json"
+    ids = {"eos_token_id": [tokenizer.convert_tokens_to_ids(token) for token in config]}
+    tokenizer.eos_token = config[0]
+    (folder / "config.json").write_text(json.dumps({**json.loads(source.read_text()), **ids}))
+    brought = [tokenizer.convert_tokens_to_ids(token) for token in generation]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": brought}))
+    tokenizer.save_pretrained(folder)
+    facts = read_facts(ModelConfig(name_or_path=str(folder)), offline=True, origins=Origins(Section(None, {})))
+    found = stop_token_ids(facts, tokenizer)
+    model: Any = SimpleNamespace(config=SimpleNamespace(), generation_config=SimpleNamespace(eos_token_id=brought))
+    align_special_tokens(model, tokenizer, found)
+    named = set(tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id))
+    assert model.config.eos_token_id == model.generation_config.eos_token_id
+    return set(tokenizer.convert_ids_to_tokens(list(found))), named
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "generation"),
+    [
+        ("gptoss", ["<|return|>"], ["<|return|>", "<|endoftext|>", "<|call|>"]),
+        ("qwen3", ["<|im_end|>"], ["<|im_end|>", "<|endoftext|>"]),
+        ("llama3", ["<|eot_id|>"], ["<|end_of_text|>", "<|eot_id|>"]),
+        ("phi3", ["<|endoftext|>"], ["<|endoftext|>", "<|assistant|>", "<|end|>"]),
+    ],
+)
+def test_those_of_generation_config_count_and_are_kept(
+    tmp_path: Path, template: str, config: list[str], generation: list[str]
+) -> None:
+    found, named = stops(template, tmp_path, config, generation)
+    assert found >= set(generation)
+    assert named >= set(generation)
+
+
+def test_what_ends_gpt_oss_reasoning_does_not_end_its_turn(tmp_path: Path) -> None:
+    found, named = stops("gptoss", tmp_path, ["<|return|>"], ["<|return|>", "<|endoftext|>", "<|call|>"])
+    assert "<|end|>" not in found | named
+    found, _ = stops("phi3", tmp_path, ["<|endoftext|>"], ["<|endoftext|>"])
+    assert "<|end|>" in found
+
+
+def test_what_a_model_came_with_stays_though_no_file_said_so() -> None:
+    tokenizer = Official("qwen3").tokenizer
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(), generation_config=SimpleNamespace(eos_token_id=[ids[1], 10**6])
+    )
+    align_special_tokens(model, tokenizer, (ids[0],))
+    assert model.generation_config.eos_token_id == ids
