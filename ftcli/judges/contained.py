@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from ftcli.errors import Unwinding
@@ -52,7 +53,7 @@ def contained() -> Iterator[None]:
 
 def _current_folder() -> str | None:
     with contextlib.suppress(OSError):  # it has been deleted
-        return os.getcwd()
+        return str(Path.cwd())
     return None
 
 

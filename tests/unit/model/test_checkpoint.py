@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.config import LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.origins import Origins
-from ftcli.config.tree import Section
+from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
@@ -48,7 +48,7 @@ def edit_config(folder: Path, **values: Any) -> None:
 
 def load(folder: Path, **options: Any) -> Any:
     config = ModelConfig.model_validate({"name_or_path": str(folder)})
-    facts = read_facts(config, offline=True, origins=Origins(Section(Origin("a test"), {})))
+    facts = read_facts(config, offline=True, origins=Origins(MapNode(Origin("a test"), {})))
     return load_model(config, facts, PLAN, device=torch.device("cpu"), seed=0, offline=True, **options)
 
 
