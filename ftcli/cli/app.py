@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from ftcli.cli.environment import (
     style_for,
 )
 from ftcli.cli.request import Request
-from ftcli.errors import ExitCode, Finding
+from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
+from ftcli.errors import ExitCode, Finding, first_line
 from ftcli.reporting import Result
 from ftcli.tables import methods
 
@@ -100,15 +100,20 @@ class _Answer:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Prints everything itself; raises nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
+    open_missing_streams()
     _forgive_encodings()
     try:
         status = _main(words)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Python would complain once more when it closes stdout.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 1)
-        return _BROKEN_PIPE
+    except BrokenPipeError:  # whoever read our output has seen enough
+        status = _BROKEN_PIPE
+    except KeyboardInterrupt:
+        status = int(ExitCode.INTERRUPTED)
+    except OSError as error:
+        message = f"the result could not be written to stdout: {first_line(error)}"
+        _tell_people([Finding("FT194", message, help="what a run has written into its folder is complete")])
+        status = int(ExitCode.PREFLIGHT)
+    let_go_of_broken_streams()
     return status
 
 
@@ -146,8 +151,6 @@ def _run(request: Request, words: list[str]) -> _Answer:
         with results_only_on_stdout(), library_environment(session), fewer_library_warnings(session):
             result = request.action(session)
         text = _text_of(result, request)
-    except BrokenPipeError:
-        raise
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure.describe(error, command=session.command, debug=session.debug)
         return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
@@ -162,17 +165,20 @@ def _text_of(result: Result, request: Request) -> str | None:
 
 def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
     """Findings to stderr and the result to stdout; with `json` the document to stdout instead of the result."""
-    if answer.findings:
-        # The style has decided on colours; click would strip them again where FORCE_COLOR asks for them in a pipe.
-        text = render.findings_text(answer.findings[:_MOST_SHOWN], style_for(sys.stderr))
-        typer.echo(text, err=True, color=True)
-    if len(answer.findings) > _MOST_SHOWN:
-        typer.echo(f"ftcli: {len(answer.findings) - _MOST_SHOWN:,} more; --json has them all", err=True)
+    _tell_people(answer.findings)
     if json:
         findings = (*answer.told, *answer.findings)
         typer.echo(render.document(command, answer.exit_code, findings, answer.result))
     elif answer.text:
         typer.echo(answer.text, color=True)
+
+
+def _tell_people(findings: Sequence[Finding]) -> None:
+    stderr = unfailing(sys.stderr)
+    if findings:
+        print(render.findings_text(findings[:_MOST_SHOWN], style_for(sys.stderr)), file=stderr)
+    if len(findings) > _MOST_SHOWN:
+        print(f"ftcli: {len(findings) - _MOST_SHOWN:,} more; --json has them all", file=stderr)
 
 
 def _forgive_encodings() -> None:

@@ -6,13 +6,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
+from ftcli.cli.streams import unfailing
 from ftcli.reporting import Session
 from ftcli.tables import loggers
 
@@ -36,6 +37,13 @@ _RECORDED = (
 )
 
 
+#: What launchers of several processes and `accelerate config` leave behind. accelerate and transformers would obey it.
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+#: MPI's and SLURM's process managers set these for a single process as well, so they are not worth a word.
+_MPI_PREFIXES = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "MPI_LOCAL")
+
+
 def style_for(stream: object) -> Style:
     """Colours on a terminal, unless NO_COLOR is set or the terminal is dumb."""
     return Style(color=_wants_color(stream))
@@ -49,9 +57,9 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
     style = style_for(sys.stderr)
     reporter: CollectingReporter
     if terminal and not options.quiet:
-        reporter = TerminalReporter(sys.stderr, style, quiet=False, color=_wants_color(sys.stderr))
+        reporter = TerminalReporter(unfailing(sys.stderr), style, quiet=False, color=_wants_color(sys.stderr))
     else:
-        reporter = CollectingReporter(sys.stderr, style, quiet=options.quiet)
+        reporter = CollectingReporter(unfailing(sys.stderr), style, quiet=options.quiet)
     session = Session(
         reporter=reporter,
         quiet=options.quiet,
@@ -96,10 +104,17 @@ def library_environment(session: Session) -> Iterator[None]:
         wanted |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if not session.is_tty or session.quiet:
         wanted |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
+    left_over = _of_launchers(os.environ)
+    if left_over:
+        names = ", ".join(left_over)
+        session.reporter.warn(f"one process is used: {names} of the environment has no effect on ftcli")
+    unset = [*left_over, *(name for name in os.environ if name.startswith(_MPI_PREFIXES))]
+    before = {name: os.environ.get(name) for name in (*wanted, *unset)}
     for name, value in wanted.items():
         if before[name] is None or name == "HF_HUB_OFFLINE":
             os.environ[name] = value
+    for name in unset:
+        del os.environ[name]
     try:
         yield
     finally:
@@ -108,6 +123,10 @@ def library_environment(session: Session) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value_before
+
+
+def _of_launchers(environment: Mapping[str, str]) -> list[str]:
+    return sorted(n for n in environment if n in _LAUNCHERS or n.startswith(_LAUNCHERS_PREFIXES))
 
 
 @contextmanager
@@ -122,10 +141,11 @@ def fewer_library_warnings(session: Session) -> Iterator[None]:
 
 @contextmanager
 def results_only_on_stdout() -> Iterator[None]:
-    """While a command runs, everything that any library prints goes to stderr, C code included."""
+    """While a command runs, everything that any library prints goes to stderr, C code included; none of it fails."""
     saved = _duplicate_stdout()
+    stderr = unfailing(sys.stderr)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(stderr), redirect_stderr(stderr):
             yield
     finally:
         if saved is not None:

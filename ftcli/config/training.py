@@ -133,7 +133,7 @@ class CheckpointConfig(Section):
 
     every_steps: Count | None = Field(default=500, description="Steps between checkpoints; null: only on signals.")
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
-    on_sigterm: bool = Field(default=True, description="On SIGTERM finish the step, save and exit 75.")
+    on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 
 
 def _logger_name(name: str) -> str:

@@ -119,7 +119,7 @@ class _Worker:
 
 def _work(encoder: Encodes, pipe: Connection) -> None:
     # A terminal and batch systems signal every process of a group; when to stop is the parent's decision.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while True:
         try:

@@ -51,9 +51,9 @@ def contained() -> Iterator[None]:
                 os.chdir(folder)
 
 
-def _current_folder() -> str | None:
+def _current_folder() -> Path | None:
     with contextlib.suppress(OSError):  # it has been deleted
-        return str(Path.cwd())
+        return Path.cwd()
     return None
 
 

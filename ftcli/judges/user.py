@@ -79,7 +79,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """What the function returned, as a message shows it. Its repr is the user's code too, and may be of any size."""
+    """What the function returned, as a message shows it; its repr is the user's code as well."""
     if isinstance(value, int) and abs(value) >= _MOST_SHOWN:
         return "an integer beyond every float"
     try:

@@ -109,8 +109,8 @@ class RunContext:
 def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterator[RunContext | None]:
     """Preflight, then the recipe's run directory for this process; None when its run is complete already.
 
-    From the first moment SIGTERM and SIGINT end the run in an orderly way: exit 75 or 130, status.json and report
-    written. Whatever ends the block is written there, then goes on its way.
+    From the first moment SIGTERM, SIGHUP and SIGINT end the run in an orderly way: exit 75 or 130, status.json and
+    report written. Whatever ends the block is written there, then goes on its way.
     """
     recipe = loaded.recipe
     with _second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:

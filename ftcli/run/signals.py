@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM (preemption) and SIGINT (Ctrl-C) without losing work.
+"""Stopping on SIGTERM (preemption), SIGINT (Ctrl-C) and SIGHUP (the terminal is gone) without losing work.
 
 The first signal is a request. Training finishes its step and writes a checkpoint. A phase that has nothing to save
 runs inside :meth:`StopRequest.interruptible` and is left at once. A second signal stops at once everywhere, a third
@@ -17,13 +17,17 @@ from typing import Any, Literal
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
 
-SignalName = Literal["SIGTERM", "SIGINT"]
+SignalName = Literal["SIGTERM", "SIGINT", "SIGHUP"]
 
-_EXIT_CODES: dict[SignalName, ExitCode] = {"SIGTERM": ExitCode.PREEMPTED, "SIGINT": ExitCode.INTERRUPTED}
+_EXIT_CODES: dict[SignalName, ExitCode] = {
+    "SIGTERM": ExitCode.PREEMPTED,
+    "SIGINT": ExitCode.INTERRUPTED,
+    "SIGHUP": ExitCode.PREEMPTED,
+}
 
 
 def exit_code_of(name: SignalName) -> ExitCode:
-    """Exit status of a run stopped by that signal: 75 for SIGTERM, 130 for SIGINT."""
+    """Exit status of a run stopped by that signal: 75 for SIGTERM and SIGHUP, 130 for SIGINT."""
     return _EXIT_CODES[name]
 
 
@@ -66,15 +70,15 @@ class StopNow(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Context manager that turns the two signals into a request and puts the previous handlers back at its end.
+    """Context manager that turns the signals into a request and puts the previous handlers back at its end.
 
     Only for the main thread, where Python runs signal handlers. There is no global state: the object is passed on.
     """
 
     def __init__(self, *, sigterm: bool = True) -> None:
-        """``sigterm=False`` leaves SIGTERM alone (`checkpoint.on_sigterm: false`)."""
+        """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`)."""
         self.requested: SignalName | None = None
-        self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT") if sigterm else ("SIGINT",)
+        self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT", "SIGHUP") if sigterm else ("SIGINT",)
         self._previous: dict[SignalName, Any] = {}
         self._leave_at_once = False
         self._leaving = False
@@ -92,6 +96,8 @@ class StopRequest:
         if self._previous:
             raise RuntimeError("this StopRequest is in use already")
         self._pid = os.getpid()
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # `nohup` says that the run goes on without a terminal
+            self._names = tuple(name for name in self._names if name != "SIGHUP")
         for name in self._names:
             self._previous[name] = signal.signal(signal.Signals[name], self._on_signal)
         return self
@@ -109,8 +115,10 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return _in_worker(number)
-        name: SignalName = "SIGTERM" if number == signal.SIGTERM else "SIGINT"
+        name = next(name for name in self._names if signal.Signals[name] == number)
         if self.requested is not None:
+            if name == "SIGHUP":  # shell and kernel both send one when a terminal goes, systemd one after SIGTERM
+                return None
             for handled in self._names:
                 signal.signal(signal.Signals[handled], signal.SIG_DFL)
             raise StopNow(name)
@@ -170,8 +178,8 @@ class StopRequest:
 def _in_worker(number: int) -> None:
     """What a forked child, which inherits the handlers, does on a signal.
 
-    SIGTERM, by which pools end their workers, ends it as if there were no handler. SIGINT, which a terminal sends to
-    all processes, is ignored: the parent decides.
+    SIGTERM, by which pools end their workers, ends it as if there were no handler. SIGINT and SIGHUP, which a terminal
+    sends to all processes, are ignored: the parent decides.
     """
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

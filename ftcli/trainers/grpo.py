@@ -22,7 +22,7 @@ from ftcli.model.backbone import compute_context
 from ftcli.rows.prompts import Prompt
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
-from ftcli.trainers.sft import training_arguments
+from ftcli.trainers.sft import training_arguments, use_one_gpu
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -124,10 +124,12 @@ def build_grpo_trainer(
     _check_lengths(prompts, texts, job.tokenizer, grpo.max_prompt_length)
     columns = columns_of(prompts)
     rewards = build_rewards(grpo.rewards, columns)
+    args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
+    use_one_gpu(args, job.reporter)
     trainer = GrpoTrainer(
         model=model,
         reward_funcs=[reward.function for reward in rewards],
-        args=GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops)),
+        args=args,
         train_dataset=Dataset.from_dict({"prompt": texts, **columns}),
         processing_class=job.tokenizer,
     )

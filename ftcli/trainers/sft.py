@@ -19,6 +19,7 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.reporting import Reporter
 from ftcli.tables import policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
@@ -26,7 +27,7 @@ from ftcli.trainers.watch import ROWS_KEY
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainingArguments
 
 
 class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -115,6 +116,13 @@ def training_arguments(job: Job, scratch_dir: str) -> dict[str, Any]:
     }
 
 
+def use_one_gpu(args: TrainingArguments, reporter: Reporter) -> None:
+    """Keeps transformers from spreading the model over all visible GPUs (DataParallel): one is used, and said so."""
+    if args.n_gpu > 1:
+        reporter.info(f"{args.n_gpu} GPUs are visible; the first is used (CUDA_VISIBLE_DEVICES chooses another)")
+        args._n_gpu = 1
+
+
 def build_sft_trainer(
     job: Job,
     model: PreTrainedModel | PeftModel,
@@ -138,6 +146,7 @@ def build_sft_trainer(
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
+    use_one_gpu(args, job.reporter)
     trainer = SftTrainer(
         model=model,
         args=args,

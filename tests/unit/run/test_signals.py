@@ -46,6 +46,25 @@ def test_the_second_signal_stops_at_once(first: str, second: str) -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_a_terminal_that_goes_away_is_a_request_however_often_it_is_told() -> None:
+    with StopRequest() as stop:
+        for _ in range(3):
+            send("SIGHUP")
+        assert (stop.requested, stop.exit_code) == ("SIGHUP", ExitCode.PREEMPTED)
+        with pytest.raises(StopNow):
+            send("SIGTERM")
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            send("SIGHUP")
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_interruptible_phase_is_left_at_once() -> None:
     with StopRequest() as stop, pytest.raises(StopRequested, match="loading"), stop.interruptible("loading"):  # noqa: PT012
         send("SIGTERM")

@@ -1,0 +1,88 @@
+"""Output that cannot be written, and what launchers leave in the environment, do not end a command."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftcli.cli.environment import library_environment
+from ftcli.cli.streams import unfailing
+from ftcli.reporting import Session
+
+RECIPE = """
+version: 1
+run: {name: r, output_dir: r}
+model: {name_or_path: "bundled:tiny-gemma2", dtype: float32}
+lora: {r: 2}
+data: {train: [{path: "bundled:smoke-train", max_rows: 8}], max_seq_len: 64}
+train: {max_steps: 2, per_device_train_batch_size: 1}
+logging: {every_steps: 1}
+"""
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    flush = close = lambda self: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # type: ignore[assignment]
+
+
+def test_a_stream_that_fails_is_written_to_all_the_same() -> None:
+    stream = unfailing(Broken())
+    print("lost", file=stream, flush=True)
+    assert not stream.isatty()
+    closed = io.StringIO()
+    closed.close()
+    print("lost", file=unfailing(closed), flush=True)
+
+
+@pytest.mark.parametrize(
+    ("shell", "status"),
+    [
+        ("ftcli train r.yaml --offline 2> >(head -n 1 >/dev/null) >&-", 0),
+        (
+            "WORLD_SIZE=2 RANK=0 ACCELERATE_MIXED_PRECISION=fp8 ftcli train r.yaml --offline >/dev/full 2>said",
+            3,
+        ),
+    ],
+)
+def test_neither_output_that_cannot_be_written_nor_a_launchers_leavings_end_a_run(
+    tmp_path: Path, shell: str, status: int
+) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    words = ["bash", "-c", shell.replace("ftcli", f"{sys.executable} -m ftcli", 1)]
+    done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    state = json.loads((tmp_path / "r" / "status.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("completed", 0)
+    assert (tmp_path / "r" / "report.html").is_file()
+    if status == 3:
+        said = (tmp_path / "said").read_text()
+        assert "error[FT194]" in said
+        assert "one process is used: ACCELERATE_MIXED_PRECISION, RANK, WORLD_SIZE" in said
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_what_launchers_leave_has_no_effect_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true", "OMPI_COMM_WORLD_SIZE": "2"}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    heard = Heard()
+    with library_environment(Session(reporter=heard)):  # type: ignore[arg-type]
+        assert not left.keys() & os.environ.keys()
+    assert left.items() <= os.environ.items()
+    (line,) = heard.lines
+    assert "one process is used: ACCELERATE_USE_FSDP, LOCAL_RANK, WORLD_SIZE" in line
