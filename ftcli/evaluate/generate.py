@@ -70,6 +70,10 @@ def _complete(
     batch = tokenizer(list(texts), add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
         device
     )
+    extra: dict[str, bool] = {}
+    # A config may ask for the router's logits in every call; with a cache, transformers fails on them.
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        extra["output_router_logits"] = False
     sampling = {"do_sample": True, "temperature": config.temperature} if config.do_sample else {"do_sample": False}
     with compute_context(device, plan.compute, plan.autocast):
         output = model.generate(
@@ -79,6 +83,7 @@ def _complete(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=list(stops),
             **sampling,
+            **extra,
         )
     new = output[:, batch["input_ids"].shape[1] :]
     return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]

@@ -1,7 +1,8 @@
 """Adds an adapter to its base model: ``W' = cast(float32(W) + s · B A)``, one rounding, into the dtype W is stored in.
 
 s is ``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA. A is (r, in), B is (out, r), W is (out, in); A and B are
-float32. PEFT's own merge rounds twice: it rounds s B A to bfloat16 before it adds it.
+float32. A stack of experts has a product for each of them. PEFT's own merge rounds twice: it rounds s B A to bfloat16
+before it adds it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def merge(adapted: PeftModel, dtypes: Dtypes) -> PreTrainedModel:
 
     for module in list(adapted.modules()):
         if isinstance(module, LoraLayer):
-            layer = module.get_base_layer()
+            layer, name = module.get_base_layer(), getattr(module, "parameter_name", "weight")
+            weight = getattr(layer, name)
             delta = module.get_delta_weight(adapted.active_adapter)
             # A new parameter, not an addition in place: the old one may be tied to the embeddings.
-            layer.weight = torch.nn.Parameter(layer.weight + delta.to(layer.weight.dtype), requires_grad=False)
+            setattr(layer, name, torch.nn.Parameter(weight + delta.to(weight.dtype), requires_grad=False))
     model: PreTrainedModel = adapted.unload()
     _untie_where_they_differ(model)
     _cast(model, dtypes)

@@ -20,10 +20,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Settings of PEFT's LoRA under which merging is another formula.
 _OTHER_FORMULAS = (
     "use_dora",
-    "fan_in_fan_out",
     "lora_bias",
     "alora_invocation_tokens",
-    "target_parameters",
     "arrow_config",
 )
 

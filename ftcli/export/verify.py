@@ -23,6 +23,7 @@ from ftcli.errors import Finding
 from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Problems of one kind that are named; the rest is counted.
@@ -53,16 +54,43 @@ def tolerance(dtype: torch.dtype, merged: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which weight of the base model an adapter's pair of matrices belongs to.
+
+    ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
+    """
+
+    weight: str
+    transposed: bool
+
+
+def places(adapted: PeftModel) -> dict[str, Place]:
+    """The place of each adapter, by the name of its module in the adapter's file."""
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, Place] = {}
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            layer, leaf = module.get_base_layer(), getattr(module, "parameter_name", "weight")
+            transposed = isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
+            found[name] = Place(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
 
-    ``a`` is (r, in), ``b`` is (out, r).
+    ``a`` is (r, in), ``b`` is (out, r). For a stack of n experts (n, out, in), ``a`` is (n · r, in) with an expert's
+    rows together, and ``b`` is (out, r · n) with an expert's columns n apart.
     """
 
     a: Tensor | None = None
     b: Tensor | None = None
     scale: float = 0.0
     whole: Tensor | None = None
+    transposed: bool = False
 
     def applied(self, weight: Tensor) -> Tensor:
         """The merged weight in ``weight``'s dtype."""
@@ -70,11 +98,22 @@ class Update:
             return self.whole.to(weight.dtype)
         if self.a is None or self.b is None:
             raise ValueError("an adapter's matrix A without its B, or B without A")
-        return (weight.float() + (self.b.float() @ self.a.float()) * self.scale).to(weight.dtype)
+        a, b = self.a.float(), self.b.float()
+        if weight.dim() == 3:
+            experts = weight.shape[0]
+            a = a.view(experts, -1, a.shape[-1])
+            b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+        delta = b @ a
+        if self.transposed:
+            delta = delta.transpose(-2, -1)
+        return (weight.float() + delta * self.scale).to(weight.dtype)
 
 
-def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Update]:
+def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], placed: Mapping[str, Place]) -> dict[str, Update]:
     """What the adapter does to each weight, by the weight's name in the base model.
+
+    Args:
+        placed: What :func:`places` says of the adapter on its model.
 
     Raises:
         ValueError: the file holds a tensor that plain LoRA does not have.
@@ -86,8 +125,13 @@ def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         if not module:
             found[name] = Update(whole=tensor)
         elif part == "A.weight":
-            found[f"{module}.weight"] = Update(
-                tensor, tensors.get(key.replace("lora_A", "lora_B")), _scale(config, module)
+            place = placed[module]
+            pattern = place.weight.removesuffix(".weight")
+            found[place.weight] = Update(
+                tensor,
+                tensors.get(key.replace("lora_A", "lora_B")),
+                _scale(config, pattern),
+                transposed=place.transposed,
             )
         elif part != "B.weight":
             raise ValueError(f"{key} is not a tensor of plain LoRA")

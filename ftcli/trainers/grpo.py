@@ -22,7 +22,7 @@ from ftcli.model.backbone import compute_context
 from ftcli.rows.prompts import Prompt
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
-from ftcli.trainers.sft import training_arguments, use_one_gpu
+from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -126,13 +126,15 @@ def build_grpo_trainer(
     rewards = build_rewards(grpo.rewards, columns)
     args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
     use_one_gpu(args, job.reporter)
-    trainer = GrpoTrainer(
-        model=model,
-        reward_funcs=[reward.function for reward in rewards],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": texts, **columns}),
-        processing_class=job.tokenizer,
-    )
+    # Its forward passes rely on the cache that the constructor turns off.
+    with config_kept(model, "output_router_logits", "router_aux_loss_coef"):
+        trainer = GrpoTrainer(
+            model=model,
+            reward_funcs=[reward.function for reward in rewards],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": texts, **columns}),
+            processing_class=job.tokenizer,
+        )
     trainer.plan = job.plan
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
     trainer.bind(hooks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,29 @@ def use_one_gpu(args: TrainingArguments, reporter: Reporter) -> None:
         args._n_gpu = 1
 
 
+@contextmanager
+def config_kept(model: PreTrainedModel | PeftModel, *names: str) -> Iterator[None]:
+    """Takes back what a trainer's constructor writes into the model's config.
+
+    It turns caches off and, in models with experts, the router's logits on. Generation then fails or is slow, and a
+    full fine-tune would be saved with another config than its base has.
+
+    Args:
+        names: Take back these values alone; all where there are none.
+    """
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    before = [(config, dict(vars(config))) for config in configs]
+    yield
+    for config, values in before:
+        for name in set(vars(config)) | set(values):
+            if names and name not in names:
+                continue
+            if name in values:
+                setattr(config, name, values[name])
+            else:
+                delattr(config, name)
+
+
 def build_sft_trainer(
     job: Job,
     model: PreTrainedModel | PeftModel,
@@ -155,6 +179,15 @@ def build_sft_trainer(
         train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
         processing_class=job.tokenizer,
     )
+    with config_kept(model):
+        trainer = SftTrainer(
+            model=model,
+            args=args,
+            data_collator=WithRows(EpochCollator(epochs, job.pad_token_id)),
+            # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
+            train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
+            processing_class=job.tokenizer,
+        )
     trainer.plan = job.plan
     if job.plan.loss_scaling:
         use_loss_scaling(trainer, job.device)

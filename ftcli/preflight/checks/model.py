@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
-from ftcli.facts.model import ModelFacts
+from ftcli.facts.model import ModelFacts, text_values
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.context import Context, Findings, NotMade
@@ -21,6 +21,13 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             "FT310",
             "model.name_or_path",
             f"{facts.name} is trained on text: its language model alone; {facts.senses}: kept, not trained",
+        )
+    if context.work == "train" and not context.from_prompts and text_values(facts.raw).get("output_router_logits"):
+        yield context.warning(
+            "FT318",
+            "model.name_or_path",
+            f"{facts.name}'s config.json asks for the router's auxiliary loss (output_router_logits): it is not added",
+            help="nothing to do where adapters are trained: the router is frozen",
         )
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)

@@ -1,0 +1,96 @@
+"""A small random model of each family through train, eval and export, as its owner would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import User
+from tests.small_models import MULTIMODAL, TEXT, build
+from tests.unit.export.conftest import tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks on some families
+
+#: Those with something of their own in saving, merging or sampling; the others are slow together.
+TELLING = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "opt",
+    "llama4_text",
+    "gemma3",
+    "qwen3_5",
+)
+
+
+def folder_of(model_type: str, path: Path) -> Path:
+    build(model_type).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def recipe(user: User, base: Path, **change: Any) -> str:
+    model = {"name_or_path": str(base), "dtype": "float32"}
+    values: dict[str, Any] = {"train": {"max_steps": 2, "learning_rate": 1e-2}, "export": {"formats": ["safetensors"]}}
+    return user.recipe(model=model, **{**values, **change})
+
+
+@pytest.mark.parametrize("model_type", TELLING)
+def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path) -> None:
+    """Issue 11, B2 and B4: sampling after training failed, and export refused what training had made."""
+    base = folder_of(model_type, tmp_path / "base")
+    path = recipe(user, base)
+    assert user.run("train", path)[0] == 0
+    assert user.run("eval", path, "--run", str(user.folder / "r"))[0] == 0
+    assert user.run("export", str(user.folder / "r"))[0] == 0
+    merged = user.folder / "r" / "export" / "safetensors"
+    before, after = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
+    assert set(after) == set(before)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    frozen = ("vision", "visual", "multi_modal", "embed", "norm", "router", "gate.weight", "conv")
+    assert not any(part in name for name in changed for part in frozen)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gemma3"])
+def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, user: User, tmp_path: Path) -> None:
+    base = folder_of(model_type, tmp_path / "base")
+    path = recipe(user, base)
+    Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    assert user.run("train", path)[0] == 0
+    assert user.run("export", str(user.folder / "r"))[0] == 0
+    saved = user.folder / "r" / "export" / "safetensors"
+    ours = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "dtype"}
+
+    def told(config: dict[str, Any]) -> dict[str, Any]:
+        return {k: told(v) if isinstance(v, dict) else v for k, v in config.items() if k not in ours}
+
+    before, after = (told(json.loads((folder / "config.json").read_text())) for folder in (base, saved))
+    assert after == before
+    tensors, originals = load_file(saved / "model.safetensors"), load_file(base / "model.safetensors")
+    for name in originals:
+        if "vision" in name or "multi_modal" in name:
+            assert torch.equal(tensors[name], originals[name]), name
+
+
+def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User, tmp_path: Path) -> None:
+    base = folder_of("mixtral", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "output_router_logits": True}))
+    status, document = user.run("train", recipe(user, base))
+    assert status == 0
+    assert "FT318" in json.dumps(document["findings"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL} - set(TELLING)))
+def test_every_other_family(model_type: str, user: User, tmp_path: Path) -> None:
+    test_trained_sampled_and_merged(model_type, user, tmp_path)
