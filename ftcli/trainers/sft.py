@@ -171,14 +171,6 @@ def build_sft_trainer(
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     use_one_gpu(args, job.reporter)
-    trainer = SftTrainer(
-        model=model,
-        args=args,
-        data_collator=WithRows(EpochCollator(epochs, job.pad_token_id)),
-        # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
-        train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
-        processing_class=job.tokenizer,
-    )
     with config_kept(model):
         trainer = SftTrainer(
             model=model,
