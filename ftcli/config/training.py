@@ -34,6 +34,13 @@ class RunConfig(Section):
     )
 
 
+class EarlyStoppingConfig(Section):
+    """Ends training when evaluations no longer get better. Needs `eval.every_steps`."""
+
+    patience: Count = Field(default=3, description="Evaluations in a row without improvement before training ends.")
+    min_delta: Rate = Field(default=0.0, description="What counts as an improvement: by more than this.")
+
+
 class TrainConfig(Section):
     """The optimisation. Leaf names are those of transformers' TrainingArguments."""
 
@@ -64,6 +71,7 @@ class TrainConfig(Section):
         description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
         "same. `auto` chooses it.",
     )
+    early_stopping: EarlyStoppingConfig | None = Field(default=None)
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
         description="What `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
@@ -133,6 +141,11 @@ class CheckpointConfig(Section):
 
     every_steps: Count | None = Field(default=500, description="Steps between checkpoints; null: only on signals.")
     keep_last: Count = Field(default=2, description="Complete checkpoints kept.")
+    keep_best: bool = Field(
+        default=False,
+        description="Also save and keep the checkpoint of the best evaluation: the lowest held-out loss, or the "
+        "highest mean score of the tasks where no loss is measured.",
+    )
     on_sigterm: bool = Field(default=True, description="On SIGTERM or SIGHUP finish the step, save, exit 75.")
 
 

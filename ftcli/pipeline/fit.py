@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
@@ -18,6 +19,7 @@ from ftcli.run.status import Trained
 if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.trainers.base import TrainerHooks
+    from ftcli.trainers.best import Stopping
     from ftcli.trainers.callbacks import RunCallback
 
 
@@ -51,6 +53,8 @@ def fit(
         evaluate if evaluates else None,
         context.metrics.sync,
         context.stop.interruptible,
+        keep_best=evaluates and recipe.checkpoint.keep_best,
+        stopping=_stopping(recipe) if evaluates else None,
     )
     schedule = Schedule(
         log_every=recipe.logging.every_steps,
@@ -81,6 +85,13 @@ def fit(
     return _result(context, summary)
 
 
+def _stopping(recipe: Recipe) -> Stopping | None:
+    from ftcli.trainers.best import Stopping
+
+    settings = recipe.train.early_stopping
+    return None if settings is None else Stopping(settings.patience, settings.min_delta)
+
+
 def _result(context: RunContext, summary: dict[str, Any]) -> dict[str, Any]:
     return {"run": str(context.directory.path), "result": str(context.directory.result_dir), **summary}
 
@@ -101,8 +112,15 @@ def _train(trainer: Any, context: RunContext) -> None:
     resume_from = context.opened.resume_from
     if resume_from is not None and trainer.load_finished(resume_from):
         return
-    with _rescued(trainer, context):
+    from ftcli.trainers.best import TrainingOver
+
+    with _rescued(trainer, context), contextlib.suppress(TrainingOver):
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+    if trainer.is_over:
+        best = trainer.best
+        context.session.reporter.info(
+            f"stopped early: no better evaluation than that of step {best.step} in {best.worse} evaluations"
+        )
 
 
 @contextlib.contextmanager

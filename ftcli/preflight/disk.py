@@ -42,6 +42,7 @@ def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) 
     every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
     periodic = every is not None and (steps is None or every <= steps)
     count = recipe.checkpoint.keep_last + 1 if periodic else 1
+    count += recipe.checkpoint.keep_best
     state = optimizer_state_bytes(recipe.train.optim, trained)
     return DiskEstimate(weights + state + _SMALL_FILES, count, weights + _SMALL_FILES, free_bytes)
 

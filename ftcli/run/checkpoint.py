@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -209,8 +209,8 @@ class Checkpoints:
             warnings.append(_passed_over(damaged[-1], reason))
         return Scan(tuple(usable), tuple(damaged), tuple(warnings))
 
-    def rotate(self, keep_last: int) -> None:
-        """Delete all but the newest ``keep_last`` usable checkpoints.
+    def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
+        """Delete all but the newest ``keep_last`` usable checkpoints and those of ``spared`` steps.
 
         Damaged ones do not count as kept and are deleted only when they are older than a usable one that stays.
 
@@ -222,7 +222,8 @@ class Checkpoints:
         if not kept:
             return
         oldest_kept = _step_number(kept[0])
-        old = [path for path in (*scan.usable, *scan.damaged) if _step_number(path) < oldest_kept]
+        older = [path for path in (*scan.usable, *scan.damaged) if _step_number(path) < oldest_kept]
+        old = [path for path in older if _step_number(path) not in spared]
         for path in old:
             with storage_errors(path):
                 remove_tree(path)

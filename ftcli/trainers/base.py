@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from transformers.trainer_utils import SaveStrategy
 
 from ftcli.run.signals import SignalName, StopRequested
+from ftcli.trainers.best import Best, Stopping
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
@@ -34,8 +35,8 @@ class CheckpointStore(Protocol):
         """A folder to write into; it becomes the checkpoint of ``step`` when the block ends well."""
         ...
 
-    def rotate(self, keep_last: int) -> None:
-        """Removes all but the newest complete checkpoints."""
+    def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
+        """Removes all but the newest complete checkpoints, and those of ``spared`` steps."""
         ...
 
 
@@ -47,6 +48,7 @@ def _not_interruptible(_phase: str) -> AbstractContextManager[None]:
 class TrainerHooks:
     """What the pipeline gives a trainer: storage, evaluation, and how many checkpoints to keep.
 
+    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early.
     ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
     around evaluation: a signal raises StopRequested in it.
     """
@@ -56,6 +58,8 @@ class TrainerHooks:
     evaluate: Callable[[], dict[str, float]] | None
     before_checkpoint: Callable[[], None] | None = None
     interruptible: Callable[[str], AbstractContextManager[None]] = _not_interruptible
+    keep_best: bool = False
+    stopping: Stopping | None = None
 
 
 class RunTrainerMixin:
@@ -78,6 +82,7 @@ class RunTrainerMixin:
         self.batch_shape: tuple[int, ...] | None = None
         self.evaluation_due = False
         self.saved_step = 0
+        self.best = Best()
         self.stopped_by: SignalName | None = None
         self._token_count: Tensor | None = None
         self._pending: list[Watched] = []
@@ -189,9 +194,21 @@ class RunTrainerMixin:
         self.phase = "step"
         self.evaluation_due = False
         state = self.state
+        stopping = self.hooks.stopping
+        is_best = self.best.note(state.global_step, metrics, 0.0 if stopping is None else stopping.min_delta)
+        if is_best and self.hooks.keep_best and state.global_step < state.max_steps:
+            self.control.should_save = True  # type: ignore[has-type]
+        if self.is_over:
+            self.control.should_training_stop = True  # type: ignore[has-type]
         self.control = self.callback_handler.on_evaluate(self.args, state, self.control, metrics)  # type: ignore[attr-defined,has-type]
         self.window.start()
         return metrics
+
+    @property
+    def is_over(self) -> bool:
+        """Whether evaluations have not become better for so long that training ends."""
+        stopping = self.hooks.stopping
+        return stopping is not None and self.best.worse >= stopping.patience
 
     def stop_after_saving(self, signal_name: SignalName) -> None:
         """Ends training after this step; a checkpoint is written first."""
@@ -220,6 +237,7 @@ class RunTrainerMixin:
             self.window.tokens, self.window.seconds = found.tokens, found.seconds
             self.tokens_seen = state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
             self.evaluation_due = found.evaluation_due
+            self.best = Best(**found.best) if found.best is not None else Best()
             self.restore_extra_window(found.extra)
         self.window.start()
 
@@ -259,7 +277,8 @@ class RunTrainerMixin:
             state.save_to_json(str(folder / TRAINER_STATE))
             self._window_state().write(folder)
             self.save_more(folder)
-        self.hooks.checkpoints.rotate(self.hooks.keep_last)
+        spared = (self.best.step,) if self.hooks.keep_best and self.best.value is not None else ()
+        self.hooks.checkpoints.rotate(self.hooks.keep_last, spared)
         self.saved_step = state.global_step
         self.phase = "step"
         self.window.start()
@@ -272,6 +291,7 @@ class RunTrainerMixin:
             seconds=self.window.seconds,
             tokens_seen=self.tokens_seen,
             evaluation_due=self.evaluation_due,
+            best=self.best.as_dict(),
             extra=self.extra_window(),
         )
 

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.run.signals import SignalName, StopRequested
+from ftcli.trainers.best import TrainingOver
 
 if TYPE_CHECKING:
     from ftcli.trainers.base import RunTrainerMixin
@@ -77,7 +78,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Goes on where the checkpoint left tokens, window and evaluation. Raises StopRequested when asked to stop."""
+        """Goes on where the checkpoint left tokens, window and evaluation.
+
+        Raises StopRequested when asked to stop, and TrainingOver when evaluations had stopped getting better.
+        """
         self._trainer.restore_window()
         self._progress.begin(state.global_step, state.max_steps)
         if self._trainer.evaluation_due:
@@ -85,6 +89,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         stopped_by = self._trainer.stopped_by or self._stop.requested
         if stopped_by is not None:  # nothing has been done since the checkpoint: there is nothing to save
             raise StopRequested(stopped_by, "starting to train")
+        if self._trainer.is_over:
+            raise TrainingOver
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

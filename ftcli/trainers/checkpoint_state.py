@@ -58,6 +58,7 @@ class WindowState:
         seconds: Seconds trained since then.
         tokens_seen: Tokens seen since the run began; None in a checkpoint of an ftcli that kept them elsewhere.
         evaluation_due: An evaluation of this very step has not been made, because the run was to stop at once.
+        best: The best evaluation so far (:class:`ftcli.trainers.best.Best`); None in a checkpoint of an older ftcli.
         extra: What a trainer gathers besides (GRPO: rewards and lengths).
     """
 
@@ -67,6 +68,7 @@ class WindowState:
     seconds: float
     tokens_seen: int | None = None
     evaluation_due: bool = False
+    best: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

@@ -42,6 +42,7 @@ def _data(context: Context) -> Findings:
             "eval.every_steps is set, and data.eval names no file to evaluate on",
             help="name held-out rows in data.eval, or remove eval.every_steps",
         )
+    yield from _needs_evaluation(context)
     if data.format != "auto" and not layouts.row(data.format).takes_loss_on(data.loss_on):
         yield context.error(
             "FT256",
@@ -49,6 +50,19 @@ def _data(context: Context) -> Findings:
             f"data.loss_on: {data.loss_on} has no meaning for rows of format {data.format}",
             help=f"use one of auto, {', '.join(layouts.row(data.format).loss_on)}",
         )
+
+
+def _needs_evaluation(context: Context) -> Findings:
+    """FT255: what looks at evaluations during training, where there are none."""
+    recipe = context.recipe
+    asked = (
+        ("train.early_stopping", recipe.train.early_stopping is not None),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
+    )
+    for path, wanted in asked:
+        if wanted and context.trains and recipe.eval.every_steps is None:
+            message = f"{path} needs evaluations during training, and eval.every_steps is not set"
+            yield context.error("FT255", path, message, help=f"set eval.every_steps, or remove {path}")
 
 
 def _lengths(context: Context) -> Findings:

@@ -1,0 +1,95 @@
+"""`checkpoint.keep_best` keeps the best checkpoint, `train.early_stopping` ends training when nothing gets better."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ftcli.evaluate.loss import LossResult
+from ftcli.evaluate.suite import Evaluator
+from ftcli.trainers.best import Best
+from tests.e2e.conftest import User
+
+#: So large a rate that the held-out loss soon rises.
+RISING: dict[str, Any] = {"learning_rate": 2.0, "lr_scheduler_type": "constant", "max_steps": 12}
+
+
+def steps(user: User, name: str) -> list[str]:
+    return sorted(path.name for path in (user.folder / name / "checkpoints").iterdir() if path.is_dir())
+
+
+def held_out(user: User, name: str) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in user.metrics(name) if "eval_loss" in line}
+
+
+def test_the_best_checkpoint_outlives_the_rotation(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([2.0, 1.0, 3.0, 1.5, 4.0, 5.0])
+
+    def loss(self: Evaluator, model: Any) -> LossResult:
+        return LossResult(next(losses), 1.0, 0.0, 1, 1)
+
+    monkeypatch.setattr(Evaluator, "loss", loss)
+    recipe = user.recipe("r", eval={"every_steps": 1}, checkpoint={"every_steps": 2, "keep_last": 1, "keep_best": True})
+    user.done("train", recipe)
+    assert steps(user, "r") == ["step-00000002", "step-00000004"]
+    state = json.loads((user.folder / "r" / "checkpoints" / "step-00000004" / "ftcli_state.json").read_text())
+    assert state["best"] == {"value": 1.0, "step": 2, "worse": 2}
+
+
+def test_training_ends_when_nothing_gets_better(user: User) -> None:
+    stopping = {"patience": 2}
+    recipe = user.recipe("r", train={**RISING, "max_steps": 40, "early_stopping": stopping}, eval={"every_steps": 1})
+    result = user.done("train", recipe)
+    losses = held_out(user, "r")
+    best = min(losses, key=lambda step: losses[step])
+    assert result["steps"] == best + 2 < 40
+    assert json.loads((user.folder / "r" / "status.json").read_text())["state"] == "completed"
+    assert user.done("train", recipe)["already_complete"]
+
+
+def test_a_run_that_goes_on_ends_where_the_other_did(user: User) -> None:
+    train = {**RISING, "max_steps": 40, "early_stopping": {"patience": 2, "min_delta": 0.001}}
+    change: dict[str, Any] = {
+        "train": train,
+        "eval": {"every_steps": 1},
+        "checkpoint": {"every_steps": 1, "keep_last": 9},
+    }
+    whole = user.done("train", user.recipe("whole", **change))
+    user.done("train", user.recipe("cut", **change))
+    run = user.cut_off("cut")
+    last = max((run / "checkpoints").iterdir())
+    for path in sorted((run / "checkpoints").iterdir())[-2:]:
+        for file in sorted(path.iterdir()):
+            file.unlink()
+        path.rmdir()
+    assert last.name > max(path.name for path in (run / "checkpoints").iterdir())
+    resumed = user.done("train", user.recipe("cut", **change))
+    assert (resumed["steps"], resumed["train_loss"]) == (whole["steps"], whole["train_loss"])
+    assert held_out(user, "cut") == held_out(user, "whole")
+
+
+@pytest.mark.parametrize(
+    "change", [{"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": {"patience": 1}}}]
+)
+def test_without_evaluations_it_is_refused(change: dict[str, Any], user: User) -> None:
+    status, document = user.run("train", user.recipe("r", **change))
+    assert (status, [finding["code"] for finding in document["findings"]]) == (2, ["FT255"])
+
+
+def test_what_counts_as_better() -> None:
+    best = Best()
+    assert best.note(1, {"eval_loss": 2.0}, 0.1)
+    assert best.note(2, {"eval_loss": 1.95}, 0.1)  # the best so far, and no improvement
+    assert (best.value, best.step, best.worse) == (1.95, 2, 1)
+    assert not best.note(3, {"eval_loss": 1.99}, 0.1)
+    assert best.worse == 2
+    assert best.note(4, {"eval_loss": 1.5}, 0.1)
+    assert best.worse == 0
+    assert not best.note(5, {"eval_loss": float("nan")})
+    assert not Best().note(1, {})
+    scores = Best()
+    assert scores.note(1, {"eval_exact_match": 0.5})
+    assert not scores.note(2, {"eval_exact_match": 0.25})
+    assert scores.note(3, {"eval_exact_match": 0.75})
