@@ -84,7 +84,7 @@ class Chats:
         prompt = self._renderer.render(history, row, generation_prompt=True, tools=tools)
         after = whole if len(until) == len(chat) else self._renderer.render(until, row, tools=tools)
         reasoning = reasoning_of(chat[index])
-        answer, composed = self._answer(prompt, after, history, tools, reasoning)
+        answer, composed = self._answer(prompt, after, until, tools, reasoning)
         if answer is None:
             raise self._unplaced(prompt, index, reasoning, row)
         for part in self._renderer.lost(until, tools, after, index):
@@ -97,30 +97,31 @@ class Chats:
         return Turn(index, prompt, ended, prompt + ended)
 
     def _answer(
-        self, prompt: str, after: str, history: Sequence[Message], tools: Tools | None, reasoning: str
+        self, prompt: str, after: str, until: Sequence[Message], tools: Tools | None, reasoning: str
     ) -> tuple[str | None, bool]:
-        """The answer in ``after``, and whether its reasoning had to be added to what the template shows."""
+        """The answer in ``after``, and whether its reasoning had to be added to what the template shows.
+
+        Where the history is rewritten, the answer is what stays the same when the message before it changes.
+        """
         if after.startswith(prompt):
             return after[len(prompt) :], False
-        last = self._last_turn(prompt, history, tools)
-        if last is None:
+        other: Message = {**until[-2], "content": PROBE}  # the last message of the history, with other words
+        try:
+            asked = self._renderer.apply([*until[:-2], other], tools, True)
+            answered = self._renderer.apply([*until[:-2], other, until[-1]], tools, False)
+        except REFUSALS:
             return None, False
+        last = len(prompt) - common_prefix(prompt, asked)
         answer = after_prompt(prompt, after, last)
-        if answer is not None:
+        if answer is not None and answered.endswith(answer):
             return answer, False
         closed = unopened(prompt)
         if closed is None:
             return None, False
         shown = after_prompt(closed, after, last - len(prompt) + len(closed))
-        return (None, False) if shown is None else (with_reasoning(shown, reasoning), True)
-
-    def _last_turn(self, prompt: str, history: Sequence[Message], tools: Tools | None) -> int | None:
-        """How many characters of the prompt show its last message and the generation prompt."""
-        try:
-            other = self._renderer.apply([*history[:-1], {**history[-1], "content": PROBE}], tools, True)
-        except REFUSALS:
-            return None
-        return len(prompt) - common_prefix(prompt, other)
+        if shown is None or not answered.endswith(shown):
+            return None, False
+        return with_reasoning(shown, reasoning), True
 
     def _next_stop(self, answer: str, until: Sequence[Message], tools: Tools | None) -> str:
         """The stop token that opens the next message, for templates whose turns end by it (GLM's); else nothing."""

@@ -228,10 +228,12 @@ class Renderer:
         if role not in self._knows_role:
             message = {"role": role, "content": PROBE, "name": PROBE, "tool_call_id": PROBE}
             user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+            call = {"type": "function", "function": {"name": PROBE, "arguments": {"a": "b"}}}
+            caller = {"role": "assistant", "content": "", "tool_calls": [call]}
             self._knows_role[role] = any(
                 self._renders(chat)
-                for chat in ([message], [message, user], [user, message], [user, assistant, message], [user, message])
-            )
+                for chat in ([message], [message, user], [user, message], [user, assistant, message])
+            ) or (role == "tool" and self._renders([user, caller, {**message, "content": f"{PROBE}-shown"}], "-shown"))
         return self._knows_role[role]
 
     def _takes_parts_only(self) -> bool:
@@ -240,9 +242,9 @@ class Renderer:
             return False
         return "type" not in self.apply([_in_parts(question)], None, False)  # else it wrote the list itself
 
-    def _renders(self, chat: list[Message]) -> bool:
+    def _renders(self, chat: list[Message], text: str = PROBE) -> bool:
         try:
-            return PROBE in self.apply(chat, None, False)
+            return text in self.apply(chat, None, False)
         except REFUSALS:
             return False
 

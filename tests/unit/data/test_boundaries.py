@@ -151,3 +151,13 @@ def test_history_and_reasoning_are_part_of_the_cache_key(prepared: Prepare, tmp_
     assert prepared([CHAT], cache_dir=tmp_path / "cache").from_cache == (True,)
     for change in ({"history": "last"}, {"reasoning": "drop"}):
         assert prepared([CHAT], cache_dir=tmp_path / "cache", **change).from_cache == (False,)
+
+
+def test_reasoning_that_is_dropped_is_counted_and_said(
+    prepared: Prepare, bytes_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    turns = [CHAT["messages"][0], {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
+    found = prepared([{"messages": turns}], reasoning="drop")
+    assert found.ledgers[0].counts["reasoning_dropped"] == 1
+    assert "1 answers are trained without their reasoning" in found.findings[0].message
+    assert found.sequences[0].input_ids == prepared([CHAT]).sequences[0].input_ids

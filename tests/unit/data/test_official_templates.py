@@ -6,11 +6,15 @@ history, and the answer ends with the first token at which generation stops.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 
+from ftcli.config import DataConfig
+from ftcli.data.encode import Encoder
 from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.row import Row
 from tests.unit.data.official import FOLDER, NAMES, Official
 
 TOOLS: list[Any] = [
@@ -268,3 +272,30 @@ def test_qwen35_sees_after_the_opened_reasoning_what_generation_gives_it(officia
     start = next(n for n, label in enumerate(tokens.labels) if label != IGNORE_INDEX)
     assert tokens.input_ids[:start] == template.prompt(TWO[:1])
     assert template.tokenizer.decode(tokens.input_ids[start:]).startswith("\n</think>\n\nfirst answer")
+
+
+def test_an_answer_is_not_taken_from_an_earlier_round_of_the_same_words(official: Any) -> None:
+    """The prompt opens the reasoning with a line break, an empty answer has none: an earlier round agrees better."""
+    template = official("nemotron_3_nano")
+    rounds = [assistant("", tool_calls=[CALL], reasoning_content="look"), {**RESULT, "content": "ok"}]
+    read = template.read({"messages": [user("q"), *rounds, *rounds, assistant("")]})
+    texts = [text for row in template.trained(read) for text in row]
+    assert len(texts) == 3
+    assert texts[-1] == "</think><|im_end|>"
+    assert all(text.count("<|im_end|>") == 1 for text in texts)
+
+
+def test_gpt_oss_own_words_are_told_and_not_a_missing_role(official: Any) -> None:
+    chat = [AGENT[0], assistant("a", tool_calls=[CALL], thinking="b"), *AGENT[2:]]
+    (finding,) = official("gptoss").read({"messages": chat}).findings
+    assert (finding.code, "Cannot pass both content and thinking" in finding.message) == ("FT422", True)
+
+
+def test_an_encoder_goes_to_other_processes(official: Any) -> None:
+    template = official("qwen3")
+    config = DataConfig.model_validate({"train": ["x"]})
+    encoder = Encoder(template.tokenizer, template.stops, config, "messages")
+    rows = [Row("f", 1, {"messages": TWO})]
+    first = encoder.batch(rows)
+    second = pickle.loads(pickle.dumps(encoder)).batch(rows)
+    assert first.encoded.ids.tolist() == second.encoded.ids.tolist()
