@@ -10,12 +10,12 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
-from ftcli.pipeline.results import scores
+from ftcli.pipeline.results import scores, task_samples
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.inputs import require_same_base
 from ftcli.run.report import write_report
-from ftcli.run.results import AnsweredRow, Evaluation, write_evaluation
+from ftcli.run.results import Evaluation, update_evaluation
 
 if TYPE_CHECKING:
     from ftcli.data.tokens import Tokens
@@ -94,10 +94,6 @@ def _finished_run(run_dir: Path) -> RunDirectory:
 
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
-    samples = [
-        AnsweredRow(before.prompt, before.reference, before.completion, after.completion, name)
-        for name, task in tuned.tasks.items()
-        for before, after in zip(base.tasks[name].samples, task.samples, strict=True)
-    ]
-    write_evaluation(directory.eval_path, Evaluation(scores(base), scores(tuned), tuple(samples)))
+    measured = Evaluation(scores(base), scores(tuned), task_samples(base.tasks, tuned.tasks))
+    update_evaluation(directory.eval_path, measured)
     write_report(directory)

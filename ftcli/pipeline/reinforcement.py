@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import GrpoConfig, Recipe
@@ -11,13 +12,14 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
 from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
-from ftcli.pipeline.results import complete_result
+from ftcli.pipeline.results import complete_result, tasks_before, write_tasks
 from ftcli.reporting import Session
 from ftcli.rows.prompts import Prompt, prompts_of
 from ftcli.rows.reading import read_rows
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
+    from ftcli.evaluate.tasks import TaskResult
 
 
 def train_grpo(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
@@ -55,16 +57,22 @@ def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str,
         model = build.build_trainable(job)
         evaluator = Evaluator(job, [], functions)
     keep_inputs(context, build.inputs_of(job, model))
-    before = _scores(context, evaluator, model, "before") if context.opened.resume_step == 0 else {}
+    if context.opened.resume_step:
+        before = tasks_before(context.directory)
+    else:
+        before = _tasks(context, evaluator, model, "before")
+        write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
     summary = fit(
         context,
         job,
         model,
         lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch),
-        (lambda: _task_scores(evaluator, model)) if job.recipe.eval.tasks else None,
+        (lambda: _scores(evaluator.tasks(model))) if job.recipe.eval.tasks else None,
     )
-    after = _scores(context, evaluator, model, "after")
-    return {**summary, "before": before, "after": after, "seconds": time.perf_counter() - started}
+    after = _tasks(context, evaluator, model, "after")
+    write_tasks(context.directory, before, after)
+    found = {"before": _scores(before), "after": _scores(after)}
+    return {**summary, **found, "seconds": time.perf_counter() - started}
 
 
 def _prompts(recipe: Recipe) -> list[Prompt]:
@@ -74,13 +82,13 @@ def _prompts(recipe: Recipe) -> list[Prompt]:
     return prompts
 
 
-def _scores(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, float]:
+def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:
     with context.phase("evaluating"):
-        found = _task_scores(evaluator, model)
-    for name, score in found.items():
+        found = evaluator.tasks(model)
+    for name, score in _scores(found).items():
         context.session.reporter.info(f"held-out {name} {when} training: {score:.1%}")
     return found
 
 
-def _task_scores(evaluator: Evaluator, model: Any) -> dict[str, float]:
-    return {name: task.score for name, task in evaluator.tasks(model).items()}
+def _scores(tasks: Mapping[str, TaskResult]) -> dict[str, float]:
+    return {name: task.score for name, task in tasks.items()}

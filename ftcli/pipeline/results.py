@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from ftcli.data.order import Epochs, padding_of
 from ftcli.data.tokens import Ints
 from ftcli.errors import FtcliError
 from ftcli.reporting import Session
+from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
 from ftcli.run.results import (
     AnsweredRow,
@@ -27,6 +30,7 @@ from ftcli.run.results import (
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
     from ftcli.evaluate.suite import Evaluator, ModelScores
+    from ftcli.evaluate.tasks import TaskResult
 
 #: Held-out rows that are shown in the report.
 SAMPLES = 4
@@ -43,15 +47,19 @@ def complete_result(recipe: Recipe, session: Session) -> dict[str, Any]:
 
 def scores(measured: ModelScores) -> Scores | None:
     """One model's results in eval.json's layout; None when nothing was measured."""
-    loss, tasks = measured.loss, measured.tasks.values()
+    loss, tasks = measured.loss, measured.tasks
     if loss is None and not tasks:
         return None
     return Scores(
         **({} if loss is None else _loss(loss)),
-        tasks=tuple(TaskScore(task.name, task.score, task.rows) for task in tasks),
+        tasks=_task_scores(tasks),
         datasets={name: part.as_dict() for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
     )
+
+
+def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:
+    return tuple(TaskScore(task.name, task.score, task.rows) for task in tasks.values())
 
 
 def _loss(loss: LossResult) -> dict[str, Any]:
@@ -73,6 +81,39 @@ def answered_rows(evaluator: Evaluator, model: Any) -> list[AnsweredRow]:
         AnsweredRow(row.prompt, row.reference, earlier, row.completion)
         for row, earlier in zip(after, before, strict=True)
     ]
+
+
+def task_samples(base: Mapping[str, TaskResult], run: Mapping[str, TaskResult]) -> tuple[AnsweredRow, ...]:
+    """The rows that tasks keep, as the base model and, once there is one, the trained model answered them."""
+    rows: list[AnsweredRow] = []
+    for name in dict.fromkeys((*base, *run)):
+        before, after = (tasks[name].samples if name in tasks else () for tasks in (base, run))
+        for b, a in zip_longest(before, after):
+            row = a or b
+            said = [None if answered is None else answered.completion for answered in (b, a)]
+            rows.append(AnsweredRow(row.prompt, row.reference, said[0], said[1], name))
+    return tuple(rows)
+
+
+def write_tasks(directory: RunDirectory, before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]) -> None:
+    """eval.json of a run that is scored by tasks before and after training; nothing when it has no tasks."""
+    if before or after:
+        base, run = (Scores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
+        write_evaluation(directory.eval_path, Evaluation(base, run, task_samples(before, after)))
+
+
+def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
+    """What :func:`write_tasks` has written before training began; what is missing or damaged is left out."""
+    from ftcli.evaluate.tasks import JudgedRow, TaskResult
+
+    raw = read_json_object(directory.eval_path)
+    found: dict[str, TaskResult] = {}
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+        for task in raw["base"]["tasks"]:
+            rows = [row for row in raw["samples"] if row["task"] == task["name"] and row["before"] is not None]
+            kept = tuple(JudgedRow(row["prompt"], row["reference"], row["before"]) for row in rows)
+            found[task["name"]] = TaskResult(task["name"], "", float(task["value"]), int(task["count"]), kept)
+    return found
 
 
 def write_train_evaluation(directory: RunDirectory, loss: LossResult | None, samples: Sequence[AnsweredRow]) -> None:

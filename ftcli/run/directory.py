@@ -147,12 +147,18 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
         run.checkpoints_dir.mkdir(exist_ok=True)
         write_text(run.recipe_path, recipe_yaml)
         fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
-    run_status.begin(run.status_path, resumed_from=decision.resume_from, trained=decision.trained)
+    continues = decision.resume_from is not None or decision.trained is not None
+    earlier = run_status.seconds_until_now(run.status_path, run.metrics_path) if continues else 0.0
+    run_status.begin(
+        run.status_path, resumed_from=decision.resume_from, trained=decision.trained, earlier_seconds=earlier
+    )
     return decision
 
 
 def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
     changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
+    if changes and not _has_begun(run):
+        return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
@@ -173,6 +179,18 @@ def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
         message = f"no checkpoint of {run.path} is usable: the run starts again from its first step"
         warnings.append(Finding("FT733", message, severity="warning"))
     return _Decision(source, warnings=tuple(warnings))
+
+
+def _has_begun(run: RunDirectory) -> bool:
+    """Whether anything has been trained here: there is a line of metrics, a checkpoint, or a result.
+
+    A run that was started from another one's checkpoint has that one's steps.
+    """
+    status = run_status.read_status(run.status_path)
+    if status is None or status.resumed_from is not None or run.result_dir is not None:
+        return True
+    logged = run.metrics_path.is_file() and run.metrics_path.stat().st_size > 0
+    return logged or any(run.checkpoints_dir.glob("step-*"))
 
 
 def _result_is_whole(run: RunDirectory, trained: Trained) -> bool:

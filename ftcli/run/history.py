@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class RunSummary:
         tokens_per_second: Median over the lines of metrics.
         peak_memory_bytes: The largest of them.
         started: When its last process began, ISO 8601 in UTC.
-        seconds: How long its last process took; None while it runs.
+        seconds: How long all of its processes took; None while it runs.
         message: Why it ended, where that needs saying.
     """
 
@@ -100,7 +99,7 @@ def summarise(path: Path) -> RunSummary:
         tokens_per_second=_median(training, "tokens_per_second"),
         peak_memory_bytes=_whole(max(_values(training, "peak_memory_bytes"), default=None)),
         started=None if status is None else status.started or None,
-        seconds=None if status is None else _seconds(status.started, status.ended),
+        seconds=None if status is None else status.seconds,
         message=None if status is None else status.message,
     )
 
@@ -145,12 +144,3 @@ def _whole(value: object) -> int | None:
 
 def _first(*values: object) -> float | None:
     return next((number for value in values if (number := _number(value)) is not None), None)
-
-
-def _seconds(started: str, ended: str | None) -> float | None:
-    if ended is None:
-        return None
-    try:
-        return max(0.0, (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds())
-    except ValueError:
-        return None

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ftcli.run.atomic import finite, storage_errors, write_json
+from ftcli.run.atomic import finite, read_json_object, storage_errors, write_json
+
+#: What is measured together with the loss.
+_OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,37 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
     """
     with storage_errors(path):
         write_json(path, finite(asdict(evaluation)))
+
+
+def update_evaluation(path: Path, measured: Evaluation) -> None:
+    """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now.
+
+    A task, and a task of lm-evaluation-harness, is replaced by the one of its name; loss and data sets together.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    old, new = read_json_object(path), asdict(measured)
+    tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
+    kept = [row for row in _maps(old.get("samples")) if row.get("task") not in tasks]
+    sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
+    with storage_errors(path):
+        write_json(path, finite({**sides, "samples": [*new["samples"], *kept]}))
+
+
+def _updated(old: Any, new: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not isinstance(old, dict) or new is None:
+        return new if new is not None else old if isinstance(old, dict) else None
+    names = {task["name"] for task in new["tasks"]}
+    tasks = [task for task in _maps(old.get("tasks")) if task.get("name") not in names]
+    harness = old.get("lm_eval")
+    result = new if new["loss"] is not None else {**new, **{key: old.get(key, new[key]) for key in _OF_LOSS}}
+    lm_eval = {**(harness if isinstance(harness, dict) else {}), **new["lm_eval"]}
+    return {**result, "tasks": [*new["tasks"], *tasks], "lm_eval": lm_eval}
+
+
+def _maps(values: Any) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,6 +43,7 @@ class Status:
     ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
     with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
     A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.lock.is_locked`).
+    ``earlier_seconds`` is what the processes before this one took.
     ``trained`` is there as soon as adapter/ or model/ is complete: whatever stops the evaluation that follows, nothing
     has to be trained again.
     """
@@ -54,6 +57,33 @@ class Status:
     resumed_from: str | None = None
     message: str | None = None
     trained: Trained | None = None
+    earlier_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of all processes of the run; None while it runs."""
+        last = None if self.ended is None else _between(self.started, self.ended)
+        return None if last is None else self.earlier_seconds + last
+
+
+def _between(started: str, ended: str) -> float | None:
+    try:
+        return max(0.0, (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds())
+    except (ValueError, TypeError):
+        return None
+
+
+def seconds_until_now(path: Path, metrics: Path) -> float:
+    """Wall time of the processes of a run so far. A killed one counts up to its last line of metrics."""
+    status = read_status(path)
+    if status is None:
+        return 0.0
+    if status.ended is not None:
+        return status.seconds or 0.0
+    with contextlib.suppress(OSError):
+        last = datetime.fromtimestamp(metrics.stat().st_mtime, UTC).isoformat()
+        return status.earlier_seconds + (_between(status.started, last) or 0.0)
+    return status.earlier_seconds
 
 
 def state_of(exit_code: int) -> State:
@@ -72,6 +102,8 @@ def read_status(path: Path) -> Status | None:
     if not isinstance(raw, dict) or raw.get("state") not in _STATES:
         return None
     known = {key: raw[key] for key in Status.__dataclass_fields__ if key in raw}
+    earlier = known.get("earlier_seconds")
+    known["earlier_seconds"] = float(earlier) if isinstance(earlier, int | float) else 0.0
     return Status(**{"started": "", "pid": 0, **known, "trained": _trained_in(raw.get("trained"))})
 
 
@@ -82,7 +114,9 @@ def _trained_in(raw: Any) -> Trained | None:
     return Trained(**{name: raw[name] for name in known}) if whole else None
 
 
-def begin(path: Path, *, resumed_from: Path | None, trained: Trained | None = None) -> Status:
+def begin(
+    path: Path, *, resumed_from: Path | None, trained: Trained | None = None, earlier_seconds: float = 0.0
+) -> Status:
     """Write that this process runs now; ``trained`` when only what follows training is left to do.
 
     Raises:
@@ -94,6 +128,7 @@ def begin(path: Path, *, resumed_from: Path | None, trained: Trained | None = No
         os.getpid(),
         resumed_from=str(resumed_from) if resumed_from else None,
         trained=trained,
+        earlier_seconds=earlier_seconds,
     )
     _write(path, status)
     return status

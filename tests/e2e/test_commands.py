@@ -37,6 +37,11 @@ def test_eval_sets_the_run_beside_the_base(user: User, trained: str) -> None:
     written = json.loads((user.folder / "r" / "eval.json").read_text())
     assert written["run"]["loss"] == pytest.approx(run["loss"])
     assert written["base"]["datasets"] == {"bundled:smoke-eval": base["datasets"]["bundled:smoke-eval"]}
+    user.done("eval", trained, "--run", str(user.folder / "r"), "--set", "eval.tasks=[]")
+    again = json.loads((user.folder / "r" / "eval.json").read_text())
+    assert again["run"]["tasks"] == written["run"]["tasks"]
+    tasks = [row for row in again["samples"] if row["task"]]
+    assert tasks == [row for row in written["samples"] if row["task"]] != []
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -251,6 +256,16 @@ def test_grpo_scores_tasks_by_a_users_function(user: User) -> None:
     task = {"name": "mine", "file": f"{user.folder}/judge.py:longer", "data": prompts(user.folder)}
     result = user.done("grpo", small_grpo(user, eval={"tasks": [task]}))
     assert (result["before"]["mine"], result["after"]["mine"]) == (1.0, 1.0)
+    written = json.loads((user.folder / "r" / "eval.json").read_text())
+    assert [written[side]["tasks"][0]["value"] for side in ("base", "run")] == [1.0, 1.0]
+    assert all(None not in (row["before"], row["after"]) and row["task"] == "mine" for row in written["samples"])
+    first = json.loads((user.folder / "r" / "eval.json").read_text())
+    user.cut_off("r")  # a run that goes on still knows what it scored before training
+    (user.folder / "r" / "eval.json").write_text(json.dumps({**first, "run": None}))
+    shutil.rmtree(user.folder / "r" / "checkpoints" / "step-00000002", ignore_errors=True)
+    assert user.done("grpo", small_grpo(user, eval={"tasks": [task]}))["before"]["mine"] == 1.0
+    again = json.loads((user.folder / "r" / "eval.json").read_text())
+    assert [row["before"] for row in again["samples"]] == [row["before"] for row in first["samples"]]
 
 
 def test_grpo_refuses_a_task_without_rows(user: User) -> None:

@@ -19,6 +19,8 @@ COLOURS = 6
 DRAWN_POINTS = 400
 #: From this many points on, a smoothed line is drawn over the raw one.
 SMOOTHED_FROM = 40
+#: Points on either side that the smoothed line is the mean of.
+SMOOTHED_REACH = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,16 @@ def short(value: float) -> str:
     return number(value)
 
 
-def smoothed(points: Sequence[tuple[int, float]], weight: float = 0.9) -> list[tuple[int, float]]:
-    """Exponential moving average over points, corrected for its start (as Adam's)."""
-    total, norm, result = 0.0, 0.0, []
-    for step, value in points:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        result.append((step, total / norm))
+def smoothed(points: Sequence[tuple[int, float]], reach: int = SMOOTHED_REACH) -> list[tuple[int, float]]:
+    """The mean of each point with as many before as after it, at most ``reach`` each; it neither lags nor leads.
+
+    Towards both ends there are fewer, so that the line begins and ends with the very values that were logged.
+    """
+    values = [value for _, value in points]
+    result = []
+    for i, (step, _) in enumerate(points):
+        near = min(reach, i, len(points) - 1 - i)
+        result.append((step, math.fsum(values[i - near : i + near + 1]) / (2 * near + 1)))
     return result
 
 
@@ -142,7 +147,10 @@ def line_chart(
     ]
     last = "; ".join(f"{one.name} ends at {show(one.finite[-1][1])}" for one in shown)
     drawing = tag("svg", *body, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=f"{title}: {last}")
-    legend = tag("span", *(_key(one, i) for i, one in enumerate(shown)), class_="legend") if len(shown) > 1 else ""
+    keys = [_key(one, i) for i, one in enumerate(shown)] if len(shown) > 1 else []
+    if any(_is_smoothed(one) for one in shown):
+        keys.append(tag("span", f"bold: mean of {2 * SMOOTHED_REACH + 1} points around"))
+    legend = tag("span", *keys, class_="legend") if keys else ""
     return tag("figure", tag("figcaption", tag("b", title), legend), drawing)
 
 
@@ -184,7 +192,7 @@ def _grid(axes: Axes) -> Markup:
 
 def _line(axes: Axes, series: Series, index: int) -> Markup:
     points = series.finite
-    smooth = series.smooth and len(points) >= SMOOTHED_FROM
+    smooth = _is_smoothed(series)
     parts = [_path(axes, run, f"line s{index % COLOURS}" + (" raw" if smooth else "")) for run in _unbroken(series)]
     if smooth:
         parts.append(_path(axes, smoothed(points), f"line s{index % COLOURS}"))
@@ -194,6 +202,10 @@ def _line(axes: Axes, series: Series, index: int) -> Markup:
             for s, v in points
         ]
     return Markup("").join(parts)
+
+
+def _is_smoothed(series: Series) -> bool:
+    return series.smooth and len(series.finite) >= SMOOTHED_FROM
 
 
 def _unbroken(series: Series) -> list[list[tuple[int, float]]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from ftcli.config import Recipe
@@ -161,14 +160,10 @@ def _work_facts(metrics: Sequence[Mapping[str, Any]], status: Status | None) -> 
 
 
 def _duration(status: Status | None) -> str | None:
-    """Time of the last process: earlier ones of a resumed run have their own lines in the manifest."""
-    if status is None or status.ended is None:
+    """Time of all processes of the run."""
+    if status is None or status.seconds is None:
         return None
-    try:
-        elapsed = datetime.fromisoformat(status.ended) - datetime.fromisoformat(status.started)
-    except ValueError:
-        return None
-    minutes, seconds = divmod(max(0, int(elapsed.total_seconds())), 60)
+    minutes, seconds = divmod(int(status.seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 

@@ -206,6 +206,32 @@ def test_a_changed_recipe_is_refused_with_old_and_new_values(tmp_path: Path) -> 
     assert "max_steps: 10" in run.recipe_path.read_text()
 
 
+def test_a_run_that_was_refused_before_its_first_step_does_not_claim_its_folder(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "a")
+    with open_run(run.path, "auto", recipe(train={"max_steps": 10})) as opened:
+        opened.finish(ExitCode.DATA, message="FT411: no rows")
+    with open_run(run.path, "auto", recipe(train={"max_steps": 20})) as opened:
+        assert (opened.resume_from, opened.already_complete) == (None, False)
+        assert "max_steps: 20" in run.recipe_path.read_text()
+        run.metrics_path.write_text('{"step": 1, "loss": 2.0}\n')
+        opened.finish(ExitCode.DIVERGED)
+    with pytest.raises(FtcliError, match="FT721"):
+        open_run(run.path, "auto", recipe(train={"max_steps": 10}))
+
+
+def test_the_time_of_earlier_processes_is_kept(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    raw = json.loads(run.status_path.read_text())
+    raw |= {"started": "2026-11-21T03:00:00Z", "ended": "2026-11-21T03:10:00Z", "earlier_seconds": 30}
+    run.status_path.write_text(json.dumps(raw))
+    with open_run(run.path, "auto", recipe()) as opened:
+        opened.finish(ExitCode.OK)
+    status = read_status(run.status_path)
+    assert status is not None
+    assert status.seconds is not None
+    assert 630 <= status.seconds <= 660
+
+
 def test_harmless_changes_are_taken_over(tmp_path: Path) -> None:
     run = unfinished(tmp_path / "a", 5)
     new = recipe(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ftcli.config import Recipe
-from ftcli.run.atomic import write_json
+from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
@@ -216,6 +216,25 @@ def test_a_chart_without_values_is_left_out() -> None:
 
 def test_smoothing_is_not_biased_towards_zero_at_the_start() -> None:
     assert [value for _, value in smoothed([(i, 3.0) for i in range(5)])] == pytest.approx([3.0] * 5)
+
+
+def test_the_bold_curve_does_not_lag_and_says_what_it_is() -> None:
+    falling = [(i, 3.0 * 0.9**i) for i in range(60)]
+    mean = smoothed(falling)
+    assert (mean[0], mean[-1]) == (falling[0], falling[-1])
+    line = [(i, 2.0 - 0.01 * i) for i in range(100)]
+    assert [value for _, value in smoothed(line)] == pytest.approx([value for _, value in line])
+    chart = line_chart("Loss", [Series("training", falling, smooth=True)])
+    assert chart is not None
+    assert "bold: mean of 21 points around" in chart
+    assert "bold" not in str(line_chart("Loss", [Series("training", falling[:30], smooth=True)]))
+
+
+def test_wall_time_is_that_of_all_processes(run: RunDirectory) -> None:
+    raw = read_json_object(run.status_path)
+    times = {"started": "2026-11-21T03:00:00Z", "ended": "2026-11-21T03:10:00Z", "earlier_seconds": 3000}
+    write_json(run.status_path, {**raw, **times})
+    assert "1 h 00 min" in render_report(run)
 
 
 def test_thinning_keeps_order_and_extremes() -> None:
