@@ -1,4 +1,4 @@
-"""One recipe at work: what passed preflight, with the tokenizer and the device that everything after it needs."""
+"""One recipe at work: its preflight report, with the tokenizer and the device that everything after preflight needs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Job:
 
     Attributes:
         report: What preflight found out; its recipe is the one that runs.
-        session: Who is told, and what may be used (network, cache).
-        tokenizer: The recipe's, with the recipe's chat template: whatever is saved with it renders as training did.
+        session: Who is told what happens, and what may be used (network, cache).
+        tokenizer: The recipe's, with the recipe's chat template. What is saved with it renders as it did in training.
         stops: Ids that end a turn.
     """
 

@@ -1,8 +1,8 @@
 """How library code speaks to whoever runs it, without printing: a `Reporter` and the `Session` that carries it.
 
-Library code is handed a :class:`Session`. It tells through ``session.reporter``; the command line decides what
-becomes of it: a progress bar on a terminal, plain lines in a log, nothing with ``--quiet``, and findings in the JSON
-document with ``--json``. :class:`SilentReporter` is for callers that want nothing said.
+Library code is given a :class:`Session` and reports through ``session.reporter``. The command line decides what comes
+of that: a progress bar on a terminal, plain lines in a log, nothing with ``--quiet``, and findings in the JSON document
+with ``--json``. :class:`SilentReporter` is for callers that want to hear nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reporter(Protocol):
         """One line that a person should know. A warning with a code and a remedy is a :meth:`finding`."""
 
     def finding(self, finding: Finding) -> None:
-        """A warning or note of a check. Errors are raised as :class:`ftcli.errors.FtcliError`, not reported here."""
+        """A warning or note of a check. Errors are not reported but raised, as :class:`ftcli.errors.FtcliError`."""
 
     def progress(self, total: int | None, description: str) -> AbstractContextManager[Progress]:
         """Start counting to `total` (None: unknown); the count ends with the ``with`` block."""
@@ -82,9 +82,12 @@ def _no_environment() -> Mapping[str, str]:
 class Session:
     """What one invocation was asked for, beside the recipe. Only ``ftcli.cli`` reads the environment to build one.
 
-    ``command`` is the command line with secrets masked, for the manifest. ``environment`` holds the few variables
-    that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``, ``SLURM_JOB_ID`` ...), never secrets.
-    ``is_tty`` says whether messages go to a terminal. Tokenized data is kept below ``cache_dir``; None keeps nothing.
+    Attributes:
+        is_tty: Whether messages go to a terminal.
+        command: The command line with secrets masked, for the manifest.
+        environment: The few variables that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``,
+            ``SLURM_JOB_ID`` ...); never secrets.
+        cache_dir: Where tokenized data is cached; None for nowhere.
     """
 
     reporter: Reporter = field(default_factory=SilentReporter)

@@ -1,4 +1,4 @@
-"""Bytes as people read them."""
+"""Numbers of bytes as text for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every section of a recipe shares: frozen, strict, nothing unknown, no NaN."""
+"""What all sections of a recipe share: frozen and strict models, without unknown keys or NaN."""
 
 from __future__ import annotations
 

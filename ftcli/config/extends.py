@@ -18,14 +18,14 @@ MAX_CHAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A recipe with everything that it extends, and what is wrong in those files that did not stop the reading."""
+    """A recipe merged with everything that it extends, and the faults in those files that did not stop the reading."""
 
     tree: Tree
     findings: tuple[Finding, ...]
 
 
 def read_merged(path: Path) -> Merged:
-    """Read `path` and what it extends. Raises FtcliError with what was found until reading could not go on."""
+    """Read `path` and what it extends. Raises FtcliError with all findings up to the one that stopped the reading."""
     return _read(path, None, ())
 
 

@@ -1,4 +1,4 @@
-"""What pydantic refuses, as findings in the recipe's own words: every problem of the schema at once.
+"""Turns everything that pydantic refuses into findings, in the words of the recipe, all at once.
 
 Codes FT201 to FT211; see docs/errors.md.
 """
@@ -31,7 +31,7 @@ _SHAPE = ("string_pattern_mismatch", "string_too_short", "string_too_long")
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One error of pydantic at a path of the recipe (union branches and other tags removed)."""
+    """One error of pydantic. ``path`` is its place in the recipe, without the tags that pydantic adds for unions."""
 
     path: Path
     kind: str
@@ -40,7 +40,7 @@ class _Problem:
 
 
 def validate(tree: Tree, origins: Origins) -> tuple[Recipe | None, tuple[Finding, ...]]:
-    """The recipe, or None and the findings. Findings may come with a recipe: empty sections are refused as well."""
+    """The recipe, or None, and the findings. There may be findings beside a recipe: empty sections are refused too."""
     blanks = _blank_sections(tree)
     try:
         recipe = Recipe.model_validate(plain(tree))
@@ -53,7 +53,7 @@ def validate(tree: Tree, origins: Origins) -> tuple[Recipe | None, tuple[Finding
 
 
 def _blank_sections(tree: Tree) -> tuple[Path, ...]:
-    """Known sections with nothing under them. ``lora:`` could mean adapters with defaults or none at all."""
+    """Known sections with nothing under them: ``lora:`` could mean default adapters, or none at all."""
     if not isinstance(tree, MapNode):
         return ()
     sections = {name for name in Recipe.model_fields if name != "version"}
@@ -71,7 +71,7 @@ def _blank_findings(blanks: Iterable[Path], origins: Origins) -> tuple[Finding, 
 
 
 def _located(details: ErrorDetails, tree: Tree) -> _Problem:
-    """The error with those parts of its location that are in the recipe; the rest are names of union branches."""
+    """The error with its place in the recipe. Other parts of its location are names of union branches."""
     path: list[str] = []
     node: Tree | None = tree
     tagged = False
@@ -91,7 +91,7 @@ def _located(details: ErrorDetails, tree: Tree) -> _Problem:
 
 
 def _merged(problems: list[_Problem]) -> list[_Problem]:
-    """One problem for a path. Where a union failed, the branch that got furthest into the value speaks."""
+    """One problem for each path. Of a union that failed, the branch that got furthest into the value is reported."""
     kept: dict[Path, _Problem] = {}
     for problem in problems:
         kept.setdefault(problem.path, problem)
@@ -113,7 +113,7 @@ class _Writer:
         self._schema = schema
 
     def finding(self, problem: _Problem) -> Finding | None:
-        """None where another finding says it already (secrets)."""
+        """The finding; None where another one reports the same already (secrets)."""
         if problem.kind == "extra_forbidden":
             return self._unknown(problem.path)
         if problem.kind == "missing":
@@ -195,7 +195,7 @@ def _shape_help(path: Path, variants: Iterable[Node]) -> str:
 
 
 def _type_help(node: Node, value: Tree, schema: RecipeSchema) -> str | None:
-    """What to write instead, where that can be told from what stands there."""
+    """What to write instead, where the value shows what was meant."""
     kinds = {part.get("type") for part in schema.variants(node)}
     if not isinstance(value, Leaf):
         return "remove the brackets or dashes" if isinstance(value, ListNode) and "array" not in kinds else None

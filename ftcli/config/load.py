@@ -1,4 +1,4 @@
-"""A recipe file to a validated :class:`Recipe` that knows where every value came from."""
+"""Loads a recipe file: a validated :class:`Recipe`, and where each of its values came from."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LoadedRecipe:
 def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     """Read, merge, override and validate. ``run.name`` and ``run.output_dir`` are never None in the result.
 
-    Raises FtcliError (exit RECIPE): the first problem that keeps a file from being read as YAML, or all others
-    together: duplicate keys, secrets, overrides that cannot be applied, and everything the models refuse.
+    Raises FtcliError (exit RECIPE) with the first problem that keeps a file from being read as YAML, or with all other
+    problems together: duplicate keys, secrets, overrides that cannot be applied, and everything the models refuse.
     """
     merged = read_merged(path)
     tree, refused = apply_overrides(merged.tree, overrides)

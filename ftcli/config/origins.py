@@ -11,7 +11,7 @@ Path = tuple[str, ...]
 
 
 class Origins:
-    """Finds the place of a value by its path, ``data.train.0.path`` or the same as a tuple."""
+    """Finds the place of a value by its path: ``data.train.0.path``, or the parts of that as a sequence."""
 
     def __init__(self, tree: Tree) -> None:
         self._values: dict[Path, Origin] = {}
@@ -19,7 +19,7 @@ class Origins:
         self._collect(tree, ())
 
     def at(self, path: str | Sequence[str | int]) -> Origin | None:
-        """Where the value stands, or else its nearest ancestor that was written down; at last the file itself."""
+        """Where the value stands; else where its nearest written ancestor stands, in the end the file itself."""
         return self._nearest(self._values, _parts(path))
 
     def key(self, path: str | Sequence[str | int]) -> Origin | None:
@@ -27,7 +27,7 @@ class Origins:
         return self._nearest(self._keys, _parts(path))
 
     def explicit(self, path: str | Sequence[str | int]) -> bool:
-        """Whether the recipe or an override says something at this path, rather than a default standing there."""
+        """Whether the recipe or an override sets this value; else it is a default."""
         return _parts(path) in self._values
 
     def _collect(self, tree: Tree, path: Path) -> None:

@@ -11,13 +11,13 @@ Node = Mapping[str, Any]
 
 
 class RecipeSchema:
-    """JSON Schema of recipes as the tables have it now, with its references resolved on the way. Read only."""
+    """The JSON Schema of recipes, and answers about it. It is made from what the tables hold now."""
 
     def __init__(self) -> None:
         self.root: Node = Recipe.model_json_schema()
 
     def resolve(self, node: Node) -> Node:
-        """`node`, or what it refers to; what is written beside the reference stays."""
+        """`node`, with its reference replaced by what it refers to. Keys beside the reference are kept."""
         reference = node.get("$ref")
         if reference is None:
             return node
@@ -25,7 +25,7 @@ class RecipeSchema:
         return {**target, **{key: value for key, value in node.items() if key != "$ref"}}
 
     def variants(self, node: Node) -> tuple[Node, ...]:
-        """The alternatives of a union, null left out; a plain node is its own only alternative."""
+        """The alternatives of a union, without null. A node that is no union is its own only alternative."""
         node = self.resolve(node)
         if "anyOf" not in node:
             return (node,)

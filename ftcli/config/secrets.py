@@ -1,4 +1,4 @@
-"""Secrets do not belong in recipes: they end up in run directories, bug reports and git. Found here, and masked."""
+"""Finds and masks secrets. They do not belong in recipes, which end up in run directories, bug reports and git."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Did you mean: the nearest key, the right section, or our name for what another tool calls it."""
+"""Suggestions for unknown keys and words: the nearest one, the right section, or our name for another tool's key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Said:
 
 
 def unknown_key(path: Path, schema: RecipeSchema) -> Said:
-    """What to say about a key that does not exist: FT201, or FT202 where another tool has it."""
+    """What to say about a key that does not exist: FT201, or FT202 for a key of another tool."""
     name, section = path[-1], _section(path[:-1])
     parent = schema.at(path[:-1])
     siblings = list(schema.properties(parent)) if parent is not None else []
@@ -47,7 +47,7 @@ def unknown_key(path: Path, schema: RecipeSchema) -> Said:
 
 
 def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
-    """Help for a word that is none of `choices`."""
+    """Help for a word that is not one of `choices`."""
     said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())
     if said is None:
         near = get_close_matches(given.lower(), choices, n=1, cutoff=0.55)

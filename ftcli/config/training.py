@@ -81,8 +81,8 @@ class TrainConfig(Section):
     def checkpointing(self) -> policies.PolicyName:
         """The policy of a recipe that has been through preflight.
 
-        Raises ValueError while the setting is ``auto``: what fits is known to preflight alone
-        (:func:`ftcli.preflight.memory.policy.choose`).
+        Raises ValueError while the setting is ``auto``: only preflight knows what fits
+        (:func:`ftcli.preflight.memory.policy.choose_checkpointing`).
         """
         if self.gradient_checkpointing == "auto":
             raise ValueError(

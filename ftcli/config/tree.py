@@ -1,4 +1,4 @@
-"""A recipe as it was written: values together with where each one stands. Immutable; merging makes new trees."""
+"""A recipe's YAML as a tree: values, each with the place where it stands. Immutable; merging makes new trees."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 
 def describe_kind(tree: Tree) -> str:
-    """What a person would call this value in a sentence: ``text `abc` ``, ``the number 3``, ``a list``."""
+    """What a message calls this value: ``text `abc` ``, ``3``, ``a list``."""
     if isinstance(tree, MapNode):
         return "a section"
     if isinstance(tree, ListNode):

@@ -1,7 +1,7 @@
-"""YAML text to a tree that knows its lines and columns.
+"""Parses YAML text into a tree that knows its lines and columns.
 
-PyYAML scans and composes; what its nodes mean is decided here. Stricter than YAML: one document, a mapping at the top,
-text keys, no duplicate keys, no tags, no merge keys, bounded nesting and aliases.
+PyYAML scans and composes; this module decides what the nodes mean. It is stricter than YAML: one document, a mapping at
+the top, text keys, no duplicate keys, no tags, no merge keys, bounded nesting and aliases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A tree, and what is wrong in it that did not stop the reading."""
+    """A tree, and the faults in it that did not stop the reading."""
 
     tree: Tree
     findings: tuple[Finding, ...]
@@ -54,7 +54,7 @@ def parse_file(text: str, source: str) -> Parsed:
 
 
 def parse_value(text: str, label: str) -> Parsed:
-    """Parse the value of an option; every origin in it is the option's label, which has no lines."""
+    """Parse the value of an option. Every origin in it is the option's ``label``, without line numbers."""
     origin = Origin(label)
     if not text.strip():
         return Parsed(Leaf(origin, None, ""), ())
@@ -101,7 +101,7 @@ class _Places:
 
 
 class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
-    """PyYAML's composer without its own ideas of types, with bounds, and refusing tags."""
+    """PyYAML's composer, without PyYAML's types: it bounds size and depth, and refuses tags."""
 
     def __init__(self, text: str, places: _Places) -> None:
         Reader.__init__(self, text)
@@ -146,14 +146,14 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
 
 
 class _Converter:
-    """Nodes to trees, collecting findings. The composer has seen to it that the tree is finite and small."""
+    """Turns nodes into trees and collects findings. The composer has made sure that the tree is finite and small."""
 
     def __init__(self, places: _Places) -> None:
         self.findings: list[Finding] = []
         self._places = places
 
     def tree(self, node: _AnyNode, introduced_by: Origin | None = None) -> Tree:
-        """`introduced_by`: the key before a value, which is where a block of lines is said to stand."""
+        """The tree of a node. Findings about a block of lines point at ``introduced_by``, the key before it."""
         origin = self._places.of(node)
         if isinstance(node, yaml.ScalarNode):
             return self._leaf(node, origin, introduced_by)

@@ -17,21 +17,21 @@ Backend = Literal["cudnn", "flash", "sdpa", "triton", "eager"]
 #: prefix, still one interval of keys a query; ``any``: something else, for dense masks only.
 MaskKind = Literal["plain", "intervals", "any"]
 
-#: Which kernels a caller wants: what fits, ours wherever the call allows them, or none of them.
+#: Which kernels a caller wants: the fastest backend, ours wherever the call allows them, or plain torch.
 Kernels = Literal["auto", "triton", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention, as far as the choice of a backend depends on it.
+    """What the choice of a backend depends on in one call of attention.
 
     Attributes:
-        dtype: What the products are taken in, by torch's name: autocast's dtype, or the inputs'.
+        dtype: Dtype of the products, by torch's name: autocast's, or that of the inputs.
         softcap: Cap on the scores; 0 for none.
-        windowed: A sliding window shorter than the sequence is in force.
+        windowed: There is a sliding window, and it is shorter than the sequence.
         mask: What the mask is made of.
-        decoding: One query a row, against cached keys.
-        dropout: Probabilities are dropped.
+        decoding: Each row has one query, against cached keys.
+        dropout: Some probabilities are dropped.
     """
 
     dtype: str
@@ -57,7 +57,7 @@ def choose_attention(
     """The backend of one attention call.
 
     Args:
-        interpreted: Triton's interpreter is there to run the kernels on a CPU, if ``kernels`` insists on them.
+        interpreted: Triton's interpreter can run the kernels on a CPU, if ``kernels`` insists on them.
 
     Raises:
         ValueError: ``kernels="triton"`` on a machine that cannot run them.
@@ -97,7 +97,7 @@ def _why_no_kernel(gpu: Gpu, call: AttentionCall, kernels: Kernels, *, interpret
 
 
 def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> AttentionChoice:
-    """Causal attention over whole sequences, without cap, window or padding."""
+    """The backend for causal attention over whole sequences, without cap, window or padding."""
     if capability is None:
         return AttentionChoice("sdpa", "a CPU has no fused backend")
     if call.dropout:

@@ -32,8 +32,8 @@ Fetch = Callable[[str, str | None, bool], Path]
 class ConfigSource:
     """A config.json that was found.
 
-    ``folder`` holds it; ``values`` is its content with the alias's own values laid over (instruct models share the
-    base model's file and differ in their stop tokens).
+    ``folder`` holds it. ``values`` is its content, overridden by the values of an alias where there is one: instruct
+    models share the bundled file of their base model and differ in their stop tokens.
     """
 
     kind: SourceKind
@@ -42,7 +42,7 @@ class ConfigSource:
 
     @property
     def is_local(self) -> bool:
-        """True when tokenizer and weights stand beside the config (or are missing for good)."""
+        """True when tokenizer and weights must be in the same folder: there is nowhere else to look for them."""
         return self.kind in ("bundled model", "local folder")
 
 
@@ -129,7 +129,7 @@ def looks_local(name: str) -> bool:
 
 
 def bundled_configs() -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Hub ids whose config.json ships with ftcli, each with its folder and the values laid over it."""
+    """Hub ids whose config.json ships with ftcli, each with its folder and the values that override the file's."""
     root = asset("configs")
     known: dict[str, tuple[Path, dict[str, Any]]] = {
         folder.name.replace("--", "/", 1): (folder, {}) for folder in root.iterdir() if folder.is_dir()

@@ -33,15 +33,15 @@ class DeviceFacts:
         name: As in ``--as``, or the driver's name of the GPU that is here.
         kind: ``cuda`` or ``cpu``.
         capability: CUDA compute capability; None on a CPU.
-        memory_bytes: What torch reports as total: the nominal size less what the driver and ECC keep. RAM on a CPU,
-            the container's limit counted in; None where it cannot be found out.
+        memory_bytes: The total that torch reports: the nominal size less what the driver and ECC keep. On a CPU the
+            RAM, or the container's limit if that is less; None where it cannot be found out.
         free_bytes: What is free now; None for a device that was only named.
         shared_memory_bytes: Most shared memory that one block can ask for; None on a CPU.
         multiprocessors: SMs, or CPU cores that this process may use.
         dense_tflops: Published dense matmul rate with 16-bit inputs and float32 accumulation; None when not in the
             table.
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
-        host_free_bytes: RAM of the machine around a GPU that is here that is free now; None elsewhere.
+        host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
         probed: True for the machine that is here.
     """
 
@@ -72,12 +72,12 @@ class DeviceFacts:
 
     @property
     def available_bytes(self) -> int | None:
-        """Memory that a run may count on: what is free, or all of a device that was only named."""
+        """Memory that a run may use: what is free, or all of a device that was only named."""
         return self.free_bytes if self.free_bytes is not None else self.memory_bytes
 
 
 def gpu_of(device: DeviceFacts) -> Gpu:
-    """The device as the kernels' rules take it."""
+    """The device as :mod:`ftkernels.limits` describes one."""
     return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 

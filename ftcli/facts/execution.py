@@ -1,7 +1,7 @@
-"""What runs where: which code computes the decoder layers and attention of a run, and why.
+"""What runs where: which code computes the decoder layers and the attention of a run, and why.
 
-Preflight asks before anything is built, :mod:`ftcli.model.patch` and :mod:`ftcli.model.attention` ask when a model is
-there. What only a built model can say (an adapter of a kind that cannot be fused, say) comes on top there.
+Preflight asks before anything is built; :mod:`ftcli.model.patch` and :mod:`ftcli.model.attention` ask once there is a
+model. They add what only a built model shows, such as an adapter of a kind that cannot be fused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 #: What computes the layers: Triton kernels, their plain torch form, or transformers' own code.
 LayerCode = Literal["fused", "reference", "transformers"]
-#: What a command does with a model. Benchmarks train or evaluate.
+#: What a command does with a model. Benchmarks count as training or evaluation.
 Work = Literal["train", "eval", "export"]
 
 
@@ -39,8 +39,9 @@ Work = Literal["train", "eval", "export"]
 class LayerChoice:
     """What computes the decoder layers, and why.
 
-    ``activation`` is the kernels' name of the MLP's, where they compute anything. ``parts``: of layers that stay
-    transformers', norms and attention are on the kernels all the same.
+    Attributes:
+        activation: The kernels' name of the MLP's activation; None where they compute nothing.
+        parts: The layers stay transformers' own, but their norms and attention are on the kernels.
     """
 
     code: LayerCode
@@ -54,7 +55,7 @@ def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, 
 
     Args:
         activation: transformers' name of the MLP's activation; None where it is not known.
-        kernels: The recipe's ``model.kernels``; that ``triton`` allows no exception is the caller's to see to.
+        kernels: The recipe's ``model.kernels``. ``triton`` allows no exception; enforcing that is left to the caller.
         device: The device's name, for the reason.
         cuda: Whether it is a CUDA GPU.
     """
@@ -98,10 +99,10 @@ class Execution:
 
     Attributes:
         layers: What computes them.
-        attention: The backend, for people.
-        dense: What serves causal calls over whole sequences.
-        masked: What serves calls with a window in force, or with packed documents.
-        sends_attention: Attention's output is our kernel's in calls of this run.
+        attention: The attention backend, in words for people.
+        dense: The backend of causal calls over whole sequences.
+        masked: The backend of calls with a window in force or with packed documents.
+        sends_attention: Some calls of this run take our attention kernel, whose output ``offload`` sends to the host.
     """
 
     layers: LayerChoice
@@ -131,7 +132,7 @@ class Part:
 def execution_of(
     recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work, method: Method
 ) -> Execution:
-    """How the layers of a run are computed. Evaluation freezes full fine-tunes as well."""
+    """How the layers of a run are computed. Evaluation may use the kernels after full fine-tuning: it freezes all."""
     layers = _layers(recipe, facts, device, work=work, method=method)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
@@ -198,7 +199,7 @@ def _attention(
 
 
 def _attention_parts(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
-    """One row, or one for layers with and one for layers without a window that is in force."""
+    """One row, or two where some layers have a window in force and others have none."""
 
     def row(part: str, choice: AttentionChoice) -> Part:
         return Part(part, choice.backend, choice.reason)
@@ -214,7 +215,7 @@ def _attention_parts(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device:
 
 
 def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
-    """The frozen products, where they are not plain ones."""
+    """Products of quantised weights, for methods that can multiply them as they are stored."""
     method = recipe.quantization.method
     if quantizations.row(method).products is None:
         return []

@@ -6,8 +6,8 @@ of rank r add 2·r·(in+out) forward and twice that backward. Attention has two 
 backward (QKᵀ again, dP, dV, dQ, dK), each 2·width·k for k the mean number of keys a query sees: (S+1)/2, or less
 with a sliding window. The head has a forward and an input gradient for every supervised position; synthetic
 benchmarks supervise all. Norms, activations and the optimizer are bandwidth, not arithmetic, and are left out.
-Gradient checkpointing adds one more forward of the layers (not of the head), ``selective`` that of gate and up alone.
-Layers on the kernels stop before what they need not run again; that much less they do is not counted.
+Gradient checkpointing adds one more forward pass of the layers (not of the head); ``selective`` adds only that of gate
+and up. Layers on the kernels skip what they need not run again; that saving is not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def step_flops(
 
     Args:
         num_layers: Count only this many layers (benchmarks of a shortened model).
-        uncheckpointed_layers: So many are not run again, whatever the policy.
+        uncheckpointed_layers: How many layers are left out of the policy, and are not run again.
     """
     shape = facts.shape
     if shape is None:
@@ -94,7 +94,7 @@ def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:
 
 
 def _mean_keys(facts: ModelFacts, seq_len: int, layers: int) -> float:
-    """Keys that a query sees on average, summed over layers."""
+    """How many keys a query sees on average, summed over the layers."""
     causal = (seq_len + 1) / 2
     window = facts.sliding_window
     if window is None or window >= seq_len:

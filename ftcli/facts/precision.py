@@ -17,11 +17,16 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class DtypePlan:
     """Dtypes by torch's names.
 
-    ``parameter`` is the base model's, ``adapter`` that of LoRA's matrices (None: full fine-tuning), ``compute`` that
-    of the matrix products. ``autocast`` says whether products are cast to ``compute``. ``reason`` is one clause for
-    people: why this compute dtype. ``reduction`` is that of sums over rows: norms, softmax, the loss. ``gradient`` and
-    ``optimizer`` are those of what is trained. ``loss_scaling``: the loss is multiplied before backward, so that
-    gradients stay above what float16 rounds to zero, and divided out before the step.
+    Attributes:
+        parameter: Of the base model.
+        adapter: Of LoRA's matrices; None for full fine-tuning.
+        compute: Of the matrix products.
+        autocast: Whether products are cast to ``compute``.
+        reason: Why this compute dtype, as one clause for people.
+        reduction: Of sums over rows: norms, softmax, the loss.
+        gradient, optimizer: Of what is trained.
+        loss_scaling: The loss is multiplied by a scale before backward, so that float16 does not round gradients to
+            zero; the gradients are divided by it before the step.
     """
 
     parameter: str

@@ -1,8 +1,8 @@
 """How many bytes quantised weights take, and whether they are multiplied as they are stored. Pure arithmetic.
 
-Only the decoder layers' linear layers are quantised: embeddings, head, norms and biases stay in the parameters' dtype.
-Weights that are not multiplied as they are stored are dequantised for one product at a time. On the kernels the
-matrices that share an input are one product.
+Only linear layers of the decoder layers are quantised: embeddings, head, norms and biases keep the parameters' dtype.
+Weights that cannot be multiplied as they are stored are dequantised for one product at a time. On the kernels, matrices
+that share an input are one product.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.tables import code_of, quantizations
 
-#: Share of a device's memory up to which ``keep_dequantized: auto`` spends it.
+#: Share of a device's memory that ``keep_dequantized: auto`` may fill.
 _AMPLE = 0.8
 
 
 def weight_bytes(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, dequantized_layers: int = 0
 ) -> int:
-    """Bytes of the base model in memory, with ``dequantized_layers`` of its decoder layers held dequantised."""
+    """Bytes of the base model in memory, when ``dequantized_layers`` of its decoder layers stay dequantised."""
     reference = quantizations.row(quantization.method).stored_bytes
     if reference is None:
         return shape.parameters * parameter_bytes
@@ -38,10 +38,10 @@ def weight_bytes(
 def layers_with_room(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, needed: int, available: int | None
 ) -> int:
-    """How many decoder layers ``keep_dequantized: auto`` holds dequantised.
+    """How many decoder layers ``keep_dequantized: auto`` keeps dequantised.
 
     Args:
-        needed: Bytes that the run needs with no layer held dequantised.
+        needed: Bytes that the run needs when it keeps no layer dequantised.
         available: Bytes that the device has; None when that is not known, which gives 0 layers.
     """
     if available is None:

@@ -1,6 +1,6 @@
 """What transformers builds from a config.json: linear layers, norms and parameter counts, computed without torch.
 
-How a family is built says its row in :mod:`ftcli.tables.families`. The numbers are tested against models that
+The row of a family in :mod:`ftcli.tables.families` says how it is built. Tests compare the numbers with models that
 transformers builds on the meta device.
 """
 

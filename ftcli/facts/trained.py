@@ -11,7 +11,7 @@ from ftcli.tables import optimizers
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What is trained: elements, and the matrices (rows, columns, how many) for optimizers that factor them."""
+    """What is trained: how many elements, and the matrices (rows, columns, count), which some optimizers factor."""
 
     elements: int
     matrices: tuple[tuple[int, int, int], ...]

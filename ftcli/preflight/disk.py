@@ -19,8 +19,8 @@ _SMALL_FILES = 32 * 2**20
 class DiskEstimate:
     """Bytes on disk: one checkpoint, how many stand there at most, and the result.
 
-    A new checkpoint is complete before the oldest is removed, so one more than ``checkpoint.keep_last`` exists for a
-    while. ``free_bytes`` is None where it was not looked at.
+    A new checkpoint is complete before the oldest is removed, so for a while there is one more than
+    ``checkpoint.keep_last``. ``free_bytes`` is None where nobody looked.
     """
 
     checkpoint_bytes: int
@@ -64,9 +64,10 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why nothing can be written into an existing folder, or None. Writes a file without a name, which leaves nothing.
+    """Why nothing can be written into an existing folder, or None.
 
-    Permission bits are not asked: they do not know of read-only and full disks, nor of the superuser.
+    Tries it with a temporary file. Permission bits would not tell: they know nothing of read-only and full disks, nor
+    of the superuser.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

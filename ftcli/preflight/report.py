@@ -28,8 +28,8 @@ class PreflightReport:
 
     Attributes:
         setup: The recipe as it runs, with the policy of ``checkpointing`` in place of `auto`, and what is known of
-            its model. What is built and trained is built from this.
-        device: The machine; ``setup`` has it with no more memory than the run is to plan with.
+            its model. Everything after preflight works with this recipe.
+        device: The machine. ``setup`` has the same one, limited to the memory that the run plans with.
         parts: What runs on each part of the model, and why.
         memory, verdict, disk: None where no estimate could be made; ``not_made`` then says why.
         findings: Warnings and notes: errors are raised.

@@ -11,8 +11,8 @@ machine, memory,      dtype and backends against the GPU, the estimate against i
 disk                  written against free space
 ====================  =================================================================================  =========
 
-A stage with errors ends preflight; warnings and notes are kept. torch is imported by the machine stage alone, and only
-when no device was named.
+A stage with errors ends preflight; its warnings and notes, and those of the stages before it, are reported with them.
+Only the machine stage imports torch, and only when no device was named.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     """All checks for ``command`` on a loaded recipe.
 
     Args:
-        device: The device to answer for; None looks at this machine (and imports torch to do so).
-        offline: Ask no network; what that leaves unknown is reported as not made.
+        device: The device to answer for; None looks at this machine, which imports torch.
+        offline: Use no network. Checks that would need it are reported as not made.
 
     Raises:
         FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
@@ -80,7 +80,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
 
 
 def _about_the_recipe(context: Context) -> Findings:
-    """Everything that needs the recipe alone, the method's own rules among it."""
+    """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
     yield from sources.check(context)
@@ -90,7 +90,7 @@ def _about_the_recipe(context: Context) -> Findings:
 
 
 class _Found:
-    """Findings and unmade checks of the stages so far; raises when a stage has errors."""
+    """The findings of the stages so far, and the checks that could not be made; raises when a stage has errors."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []

@@ -1,7 +1,7 @@
 """Model families: one row a ``model_type``, with all that the program knows of how it is built.
 
 The memory estimate, the rules about layers and the kernels read the same row. A ``model_type`` without a row still
-loads and trains on transformers' own layers; what then cannot be said beforehand is reported as not made.
+trains, on transformers' own layers; the checks that need the row are reported as not made.
 """
 
 from __future__ import annotations

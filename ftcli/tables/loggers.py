@@ -17,8 +17,8 @@ class Logger:
         about: One sentence for the documentation.
         code: A function that opens it, ``package.module:attribute`` (:class:`ftcli.run.loggers.protocol.OpenLogger`).
         environment: Environment variables while a command runs, where the user has not set them.
-        buffered: What it was given last is lost when the process is killed. It is given those numbers again after the
-            resume, and ignores the steps that it has.
+        buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and
+            ignores the steps that it already has.
     """
 
     package: str

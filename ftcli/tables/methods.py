@@ -1,7 +1,7 @@
 """Training methods: what a recipe's rows teach, and how. One row each.
 
-``train.method`` names the method of `ftcli train`. A method with a command and a section of the recipe of its own
-(``grpo``) is chosen by these.
+``train.method`` names the method of `ftcli train`. A method that has a command and a section of the recipe to itself,
+such as ``grpo``, is chosen by these.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Method:
     Attributes:
         name: As in ``train.method``, or of its own section.
         command: The command that trains with it.
-        title: In a few words, for messages.
-        help: What its command tells when asked.
+        title: Its name in messages.
+        help: The help text of its command.
         run: Code: ``(loaded, session) -> result``, the whole command.
         memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
-        from_prompts: Its rows are prompts, and the answers are the model's. Else they hold the answers.
+        from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         pads_left: Its batches are padded on the left and come with a padding mask.
-        on_kernels: Its steps run on ftcli's layers; else on transformers' own.
+        on_kernels: Its steps can run on ftcli's kernels; otherwise they run on transformers' own layers.
         scores_tasks: `eval.tasks` are scored before and after training.
-        takes_quantized: It trains adapters on quantised bases.
-        packs: ``data.packing`` and weights of sources have a meaning for it.
+        takes_quantized: It can train adapters on a quantised base.
+        packs: It supports ``data.packing`` and weights of sources.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
-        supports: Of recipe keys that some values do not work with: those that do.
+        supports: Recipe keys of which it supports only some values, with these values.
     """
 
     name: str
@@ -145,10 +145,10 @@ def of_commands() -> dict[str, Method]:
 
 
 def method_of(recipe: Any, command: str) -> Method:
-    """The method that ``command`` comes to on a recipe (:class:`ftcli.config.Recipe`).
+    """The method that ``command`` means for a recipe (:class:`ftcli.config.Recipe`).
 
-    A command with a method of its own means that one; `check` looks at what the recipe is for, a section of its own
-    first; everything else goes by ``train.method``.
+    A command that belongs to a method means that one. `check` means the method whose own section the recipe has. In all
+    other cases it is ``train.method``.
     """
     for method in TABLE.values():
         if method.section is not None and (

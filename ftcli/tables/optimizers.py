@@ -14,8 +14,8 @@ class Optimizer:
     Attributes:
         state_bytes: Bytes of state for each trained parameter.
         factored: The state of a matrix is one float32 sum for each row and each column; ``state_bytes`` is 0.
-        foreach: On a GPU it updates all parameters at once, which takes a temporary float32 copy of them.
-        reads: Settings of the section ``train`` that only some optimizers read.
+        foreach: On a GPU it updates all parameters at once, which needs a temporary float32 copy of them.
+        reads: Which settings of the section ``train`` it reads, of those that not every optimizer reads.
     """
 
     state_bytes: int = 0

@@ -16,22 +16,22 @@ PolicyName = bool | str
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One way to keep less.
+    """One way to keep fewer activations.
 
     Attributes:
-        time: Of a training step on the kernels, over that of ``false``: the means of Llama-3.1-8B and Gemma-2-9B on an
-            H200, 2026-11-21; docs/performance.md has later runs, within 0.02 of these.
-        time_off_kernels: The same on transformers' own layers; 1.42 was measured with two other tools there, what
-            copying to the host adds to it was not measured.
+        time: Time of a training step on the kernels, relative to ``false``: the means of Llama-3.1-8B and Gemma-2-9B on
+            an H200, 2026-11-21. Later runs in docs/performance.md are within 0.02 of these.
+        time_off_kernels: The same on transformers' own layers. 1.42 was measured with two other tools; what copying to
+            the host adds to it was not measured.
         held: Code: ``(LayerBytes, Offloaded) -> Held``, the bytes that a layer keeps, works with and sends to the host.
         apply: Code: ``(layers, Offloaded) -> object``, sets the policy on a model's decoder layers; None where
             transformers' own setting does, or where there is nothing to set.
         by_transformers: It is transformers' own ``gradient_checkpointing``.
-        recomputes: What of a layer's forward pass is made again in backward.
-        by_layer: Layers may be left out of it one by one (``train.uncheckpointed_layers``).
-        on_host: It keeps tensors in pinned host memory: nothing that a CPU could gain from.
-        repacks: Whatever the kernels pack of a layer's adapters is made again with the layer, and not kept.
-        off_kernels: The policy that it comes to where layers are not on the kernels; None: itself.
+        recomputes: Which part of a layer's forward pass backward computes again.
+        by_layer: Single layers may be left out of it (``train.uncheckpointed_layers``).
+        on_host: It keeps tensors in pinned host memory, which gains nothing on a CPU.
+        repacks: The kernels' packed copies of a layer's adapters are made again with the layer instead of being kept.
+        off_kernels: The policy that it is the same as where layers are not on the kernels; None: there it is itself.
     """
 
     time: float

@@ -15,8 +15,8 @@ class StoredProducts:
 
     Attributes:
         capability: The lowest compute capability of a GPU that has such products, (major, minor).
-        why_not: A function of ``ftkernels.limits.Gpu`` and the compute dtype that answers why there are none, or None.
-        measure_rate: A function of a torch device that measures how many operations it takes a second.
+        why_not: A function of ``ftkernels.limits.Gpu`` and the compute dtype: why there are no such products, or None.
+        measure_rate: A function of a torch device that measures how many operations a second such products do.
     """
 
     capability: str
@@ -48,9 +48,9 @@ class Quantization:
             ``keep_dequantized`` can hold its layers dequantised.
         quantize: Code: a :class:`ftcli.model.quantize.QuantizeLinear`. None: layers are stored as they are.
         stored_bytes: Code: a function of a :class:`ftcli.facts.shape.Linear` and the recipe's section that answers how
-            many bytes the layer's weight takes. None as for ``quantize``.
-        products: None: the weights are dequantised for each product, everywhere.
-        packed_files: None: weights are read in full precision only.
+            many bytes the layer's weight takes. None where ``quantize`` is None.
+        products: None: the weights are dequantised for each product, on every device.
+        packed_files: None: weights are only read in full precision.
     """
 
     supported: bool = True

@@ -1,1 +1,1 @@
-"""Rules, grouped by the stage that runs them. Each takes a context and facts and yields findings; none loads torch."""
+"""Rules, one file for each subject. A rule takes a context, and facts where it needs some, and yields findings."""

@@ -1,4 +1,4 @@
-"""What every rule gets and gives: a recipe with the origins of its values in, findings out. Rules are pure."""
+"""What every rule is given, and what it answers: a recipe with the origins of its values, and findings about it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Context:
 
     @property
     def benches(self) -> bool:
-        """Whether the recipe is timed, on random weights and tokens."""
+        """Whether the command is a benchmark, which takes random weights and tokens."""
         return self.command in ("bench", "bench --eval")
 
     def says(self, path: str) -> bool:
-        """Whether the recipe or an override sets this value to something else than the default.
+        """Whether the recipe or an override sets this value, and not to its default.
 
-        A run's own recipe.yaml spells every default out; that says nothing about what its author wanted.
+        A run's own recipe.yaml writes out every default, which says nothing about what its author wanted.
         """
         value: object = self.recipe
         default: object = None
@@ -99,7 +99,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class NotMade:
-    """A check that could not be made, and why: it is neither passed nor failed."""
+    """A check that could not be made, and why. It has neither passed nor failed."""
 
     check: str
     reason: str

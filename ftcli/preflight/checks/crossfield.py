@@ -81,7 +81,7 @@ def _lengths(context: Context) -> Findings:
 def _schedule(context: Context) -> Findings:
     train, steps = context.recipe.train, context.recipe.train.max_steps
     if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
-        # A run cut short on the command line is a trial: it is told, not refused.
+        # A run that is shortened on the command line is a trial: this is a warning then.
         tell = context.warning if _is_trial(context) else context.error
         yield tell(
             "FT268",
@@ -134,7 +134,7 @@ def _harness(context: Context, installed: Installed) -> Findings:
 
 
 def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
-    """FT767 for two judges or options that none reads; FT451 and FT452 for the user's function."""
+    """FT767 for two judges, or options that no judge reads; FT451 and FT452 for the user's function."""
     if task.file is None:
         if task.args:
             yield context.error("FT767", f"{path}.args", "`args` is only read with `file`", help="remove it")
@@ -147,7 +147,7 @@ def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
 
 
 def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
-    """FT264: a pattern that is needed and missing, one that nothing reads, or one that is no regular expression."""
+    """FT264: a pattern that is missing, that nothing reads, or that is not a regular expression."""
     use = judged.kind if isinstance(judged, TaskConfig) else judged.use
     judge = judges.row(use) if use is not None and judged.file is None else None
     if judge is not None and "pattern" in judge.needs and judged.pattern is None:
@@ -160,7 +160,7 @@ def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardCon
 
 
 def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:
-    """FT264 for what Python's ``re`` does not compile; with ``group`` also for one without a group."""
+    """FT264 for what Python's ``re`` cannot compile and, with ``group``, for an expression without a group."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

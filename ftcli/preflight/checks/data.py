@@ -1,4 +1,4 @@
-"""Looks at the first rows of every source: is it there, can it be read, and do its rows make sense for the recipe.
+"""Looks at the first rows of every source: does it exist, can it be read, and do its rows make sense for the recipe?
 
 Rows are read and understood by the code that training uses (`ftcli.rows`); only rendering and tokenizing are left out.
 """
@@ -20,7 +20,7 @@ from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row
 from ftcli.tables import code_of, layouts
 
 SAMPLE_ROWS = 64
-#: A larger .json file is not parsed for a look at its first rows, nor is a compressed one that may be larger.
+#: Larger .json files are not parsed just to see their first rows; nor are compressed ones that may be larger.
 MAX_DOCUMENT = 64 * 2**20
 
 
@@ -28,8 +28,10 @@ MAX_DOCUMENT = 64 * 2**20
 class FirstRows:
     """The first rows of one source, columns renamed.
 
-    ``path`` is the recipe's key for the source. ``layout`` is None for bare prompts. ``is_chat``: the chat template
-    renders them, or some of them.
+    Attributes:
+        path: The recipe's key for the source.
+        layout: None for bare prompts.
+        is_chat: Some of the rows are rendered by the chat template.
     """
 
     path: str
@@ -85,7 +87,7 @@ def _size(file: DataFile) -> int:
 
 
 def _placed(context: Context, path: str, finding: Finding) -> Finding:
-    """A fault of a whole source is one of the recipe's value; a fault of a row keeps its place."""
+    """The finding, pointing at the recipe when it is about a whole source. One about a row keeps its place."""
     if finding.origin is not None and finding.origin.line is not None:
         return finding
     return replace(finding, origin=context.origins.at(path))
@@ -144,7 +146,7 @@ def _is_chat(row: Row, layout: str | None) -> bool:
 
 
 def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
-    """What the rows are used for, against what they hold."""
+    """Whether the rows hold what they are used for."""
     origin, loss_on = first.rows[0].origin, context.recipe.data.loss_on
     layout = layouts.row(first.layout) if first.layout is not None else None
     if context.from_prompts:

@@ -1,4 +1,4 @@
-"""Turns estimates into findings: memory against the device, the output directory and the disk under it."""
+"""Findings of the last stage: does the run fit the device's and the host's memory, and the disk?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIGHT_DISK = 0.9
 
 
 def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict, device: DeviceFacts) -> Findings:
-    """FT601 does not fit, FT602 fits only just."""
+    """FT601 for a run that does not fit the device, FT602 for one that only just fits."""
     if verdict.level in ("fits", "unknown"):
         return
     assert verdict.available_bytes is not None
@@ -77,7 +77,7 @@ def output_findings(context: Context, output_dir: Path) -> Findings:
 
 
 def disk_findings(context: Context, estimate: DiskEstimate, output_dir: Path) -> Findings:
-    """FT611 the disk is too small, FT612 only just large enough."""
+    """FT611 for a disk that is too small, FT612 for one that is only just large enough."""
     free, needed = estimate.free_bytes, estimate.total_bytes
     if free is None or needed <= _TIGHT_DISK * free:
         return

@@ -67,7 +67,7 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
-    """What could not be looked at because its files are elsewhere, or because the family is unknown."""
+    """Checks that could not be made because files are not on this machine, or because the family is unknown."""
     missing: list[NotMade] = []
     name = facts.name
     if facts.max_positions is None:
@@ -83,7 +83,7 @@ def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
         missing.append(NotMade("vocabulary against the tokenizer", f"{facts.tokenizer.folder} has no tokenizer.json"))
     if facts.weights is None and context.recipe.model.init == "pretrained":
         missing.append(
-            NotMade("weights", f"whether {name} can be downloaded was not tried: preflight reads no weights")
+            NotMade("weights", f"preflight reads no weights, so it did not try whether {name} can be downloaded")
         )
     return missing
 

@@ -34,7 +34,7 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                 yield context.error(
                     "FT257",
                     f"{path}.{name}",
-                    f"{name} belongs to a data set of the Hub, and {source.path} is read from this machine",
+                    f"{name} is for data sets of the Hub, but {source.path} is read from this machine",
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
         if source.split and resolve_path(source.path).is_file():
@@ -48,12 +48,12 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
         yield context.error(
             "FT258",
             f"{path}.streaming",
-            f"{source.path} is streamed without an end: rows are counted, checked and tokenized before training",
+            f"{source.path} is streamed without a limit, but all rows are tokenized before training starts",
             "add max_rows, or remove streaming to download the whole split",
         )
     if source.weight is not None and not path.startswith("data.train"):
         yield context.error(
-            "FT257", f"{path}.weight", "weight mixes training data; held-out rows count once each", "remove weight"
+            "FT257", f"{path}.weight", "weight is for training data; each held-out row counts once", "remove weight"
         )
 
 

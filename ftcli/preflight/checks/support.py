@@ -1,4 +1,4 @@
-"""Refuses by name what a recipe can say and this version does not support yet. Nothing is accepted and ignored."""
+"""Refuses by name what a recipe can say but this version does not support yet: nothing is accepted and then ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_installed(package: str) -> bool:
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT250 for everything that is not supported yet, FT252 and FT253 for what is missing or never will be."""
+    """FT250 for what is not supported yet, FT252 for what never will be, FT253 for packages that are not installed."""
     yield from _values(context)
     yield from _exports(context)
     yield from _code(context)
@@ -65,7 +65,7 @@ def _method(context: Context) -> Findings:
 
 
 def _processes(launch: LaunchConfig) -> tuple[int, ...]:
-    """How many processes the engine takes, as far as that is a short list."""
+    """The numbers of processes that the engine takes; where it takes any number, the recipe's."""
     most = engines.row(launch.engine).processes
     return tuple(range(1, most + 1)) if most is not None else (launch.num_processes,)
 

@@ -44,9 +44,12 @@ from ftcli.preflight.memory.checkpointing import LayerBytes
 class Setting:
     """What the terms depend on besides the model's shape.
 
-    ``adapted`` are the linears with adapters of rank ``rank`` (empty under full fine-tuning); ``softcap`` says whether
-    scores are capped, ``padded`` whether rows of a batch may differ in length; ``bytes_residual`` is p and
-    ``bytes_compute`` is c of the legend.
+    Attributes:
+        bytes_residual, bytes_compute: p and c of the legend.
+        adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
+        full: Full fine-tuning.
+        softcap: Attention scores are capped.
+        padded: Rows of a batch may differ in length.
     """
 
     seq_len: int
@@ -66,13 +69,15 @@ Term = Callable[[ModelShape, Setting], float]
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What a layer's code holds. Each callable answers bytes per token.
+    """What one decoder layer holds, depending on the code that computes it. Each term answers in bytes per token.
 
-    ``kept`` is what one layer keeps for backward, by part. ``forward_peak`` is the most that a layer holds at once
-    when nothing is kept (evaluation). ``backward_peak`` is what a layer's backward allocates on top of what is kept.
-    ``gate_and_up`` names the part of ``kept`` that can be formed again by itself; None where layers run again whole.
-    ``halves`` is the number of tensors of the residual stream's size that the halves of a layer are run again from,
-    and ``ahead`` how many of them are fetched from the host ahead; whole layers are run again from one.
+    Attributes:
+        kept: What the layer keeps for backward, by part.
+        forward_peak: The most that it holds at once when nothing is kept (evaluation).
+        backward_peak: What its backward pass allocates on top of what is kept.
+        gate_and_up: The part of ``kept`` that can be computed again by itself; None where layers run again whole.
+        halves: How many tensors of the residual stream's size its halves are run again from. A whole layer needs one.
+        ahead: How many of these are fetched from the host before they are needed.
     """
 
     kept: Mapping[str, Term]

@@ -1,4 +1,4 @@
-"""Does it fit, and if not: the cheapest change that makes it fit. And what single changes save."""
+"""Does a recipe fit a device, what is the cheapest change that makes it fit, and what do single changes save?"""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An estimate held against a device.
+    """An estimate compared with a device's memory.
 
-    ``available_bytes`` is None (and ``level`` unknown) where the device does not say. ``change`` is the cheapest
-    change that fits, None when it fits already or nothing does; ``fitting_gpus`` names table devices that fit the
-    recipe as it is, smallest first.
+    Attributes:
+        available_bytes: None, with ``level`` unknown, where the device does not say how much it has.
+        change: The cheapest change that fits; None when the recipe fits as it is, or nothing helps.
+        fitting_gpus: GPUs of the device table that fit the recipe as it is, smallest first.
     """
 
     level: Level
@@ -70,8 +71,8 @@ class Verdict:
 def verdict_on(found: Candidate) -> Verdict:
     """The verdict on an estimate; looks for a change only when it is not a clear fit.
 
-    The recipe names its policy: where it says `auto`, the one that was chosen for the device. A change is then sought
-    for the leanest, and `auto` may take a faster one with it.
+    Where the recipe says `gradient_checkpointing: auto`, the policy that was chosen for the device stands in its
+    place. A change is then looked for under the leanest policy; with the change made, `auto` may choose a faster one.
     """
     needed, available = found.estimate.total_bytes, found.setup.device.available_bytes
     if found.level in ("fits", "unknown"):
@@ -83,10 +84,10 @@ def savings(setup: Setup, phase: str | None = None) -> tuple[Saving, ...]:
     """What each single change to a recipe is predicted to save, cheapest for the user first.
 
     Args:
-        phase: Of the estimate's phases the one that memory ran out in; None, and a name that it does not have: the
-            one that needs most.
+        phase: The phase of the estimate in which memory ran out. For None, and for a name that the estimate does not
+            have, the phase that needs most.
 
-    Empty for a model family that there is no arithmetic for, and where nothing helps.
+    Empty for a model family whose sizes are not known, and where nothing helps.
     """
     before = candidate(setup)
     if before is None:
@@ -106,13 +107,13 @@ def savings(setup: Setup, phase: str | None = None) -> tuple[Saving, ...]:
 
 
 def relative_time(setup: Setup) -> float:
-    """Time for a token of training, over that without checkpointing in batches of any size."""
+    """Training time per token, relative to large batches without checkpointing."""
     policy = setup.policy.time if setup.execution.on_kernels else setup.policy.time_off_kernels
     return policy * (1 + _FIXED_TOKENS / setup.tokens)
 
 
 def _by_time(setup: Setup, changes: Iterable[Settings]) -> list[Settings]:
-    """Settings that change nothing but the time a token takes, the cheapest first."""
+    """Settings that only change how long a token takes, the fastest first."""
     return sorted(changes, key=lambda settings: relative_time(setup.changed(settings)))
 
 
@@ -129,7 +130,7 @@ def _cheapest(setup: Setup) -> Change | None:
 
 
 def _fitting(setup: Setup, settings: Settings) -> Change | None:
-    """The change when it fits; where only evaluation is too large, with a smaller evaluation batch."""
+    """The change if it fits. Where only evaluation is too large, with a smaller evaluation batch."""
     settings = dict(settings)
     while True:
         found = candidate(setup, settings)
@@ -144,7 +145,7 @@ def _fitting(setup: Setup, settings: Settings) -> Change | None:
 
 
 def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
-    """Settings to try, cheapest for the user first: what only costs time, then length, then the kind of training."""
+    """Settings to try, cheapest for the user first: what only costs time, then shorter rows, then adapters."""
     yield {}
     if not setup.trains:
         yield from shorter(setup) if setup.work == "eval" else ()
@@ -188,7 +189,7 @@ def _smallest_base(setup: Setup) -> Settings:
 
 
 def _single_changes(setup: Setup, phase: str | None) -> Iterator[Settings]:
-    """One step down in each direction; first those that only cost time."""
+    """One step in each direction that saves memory, those that only cost time first."""
     recipe = setup.recipe
     if phase == EVALUATION:
         rows = recipe.eval.per_device_eval_batch_size

@@ -36,7 +36,7 @@ class Candidate:
 
     @property
     def level(self) -> Level:
-        """How its peak stands to the device's memory."""
+        """Whether its peak fits the device's memory."""
         return level_of(self.estimate.total_bytes, self.setup.device)
 
 
@@ -65,10 +65,10 @@ def host_has_room(estimate: MemoryEstimate, device: DeviceFacts) -> bool | None:
 
 
 def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
-    """The policies that differ for this run, the fastest first.
+    """The policies that make a difference in this run, the fastest first.
 
-    Where the host has room for the layers' inputs alone, layers run again whole under ``offload``, with one product
-    more than under ``true``: it is the slowest then.
+    Where the host only has room for the layers' inputs, ``offload`` runs whole layers again, with one product more than
+    ``true``. It is the slowest policy then.
     """
     usable = setup.method.supports.get("train.gradient_checkpointing")
     on_kernels = setup.execution.on_kernels
@@ -91,8 +91,8 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
 def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:
     """Policies that keep less than the recipe's and that the host has room for, the fastest first.
 
-    On the kernels ``offload`` is both faster and leaner than ``true``, which is for a host without the room for what
-    the halves of layers are run again from.
+    On the kernels ``offload`` is both faster and leaner than ``true``, so ``true`` is only proposed where the host has
+    no room for what ``offload`` sends to it.
     """
     if not setup.trains:
         return ()
@@ -112,7 +112,7 @@ def _host_has_room_for(setup: Setup) -> bool:
 
 
 def smaller_batches(setup: Setup) -> Iterator[Settings]:
-    """Smaller batches with as much more accumulation, so that an optimizer step sees the same rows."""
+    """Smaller batches, with more accumulation in return: an optimizer step sees the same rows."""
     rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
     for smaller in range(rows - 1, 0, -1):
         if rows % smaller == 0:
@@ -133,7 +133,10 @@ def shorter(setup: Setup) -> Iterator[Settings]:
 
 
 def checkpointed(setup: Setup) -> list[Settings]:
-    """The leaner policies as settings, of all layers; before them the recipe's own, where it leaves layers out."""
+    """The leaner policies as settings, applied to all layers.
+
+    First comes the recipe's own policy, where the recipe leaves layers out of it.
+    """
     leaner = [{"train.gradient_checkpointing": name} for name in leaner_policies(setup)]
     if not setup.recipe.train.uncheckpointed_layers:
         return [*leaner]

@@ -1,6 +1,7 @@
 """What one decoder layer holds under each checkpointing policy, in bytes per token.
 
-One function a row of :mod:`ftcli.tables.policies`. Layers without halves are run again whole or not at all.
+One function for each row of :mod:`ftcli.tables.policies`. Layers on the kernels can be run again by halves (attention,
+MLP); other layers are run again whole, or not at all.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: What goes to the host: what each half of a layer is run again from, or each layer's input alone.
+#: What goes to host memory: the tensors from which each half of a layer can be run again, or only each layer's input.
 Offloaded = Literal["halves", "layers"]
 
 
@@ -18,12 +19,12 @@ class LayerBytes:
 
     Attributes:
         kept: All that it keeps for backward.
-        backward: What its backward allocates on top of that.
+        backward: What its backward pass allocates on top of that.
         stream: One tensor of the residual stream.
-        gate_and_up: What ``kept`` has of gate and up, where these can be formed again by themselves; else None, and
-            the layer has no halves that could be run again.
-        halves: Tensors like ``stream`` that the halves are run again from.
-        ahead: How many of them are fetched from the host ahead.
+        gate_and_up: The share of gate and up in ``kept``, where these two can be computed again by themselves. None for
+            layers that cannot be run again by halves.
+        halves: How many tensors like ``stream`` the halves are run again from.
+        ahead: How many of these are fetched from the host before they are needed.
     """
 
     kept: float
@@ -36,8 +37,12 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """``kept`` by each layer on the device, ``workspace`` of the one layer whose backward runs, and ``host``: by each
-    layer in pinned host memory.
+    """What layers hold, in bytes per token.
+
+    Attributes:
+        kept: By each layer, on the device.
+        workspace: By the one layer whose backward pass is running.
+        host: By each layer, in pinned host memory.
     """
 
     kept: float
@@ -51,20 +56,20 @@ def everything(layer: LayerBytes, offloaded: Offloaded) -> Held:
 
 
 def all_but_gate_and_up(layer: LayerBytes, offloaded: Offloaded) -> Held:
-    """``selective``; without halves it is ``true``."""
+    """``selective``; for layers that cannot be run again by halves the same as ``true``."""
     if layer.gate_and_up is None:
         return input_alone(layer, offloaded)
     return Held(layer.kept - layer.gate_and_up, layer.backward + layer.gate_and_up, 0.0)
 
 
 def input_alone(layer: LayerBytes, offloaded: Offloaded) -> Held:
-    """``true``. On the kernels the input is among what the layer keeps when it runs again."""
+    """``true``. On the kernels the layer's input is part of what it keeps, so it is not counted twice."""
     again = layer.kept if layer.gate_and_up is None else layer.kept - layer.stream
     return Held(layer.stream, again + layer.backward, 0.0)
 
 
 def inputs_on_host(layer: LayerBytes, offloaded: Offloaded) -> Held:
-    """``offload``: what is at work is on the device, and so is what comes next."""
+    """``offload``: the device holds the part that is being run again, and what was fetched for the next one."""
     if layer.gate_and_up is None or offloaded == "layers":
         return Held(0.0, layer.kept + layer.backward + layer.stream, layer.stream)
     at_work = layer.gate_and_up + layer.backward + (1 + layer.ahead) * layer.stream

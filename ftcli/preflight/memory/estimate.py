@@ -1,7 +1,7 @@
 """How many bytes a run needs: the terms of :mod:`~.terms`, added up by phase. Pure arithmetic.
 
-``kernels/bench/memory.py`` holds it against a GPU, whole models and every shipped recipe: docs/performance.md has what
-came of it. tests/gpu/test_memory_estimate.py does the same phase by phase with fewer layers.
+``kernels/bench/memory.py`` compares the estimate with what a GPU needs for whole models and for every shipped recipe;
+the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compares single phases with fewer layers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class MemoryEstimate:
     """Bytes by term and by phase.
 
     Attributes:
-        parts: Each term's name and bytes.
-        phases: Each phase and the names of the terms that it holds at once.
-        pinned_host_bytes: On the host, and in none of these.
+        parts: The bytes of each term, by its name.
+        phases: For each phase the names of the terms that are there at once.
+        pinned_host_bytes: Pinned memory on the host, which is part of no term.
         offloaded: What of the layers is pinned there; None where nothing is.
-        dequantized_layers: Decoder layers that hold the numbers of their quantised weights in full.
+        dequantized_layers: Decoder layers that keep their quantised weights dequantised.
     """
 
     parts: Mapping[str, int]
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
     @property
     def allocated_bytes(self) -> int:
-        """The same without what CUDA takes itself: what torch's allocator counts at its peak."""
+        """The peak of torch's allocator: the total without what CUDA itself takes."""
         return self.total_bytes - self.parts["runtime"]
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,13 +76,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(setup: Setup) -> MemoryEstimate | None:
-    """The estimate of one setup; None for a model family that ftcli has no arithmetic for.
+    """The estimate of one setup; None for a model family whose sizes are not known.
 
-    What depends on the room there is comes first: what ``offload`` sends to the host, then how many layers
-    ``quantization.keep_dequantized: auto`` holds dequantised in what a run without any leaves.
+    Two things depend on how much memory there is, and are settled first: what ``offload`` sends to the host, and how
+    many layers ``quantization.keep_dequantized: auto`` dequantises for good in the memory that is left.
 
     Raises:
-        ValueError: Training under ``gradient_checkpointing: auto``, which :mod:`~.policy` settles.
+        ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
     """
     if setup.facts.shape is None:
         return None
@@ -100,8 +100,8 @@ def estimate_memory(setup: Setup) -> MemoryEstimate | None:
 
 
 def offloaded_of(setup: Setup) -> Offloaded:
-    """What ``offload`` sends to the host: what the halves of the layers are run again from, or, where that is more
-    than the host has room for, the layers' inputs.
+    """What ``offload`` sends to the host: the tensors that halves of layers are run again from, or only the layers'
+    inputs where the host has no room for those.
     """
     free = setup.device.host_free_bytes
     has_room = free is None or pinned_by(setup, "halves") <= pinnable_bytes(free)
@@ -109,7 +109,7 @@ def offloaded_of(setup: Setup) -> Offloaded:
 
 
 def pinned_by(setup: Setup, offloaded: Offloaded) -> int:
-    """Bytes of activations that training sends to the host; a CPU's memory is the host's, and nothing is sent."""
+    """Bytes of activations that training sends to the host. On a CPU nothing is sent: its memory is the host's."""
     if not setup.trains or setup.device.kind == "cpu":
         return 0
     setting = setup.setting(setup.method_memory.seq_len, padded=False)

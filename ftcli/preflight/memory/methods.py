@@ -14,8 +14,9 @@ def supervised(setup: Setup) -> MethodMemory:
 
 
 def grpo(setup: Setup) -> MethodMemory:
-    """Completions of an optimizer step's prompts, generated all at once; TRL's loss; with ``beta`` under full
-    fine-tuning a reference model.
+    """All completions of an optimizer step are generated at once; the loss is TRL's.
+
+    Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
     """
     recipe, train = setup.recipe, setup.recipe.train
     settings = recipe.grpo

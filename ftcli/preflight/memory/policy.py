@@ -1,14 +1,13 @@
 """``train.gradient_checkpointing: auto``: the fastest policy whose estimate fits the device.
 
-Preflight asks once, and everything after it sees a recipe with the policy that was chosen. What changes with the
-machine alone (a larger GPU, a host with less memory) changes the answer and not one number of the training.
+Preflight asks once; everything after it sees a recipe with the policy that was chosen. Another machine (a larger GPU, a
+host with less memory) may get another policy, and trains to the same bits.
 
-Where a policy is needed at all, as many layers as memory has room for keep everything all the same
-(``train.uncheckpointed_layers``): the estimate is linear in them, and so is the time of a step.
+Where a policy is needed, as many layers as fit are left out of it and keep everything, which the recipe calls
+``train.uncheckpointed_layers``. The estimate is linear in their number, and so is the time of a step.
 
-Decided on the training step alone: no policy changes what evaluation and generation need.
-``quantization.keep_dequantized: auto`` comes second and takes what is left: dequantising NF4 weights takes less of a
-step than running layers again.
+Only the training step decides: no policy changes what evaluation and generation need. What memory is left then goes to
+``quantization.keep_dequantized: auto``, because dequantising NF4 weights costs less time than running layers again.
 """
 
 from __future__ import annotations
@@ -35,16 +34,18 @@ from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 from ftcli.units import gib
 
-#: Relative times that differ by less decide nothing; what needs no host memory is preferred then.
+#: Relative times that differ by less count as equal; the policy that needs no host memory is preferred then.
 _CLOSE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A policy and what training needs under it, in bytes; ``level`` holds that against the device.
+    """A policy that was tried, and what training needs under it in bytes.
 
-    ``host_has_room`` is None where nothing is pinned, and where the host is not known. ``offloaded``: what is pinned of
-    each layer.
+    Attributes:
+        level: Whether that fits the device.
+        host_has_room: None where nothing is pinned, and where the host is not known.
+        offloaded: What of each layer is pinned on the host.
     """
 
     policy: PolicyName
@@ -63,8 +64,9 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingChoice:
-    """The policy that a run uses, and how many layers are left out of it. ``tried`` is empty where nothing had to be
-    weighed; ``reason`` is one line.
+    """The policy that a run uses, how many layers are left out of it, and the reason in one line.
+
+    ``tried`` is empty where there was nothing to choose.
     """
 
     requested: CheckpointingSetting
@@ -87,10 +89,10 @@ class CheckpointingChoice:
 
 
 def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
-    """What the recipe's setting comes to on the device.
+    """The policy that the recipe's setting means on the device.
 
-    The fastest policy that fits; where none does, the leanest. Where there is no estimate, or nothing to hold it
-    against: `true` on a GPU, `false` on a CPU.
+    For `auto` the fastest policy that fits or, where none does, the leanest. Without an estimate, or where the device
+    does not say how much memory it has, `true` on a GPU and `false` on a CPU.
     """
     train = setup.recipe.train
     requested = train.gradient_checkpointing
@@ -123,7 +125,7 @@ def _tried(setup: Setup) -> list[Tried]:
 
 
 def _with_room_used(best: CheckpointingChoice, setup: Setup) -> CheckpointingChoice:
-    """The fastest of: the uniform policy, and each policy with as many layers left out of it as fit."""
+    """The fastest choice: the same policy for all layers, or a policy with as many layers left out of it as fit."""
     layers, fastest = setup.shape.num_layers, _relative_time(best.policy, 0.0)
     for name, row in policies.TABLE.items():
         if not row.by_layer:
@@ -134,7 +136,7 @@ def _with_room_used(best: CheckpointingChoice, setup: Setup) -> CheckpointingCho
             # With the layers' inputs alone on the host `offload` is the slowest there is.
             return found.level == "fits" and found.host_has_room is not False and found.offloaded != "layers"
 
-        count = bisect_left(range(layers), True, key=lambda n: not fits(n)) - 1  # the most that fit; -1: not even none
+        count = bisect_left(range(layers), True, key=lambda n: not fits(n)) - 1  # most; -1: none fits
         margin = 0.0 if name == best.policy else _CLOSE
         if count > 0 and _relative_time(name, count / layers) < fastest - margin:
             fastest = _relative_time(name, count / layers)
@@ -143,12 +145,12 @@ def _with_room_used(best: CheckpointingChoice, setup: Setup) -> CheckpointingCho
 
 
 def _relative_time(name: PolicyName, share: float) -> float:
-    """Of a step in which a ``share`` of the layers keep everything."""
+    """Relative time of a step in which a ``share`` of the layers is left out of the policy."""
     return share + (1.0 - share) * policies.row(name).time
 
 
 def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
-    """The device with no more memory than ``train.memory_budget_gib``, where `auto` is to plan with that."""
+    """The device, with its memory limited to ``train.memory_budget_gib`` where `auto` plans with that."""
     budget = recipe.train.memory_budget_gib
     if budget is None or device.available_bytes is None or recipe.train.gradient_checkpointing != "auto":
         return device

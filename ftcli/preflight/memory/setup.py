@@ -27,7 +27,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A batch that is generated: ``rows`` prompts of up to ``prompt`` tokens, grown to ``seq_len``."""
+    """A batch that is generated: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
 
     rows: int
     prompt: int
@@ -40,9 +40,9 @@ class MethodMemory:
 
     Attributes:
         seq_len: Longest row in tokens.
-        loss_bytes: Workspace of its loss; None: that of ``ftkernels.linear_cross_entropy``.
-        reference_bytes: A second model, kept to be compared with.
-        generation: What it generates between steps.
+        loss_bytes: Workspace of its loss; None where it is that of ``ftkernels.linear_cross_entropy``.
+        reference_bytes: A second model that the trained one is compared with.
+        generation: The batch that it generates between steps; None where nothing is generated.
     """
 
     seq_len: int
@@ -53,11 +53,11 @@ class MethodMemory:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is to be estimated. The recipe's policy must be settled: not ``auto``.
+    """What is to be estimated. The recipe must name a checkpointing policy, not ``auto``.
 
     Attributes:
-        device: With no more memory than the run may count on.
-        work: What is done; evaluation and export keep nothing for backward.
+        device: The machine, with no more memory than the run may use.
+        work: What is done with the model. Evaluation and export have no backward pass.
         method: How the recipe trains.
     """
 
@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape; only for families with arithmetic."""
+        """The model's shape; only where it is known."""
         assert self.facts.shape is not None
         return self.facts.shape
 
@@ -118,7 +118,7 @@ class Setup:
 
     @property
     def uncheckpointed(self) -> int:
-        """Layers that keep everything whatever the others do."""
+        """How many layers are left out of the policy and keep everything."""
         return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers) if self.policy.by_layer else 0
 
     @property
@@ -133,8 +133,9 @@ class Setup:
 
     @property
     def padded(self) -> bool:
-        """Whether training hands attention a padding mask. Supervised rows are padded on the right, under causal
-        attention, and need none.
+        """Whether attention gets a padding mask in training.
+
+        Supervised rows need none: they are padded on the right, and attention is causal.
         """
         return self.method.pads_left and self.rows > 1
 
@@ -161,18 +162,21 @@ class Setup:
         )
 
     def on(self, device: DeviceFacts) -> Setup:
-        """The same on another machine."""
+        """The same setup on another machine."""
         return replace(self, device=device)
 
     def changed(self, settings: Mapping[str, Any]) -> Setup:
-        """The same with dotted keys of the recipe set; the values are taken as valid."""
+        """The same setup with dotted keys of the recipe set. The values are not validated."""
         recipe = self.recipe
         for key, value in settings.items():
             recipe = _set(recipe, key.split("."), value)
         return replace(self, recipe=recipe)
 
     def under(self, name: PolicyName, uncheckpointed: int | None = None) -> Setup:
-        """The same under a checkpointing policy, with so many layers left out of it (None: as the recipe says)."""
+        """The same setup under a checkpointing policy.
+
+        ``uncheckpointed`` layers are left out of it; None leaves their number as it is in the recipe.
+        """
         settings: dict[str, Any] = {"train.gradient_checkpointing": name}
         if uncheckpointed is not None:
             settings["train.uncheckpointed_layers"] = uncheckpointed

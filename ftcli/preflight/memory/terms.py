@@ -1,6 +1,6 @@
-"""The terms of the memory estimate, one after another: what it is, when it is there, how many bytes.
+"""The terms of the memory estimate, one after another: what each is, when it is there, how many bytes it has.
 
-A run passes through phases, and each phase holds some of the terms at once.
+A run passes through phases. The memory of a phase is the sum of the terms that are there in it.
 
 ==============  ======================================================================================================
 forward         of a training step: the kept activations grow to their full size, then the loss
@@ -36,7 +36,7 @@ _TRAINING = (FORWARD, BACKWARD, END, STEP)
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """``bytes`` that are there in ``phases``. ``lasting``: they outlive a pass over a micro-batch."""
+    """``bytes`` that are there in ``phases``. ``lasting`` ones stay from one micro-batch to the next."""
 
     name: str
     bytes: int
@@ -46,8 +46,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What is left open by a recipe and depends on the room there is: what ``offload`` sends to the host, and how many
-    layers hold the numbers of their quantised weights in full.
+    """What a recipe leaves open and the memory decides.
+
+    Attributes:
+        offloaded: What ``offload`` sends to the host.
+        dequantized_layers: How many layers keep their quantised weights dequantised.
     """
 
     offloaded: Offloaded = "halves"
@@ -85,9 +88,11 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
 
 
 def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term]:
-    """Gradients are there from the end of a backward pass to the optimizer's step: in the phases before only where
-    micro-batches are accumulated. Under autocast each trained matrix is cast once in a forward pass, and the copies
-    live until its context ends; what backward needs of them it keeps, or, where layers run again, makes anew.
+    """What outlives a micro-batch: copies that autocast makes, gradients, optimizer state, a reference model.
+
+    Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
+    the other phases of training too. Autocast casts each trained matrix once in a forward pass and holds the copies
+    until its context ends. Backward keeps those that it needs, or makes them again where layers run again.
     """
     trained, recipe = setup.trained, setup.recipe
     if setup.plan.autocast:
@@ -131,7 +136,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
 
 
 def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
-    """What a layer under the run's policy holds, and what one that is left out of it does."""
+    """What a layer under the run's policy holds, and what a layer that is left out of the policy holds."""
     layer = setup.layers.layer(setup.shape, setting)
 
     def held(by: Policy) -> Held:
@@ -145,7 +150,7 @@ def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tupl
 def _kept(setup: Setup, layer: Held, whole: Held) -> int:
     tokens, run_again = setup.tokens, setup.shape.num_layers - setup.uncheckpointed
     kept = tokens * (run_again * layer.kept + setup.uncheckpointed * whole.kept)
-    if setup.device.kind == "cpu":  # what goes to the host elsewhere stays where it is
+    if setup.device.kind == "cpu":  # here what others send to the host stays in the same memory
         kept += tokens * run_again * layer.host
     return int(kept)
 
@@ -181,12 +186,12 @@ def _cast_elements(setup: Setup) -> int:
 
 
 def _at_once(setup: Setup) -> int:
-    """Layers whose copies are there together: the one that runs again, and those that do not."""
+    """Layers whose copies exist at the same time: the one that runs again, and those that are left out."""
     return min(1 + setup.uncheckpointed, setup.shape.num_layers)
 
 
 def _autocast_copies(setup: Setup) -> int:
-    """Each trained matrix once more, cast (autocast) or packed, with a padded rank (kernels)."""
+    """A copy of each trained matrix: cast by autocast or, on the kernels, packed to a padded rank."""
     lora, cast = setup.recipe.lora, _cast_elements(setup)
     if setup.execution.on_kernels:
         if lora is not None:
@@ -197,7 +202,7 @@ def _autocast_copies(setup: Setup) -> int:
 
 
 def _embedding_gradient(setup: Setup) -> int:
-    """The last gradient of a backward pass, dense, beside those that are finished; a tied head's waits for it."""
+    """The gradient of the embedding, the last of a backward pass. With a tied head, the head's waits for it."""
     lora, shape = setup.recipe.lora, setup.shape
     if lora is not None and "embed_tokens" not in lora.modules_to_save:
         return 0
@@ -213,7 +218,7 @@ def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:
 
 
 def _shared(setup: Setup, setting: Setting) -> int:
-    """What training makes once for all layers. transformers' layers keep packed documents apart by a mask."""
+    """What training makes once for all layers. transformers' layers separate packed documents by a mask."""
     documents = setup.recipe.data.packing and not setup.execution.on_kernels
     return _made_once(setup, setup.rows, setting.seq_len, padded=setup.padded or documents)
 
@@ -230,7 +235,7 @@ def _masks(setup: Setup, rows: int, tokens: int, *, padded: bool) -> int:
 
 
 def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
-    """Chunks of rows, all in one buffer; in place by the kernel on a GPU, with float32 copies on a CPU."""
+    """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = setup.shape, setup.plan.compute_bytes
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
     if setup.plan.parameter_bytes != element:
@@ -253,8 +258,10 @@ def _evaluation(setup: Setup, settled: Settled) -> int:
 
 
 def _generation(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
-    """Key-value cache of ``rows`` sequences, and a forward pass: over the prompts, or over one token of each when
-    the cache has grown to ``seq_len``. Where rows are padded each layer repeats keys and values for all heads.
+    """The key-value cache of ``rows`` sequences, and the larger of two forward passes.
+
+    One is over the prompts, the other over one token of each row when the cache has grown to ``seq_len``. Where rows
+    are padded, each layer repeats keys and values for all heads.
     """
     shape, element = setup.shape, setup.plan.parameter_bytes
     token = 2 * rows * shape.kv_width * element  # of one layer's cache

@@ -10,7 +10,7 @@ _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 10
 
 
 def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -> int:
-    """cuBLAS' workspaces: each thread that multiplies has a handle, and each handle one for each of its streams.
+    """cuBLAS' workspaces: one for each thread that multiplies, and in it for each stream.
 
     Backward runs in a thread of its own; our layers multiply in two streams.
     """
@@ -23,10 +23,10 @@ def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -
 def mask_bytes(
     execution: Execution, rows: int, queries: int, keys: int, window: int | None, element: int, *, padded: bool
 ) -> int:
-    """Attention masks of ``rows`` rows, made once and shared by all layers, one more where some layers are windowed.
+    """Attention masks of ``rows`` rows. All layers share one; layers with a window share another.
 
-    Causal attention over rows without padding needs none, whatever their length; our kernels read intervals instead.
-    transformers' eager form always has one, of numbers of ``element`` bytes, and so has ours without a kernel.
+    Causal attention over rows without padding needs no mask, and our kernels read intervals instead of one. Eager
+    attention always has one: numbers of ``element`` bytes in transformers' form, bytes in ours.
     """
     if execution.dense == "triton":
         return 0
