@@ -34,6 +34,10 @@ ResumeOption = Annotated[
     str | None,
     typer.Option("--resume", metavar="auto|never|PATH", help="Continue a run, or start anew (run.resume)."),
 ]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option("--checkpoint", metavar="STEP|best", help="A checkpoint of the run in place of its result."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else on stderr.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say only results and problems.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Use no network.")]
@@ -90,6 +94,17 @@ def run_directory(path: str, label: str) -> Path:
             help="name the directory that `ftcli train` wrote, as in runs/smoke",
         )
     return folder
+
+
+def without_run(checkpoint: str) -> FtcliError:
+    """FT154: a checkpoint was named, and no run."""
+    return FtcliError.single(
+        "FT154",
+        f"--checkpoint {checkpoint} is of no run",
+        exit_code=ExitCode.RECIPE,
+        origin=Origin(f"--checkpoint {checkpoint}"),
+        help="name the run with --run DIR",
+    )
 
 
 def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Path]:

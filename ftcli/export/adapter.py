@@ -13,6 +13,7 @@ from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_ve
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, read_tensors
 from ftcli.facts.model import read_facts
+from ftcli.run.checkpoint import PROGRESS
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
 _LEFT_OUT = (".bin", ".pt", ".pth", ".pkl")
@@ -38,7 +39,7 @@ def copy_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:
     """
     for path in sorted(source.folder.iterdir()):
         wanted = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
-        if wanted and not _is_blank_card(path):
+        if wanted and path.name not in PROGRESS and not _is_blank_card(path):
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
 

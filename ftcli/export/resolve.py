@@ -50,32 +50,36 @@ class ExportSource:
     run: tuple[Path, int] | None = None
 
 
-def resolve_source(source: RunDirectory | Path, destination: Path | None = None) -> ExportSource:
+def resolve_source(
+    source: RunDirectory | Path, destination: Path | None = None, checkpoint: Path | None = None
+) -> ExportSource:
     """Find what a run directory or the folder of an adapter holds.
 
     Args:
+        checkpoint: Of a run, the folder of a checkpoint to take in place of its result.
         destination: Where the formats' folders go; ``<run>/export``, or ``<adapter>-export`` beside an adapter.
 
     Raises:
         FtcliError: FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
     """
     if isinstance(source, RunDirectory):
-        return _from_run(source, destination)
+        return _from_run(source, destination, checkpoint)
     return _from_adapter(source, destination)
 
 
-def _from_run(run: RunDirectory, destination: Path | None) -> ExportSource:
+def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | None) -> ExportSource:
     if not run.recipe_path.is_file():
         raise _nothing(run.path, "it is no run directory")
     loaded = load_recipe(run.recipe_path)
     kind: Literal["adapter", "model"] = "model" if loaded.recipe.lora is None else "adapter"
-    folder = run.adapter_dir if kind == "adapter" else run.model_dir
+    result = run.adapter_dir if kind == "adapter" else run.model_dir
+    folder = checkpoint if checkpoint is not None else result
     if not folder.is_dir():
         raise _nothing(run.path, f"{folder.name}/ is not there, so the run has not finished")
     if kind == "adapter":
         read_adapter_config(folder)
     recipe = loaded.recipe
-    target = destination or run.export_dir
+    target = destination or (run.export_dir if checkpoint is None else run.export_dir / checkpoint.name)
     template, known = recipe.data.chat_template, (run.path, recipe.run.seed)
     return ExportSource(kind, folder, recipe.model, loaded.origins, template, target, known)
 

@@ -34,6 +34,7 @@ from ftcli.export.verify import (
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
 
@@ -163,7 +164,8 @@ def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
         OSError: it cannot be written.
     """
     for path in sorted(source.folder.iterdir()):
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt"):
+        wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
+        if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
 

@@ -61,6 +61,7 @@ def export_run(
     reporter: Reporter,
     offline: bool,
     destination: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> list[ExportResult]:
     """Write each of ``formats`` to ``<destination>/<format>`` and verify it by loading it again.
 
@@ -70,6 +71,8 @@ def export_run(
             fine-tune, with a warning (FT745) only, since such a format is among the defaults.
         reporter: Told what is being done, and the warnings.
         offline: Download nothing.
+        checkpoint: Of a run, a folder with other weights than its result; they go below
+            ``<run>/export/step-…``.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
     Raises:
@@ -77,7 +80,7 @@ def export_run(
             is damaged, FT743 the destination holds something else, FT746 a format that is not supported yet, FT747
             and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written.
     """
-    found = resolve_source(source, destination)
+    found = resolve_source(source, destination, checkpoint)
     unsupported = [name for name in formats if name not in exports.supported()]
     if unsupported:
         raise _unsupported(unsupported[0])

@@ -35,18 +35,18 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> Res
     return result
 
 
-def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> Result:
-    """Loss and tasks of the base model, and of the run in ``run_dir`` beside it."""
+def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None) -> Result:
+    """Loss and tasks of the base model, and of the run in ``run_dir``, or a checkpoint of it, beside it."""
     from ftcli.pipeline.evaluation import evaluate_recipe
 
-    return evaluate_recipe(loaded, session, run_dir)
+    return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
 
-def export(loaded: LoadedRecipe, session: Session, run_dir: Path) -> Result:
-    """Writes the run's result in the recipe's formats, each verified by loading it again."""
+def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Result:
+    """Writes the run's result, or a checkpoint, in the recipe's formats, each verified by loading it again."""
     from ftcli.pipeline.exporting import export_recipe
 
-    return export_recipe(loaded, session, run_dir)
+    return export_recipe(loaded, session, run_dir, checkpoint)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Result:

@@ -24,12 +24,19 @@ if TYPE_CHECKING:
     from ftcli.pipeline.build import KernelReport
 
 
-def evaluate_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None) -> dict[str, Any]:
+def evaluate_recipe(
+    loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
+) -> dict[str, Any]:
     """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
 
-    Raises FtcliError FT763 when ``run_dir`` holds no finished run.
+    Args:
+        checkpoint: Of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
+            about the result, stays as it is.
+
+    Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint.
     """
-    directory = None if run_dir is None else _finished_run(run_dir)
+    directory = None if run_dir is None else RunDirectory(run_dir)
+    weights = None if directory is None else _weights_of(directory, checkpoint)
     report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
@@ -38,36 +45,38 @@ def evaluate_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None
     functions = judges_of(report.recipe)
     job = open_job(report, session)
     evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
-    base, tuned = _base_and_run(job, evaluator, directory)
+    base, tuned = _base_and_run(job, evaluator, directory, weights)
     result: dict[str, Any] = {"recipe": str(loaded.path), "base": base.as_dict(), "run": None}
     if directory is None or tuned is None:
         return result
+    if checkpoint is not None:
+        return {**result, "run": tuned.as_dict(), "checkpoint": str(weights)}
     _write(directory, base, tuned)
     return {**result, "run": tuned.as_dict(), "run_directory": str(directory.path)}
 
 
 def _base_and_run(
-    job: Job, evaluator: Evaluator, directory: RunDirectory | None
+    job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
 ) -> tuple[ModelScores, ModelScores | None]:
-    """What is measured of the base model, and of the run's result where there is one."""
+    """What is measured of the base model, and of the run's ``weights`` where there are any."""
     from ftcli.model.checkpoint import load_adapter
     from ftcli.pipeline.build import base_inputs, build_base
 
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
         require_same_base(directory.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
-    if directory is not None and directory.adapter_dir.is_dir():
-        adapted = load_adapter(model, directory.adapter_dir)
+    if weights is not None and (weights / "adapter_config.json").is_file():
+        adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
             base = evaluator.measure(adapted)
         return base, evaluator.measure(adapted)
     freeze_on_kernels(job, model, rows)
     base = evaluator.measure(model)
-    if directory is None:
+    if weights is None:
         return base, None
     del model  # before the second model is loaded: both need not fit
-    tuned = build_base(job, weights=directory.model_dir)
+    tuned = build_base(job, weights=weights)
     freeze_on_kernels(job, tuned, rows)
     return base, evaluator.measure(tuned)
 
@@ -81,16 +90,19 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelRep
     return put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))
 
 
-def _finished_run(run_dir: Path) -> RunDirectory:
-    directory = RunDirectory(run_dir)
-    if not is_run_directory(run_dir) or not (directory.adapter_dir.is_dir() or directory.model_dir.is_dir()):
+def _weights_of(directory: RunDirectory, checkpoint: str | None) -> Path:
+    """The folder with the run's adapter or model, or with that of a checkpoint."""
+    if checkpoint is not None:
+        return directory.checkpoints.named(checkpoint)
+    result = directory.result_dir if is_run_directory(directory.path) else None
+    if result is None:
         raise FtcliError.single(
             "FT763",
-            f"{run_dir} holds no finished run: neither adapter/ nor model/ is there",
+            f"{directory.path} holds no finished run: neither adapter/ nor model/ is there",
             exit_code=ExitCode.RECIPE,
-            help="train first, or name the run's directory",
+            help="train first, name the run's directory, or evaluate one of its checkpoints with --checkpoint STEP",
         )
-    return directory
+    return result
 
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:

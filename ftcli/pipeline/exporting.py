@@ -14,13 +14,27 @@ if TYPE_CHECKING:
     from ftcli.export.writing import ExportResult
 
 
-def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path) -> dict[str, Any]:
-    """Writes each of ``export.formats`` to ``<run>/export/<format>``. Raises FtcliError as ``export_run``."""
+def export_recipe(
+    loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """Writes each of ``export.formats`` to ``<run>/export/<format>``.
+
+    Args:
+        checkpoint: Of the run, a step or ``best``: it is written in place of the result, below
+            ``<run>/export/step-…``.
+
+    Raises FtcliError as ``export_run``, FT725 when there is no such checkpoint.
+    """
     from ftcli.export.writing import export_run
 
     checked(loaded, session, "export")
+    run = RunDirectory(run_dir)
     results = export_run(
-        RunDirectory(run_dir), loaded.recipe.export.formats, reporter=session.reporter, offline=session.offline
+        run,
+        loaded.recipe.export.formats,
+        reporter=session.reporter,
+        offline=session.offline,
+        checkpoint=None if checkpoint is None else run.checkpoints.named(checkpoint),
     )
     return {"run": str(run_dir), "exports": [_plain(result) for result in results]}
 

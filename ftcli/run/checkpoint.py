@@ -20,13 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import Finding
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
     delete,
     first_free,
     fsync_tree,
+    read_json_object,
     remove_tree,
     rename_directory,
     storage_error,
@@ -38,6 +39,10 @@ from ftcli.run.atomic import (
 
 #: The list of files that makes a folder a checkpoint.
 COMPLETE_NAME = "complete.json"
+#: What a trainer keeps in a checkpoint besides weights and optimizer; the best evaluation so far is in it.
+STATE_NAME = "ftcli_state.json"
+#: Files of a checkpoint that say how training stood, and are no part of a model.
+PROGRESS = ("trainer_state.json", STATE_NAME, COMPLETE_NAME)
 #: Files up to this size are compared by SHA-256 whenever checkpoints are listed. Larger ones are compared when a run
 #: resumes from their checkpoint, because it has to read them anyway.
 QUICK_BYTES = 1 << 20
@@ -159,6 +164,25 @@ class Checkpoints:
                 return self.path(step)
         return None
 
+    def named(self, name: str) -> Path:
+        """The usable checkpoint of a step, written as a number, or of the ``best`` evaluation.
+
+        Raises:
+            FtcliError: FT725 (exit 2) when there is none, with those that there are.
+        """
+        usable = self.scan().usable
+        step = _best_step(usable) if name == "best" else int(name) if name.isdecimal() and len(name) < 12 else None
+        if step is not None and self.path(step) in usable:
+            return self.path(step)
+        steps = ", ".join(str(step_of(path)) for path in usable) or "none"
+        what = "best evaluation" if name == "best" else f"step {name}"
+        raise FtcliError.single(
+            "FT725",
+            f"{self.root} has no usable checkpoint of {what}",
+            exit_code=ExitCode.RECIPE,
+            help=f"there are: {steps}; `checkpoint.keep_best: true` keeps the best one",
+        )
+
     @contextlib.contextmanager
     def staging(self, step: int) -> Iterator[Path]:
         """Yield an empty folder to fill; when the block ends it becomes the checkpoint of ``step``.
@@ -248,6 +272,15 @@ class Checkpoints:
         if not self.root.is_dir():
             return ()
         return [step for p in self.root.iterdir() if (step := step_of(p)) is not None and p.is_dir()]
+
+
+def _best_step(usable: Sequence[Path]) -> int | None:
+    """The step of the best evaluation, as the newest checkpoint knows it."""
+    for path in reversed(usable):
+        best = read_json_object(path / STATE_NAME).get("best")
+        if isinstance(best, dict) and isinstance(best.get("step"), int) and best.get("value") is not None:
+            return int(best["step"])
+    return None
 
 
 def _passed_over(path: Path, reason: str) -> Finding:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Lies in each checkpoint.
-STATE_NAME = "ftcli_state.json"
+from ftcli.run.checkpoint import STATE_NAME
 
 
 class LogWindow:

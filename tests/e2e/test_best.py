@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +94,31 @@ def test_what_counts_as_better() -> None:
     assert scores.note(1, {"eval_exact_match": 0.5})
     assert not scores.note(2, {"eval_exact_match": 0.25})
     assert scores.note(3, {"eval_exact_match": 0.75})
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "full fine-tuning"])
+def test_a_checkpoint_is_evaluated_and_exported_in_place_of_the_result(full: bool, user: User) -> None:
+    change: dict[str, Any] = {"lora": None} if full else {}
+    change["export"] = {"formats": ["safetensors"] if full else ["adapter", "safetensors"]}
+    recipe = user.recipe("r", eval={"every_steps": 2}, checkpoint={"every_steps": 2, "keep_last": 9}, **change)
+    user.done("train", recipe)
+    run = str(user.folder / "r")
+    losses, before = held_out(user, "r"), (user.folder / "r" / "eval.json").read_bytes()
+    for name, step in (("2", 2), ("best", 4)):
+        found = user.done("eval", recipe, "--run", run, "--checkpoint", name)
+        assert found["run"]["loss"] == pytest.approx(losses[step], rel=1e-5)
+        assert found["checkpoint"].endswith(f"step-0000000{step}")
+    after = (user.folder / "r" / "eval.json").read_bytes()
+    assert after == before  # it is about the result
+    exported = user.done("export", run, "--checkpoint", "2")["exports"]
+    folders = [Path(each["path"]) for each in exported]
+    assert {folder.parent for folder in folders} == {user.folder / "r" / "export" / "step-00000002"}
+    for folder in folders:
+        assert not {"trainer_state.json", "ftcli_state.json", "complete.json", "optimizer.pt"} & {
+            path.name for path in folder.iterdir()
+        }
+    status, document = user.run("eval", recipe, "--run", run, "--checkpoint", "3")
+    assert (status, document["findings"][0]["code"]) == (2, "FT725")
+    assert "2, 4" in document["findings"][0]["help"]
+    status, document = user.run("eval", recipe, "--checkpoint", "best")
+    assert (status, document["findings"][0]["code"]) == (2, "FT154")

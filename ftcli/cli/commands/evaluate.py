@@ -17,6 +17,7 @@ def evaluate(
     run: Annotated[
         str | None, typer.Option("--run", metavar="DIR", help="A finished run, compared with its base model.")
     ] = None,
+    checkpoint: options.CheckpointOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
@@ -30,6 +31,7 @@ def evaluate(
     Examples:
       ftcli eval recipes/smoke.yaml
       ftcli eval recipes/smoke.yaml --run runs/smoke --json
+      ftcli eval recipes/smoke.yaml --run runs/smoke --checkpoint best
     """
 
     def action(session: Session) -> Result:
@@ -37,6 +39,8 @@ def evaluate(
 
         loaded = options.load(recipe, options.overrides(set_))
         run_dir = options.run_directory(run, "--run") if run is not None else None
-        return pipeline.evaluate(loaded, session, run_dir)
+        if checkpoint is not None and run_dir is None:
+            raise options.without_run(checkpoint)
+        return pipeline.evaluate(loaded, session, run_dir, checkpoint)
 
     return Request("eval", options.common(json, quiet, offline, debug), action, views.evaluation_text)

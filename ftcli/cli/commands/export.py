@@ -16,6 +16,7 @@ def export(
         str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe or a run directory.", show_default=False)
     ],
     set_: options.SetOption = None,
+    checkpoint: options.CheckpointOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
@@ -28,6 +29,7 @@ def export(
     \b
     Examples:
       ftcli export runs/smoke
+      ftcli export runs/smoke --checkpoint 100
       ftcli export recipes/smoke.yaml --set export.formats=[safetensors]
     """
 
@@ -35,6 +37,6 @@ def export(
         from ftcli import pipeline
 
         loaded, run_dir = options.load_run(target, options.overrides(set_))
-        return pipeline.export(loaded, session, run_dir)
+        return pipeline.export(loaded, session, run_dir, checkpoint)
 
     return Request("export", options.common(json, quiet, offline, debug), action)
