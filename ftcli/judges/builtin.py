@@ -11,7 +11,7 @@ from ftcli.config import RewardConfig, TaskConfig
 from ftcli.errors import Finding
 from ftcli.tables import code_of, judges
 
-#: Expressions look at this much of a completion, so that a slow one cannot hold up training.
+#: Regular expressions see only this much of a completion, so that a slow one cannot hold up training.
 MAX_MATCHED_CHARS = 20_000
 
 

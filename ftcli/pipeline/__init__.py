@@ -1,6 +1,6 @@
-"""The straight line: recipe, preflight, model, data, trainer, run directory, export. One function per command.
+"""The straight line: recipe, preflight, data, model, trainer, run directory, export. One function for each command.
 
-Heavy libraries are imported inside the functions that need them, so that a recipe is refused before torch is loaded.
+Heavy libraries are imported inside the functions that need them, so that a faulty recipe is refused before torch loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> Res
     method = methods.method_of(loaded.recipe, command)
     engine = engines.row(loaded.recipe.launch.engine)
     work = partial(code_of(method.run), loaded, session)
-    # Of an engine that is not supported yet preflight says so, in this process.
+    # Preflight refuses an engine that is not supported yet; it runs in this process.
     launch = in_this_process if engine.run is None else code_of(engine.run)
     result: Result = launch(work, loaded.recipe.launch.num_processes)
     return result

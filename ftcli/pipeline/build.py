@@ -1,4 +1,4 @@
-"""A job's model: the base on its device, adapters, kernels, and the checks that come before a run is spent on it."""
+"""Builds a job's model: the base on its device, adapters, kernels, and the checks before a run is spent on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
-#: The self-check takes the longest of this many rows.
+#: The self-check looks for long rows among this many.
 LOOKED_AT = 512
 
 
@@ -137,7 +137,7 @@ def _trained(tokens: Tokens) -> int:
 
 
 def check_packing(job: Job, model: Model, epochs: Epochs) -> None:
-    """Proves on a few rows that no document of a pack sees another one; the model leaves as it came.
+    """Checks on a few rows that no document of a pack sees another one. The model is not changed.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
@@ -147,7 +147,7 @@ def check_packing(job: Job, model: Model, epochs: Epochs) -> None:
 
 
 def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
-    """What a run that continues has to be given again."""
+    """The inputs that must be the same when the run is continued."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
     return replace(base_inputs(job, model), chat_template=template, tokens_sha256=tokens_sha256)
 

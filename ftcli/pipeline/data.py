@@ -1,4 +1,4 @@
-"""A job's data as token ids, and what an epoch of training holds; what was found and done is told."""
+"""Makes a job's data into token ids and epochs of training, and reports what was found and done."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
 
 
 def training_epochs(job: Job, prepared: Prepared) -> Epochs:
-    """What an epoch of training holds; says so where it is little of the tokens, a mixture, or packed."""
+    """What an epoch of training holds. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
     weights = [source.weight for source in recipe.data.train]
     shares = [float(weight) for weight in weights if weight is not None]

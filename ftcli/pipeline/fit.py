@@ -32,7 +32,7 @@ def fit(
 ) -> dict[str, Any]:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 
-    A run whose result is complete already, and which was stopped in what follows, gets its trained weights back.
+    A run that was stopped after its result was saved is not trained again: its trained weights are loaded.
 
     Args:
         make_trainer: Builds the trainer from hooks and a scratch folder.
@@ -103,7 +103,7 @@ def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> dict
 
 
 def _last(callback: RunCallback, context: RunContext) -> dict[str, Any]:
-    """Loss and reward of the last step; from the metrics when this process had no step left to make."""
+    """Loss and reward of the last step; from metrics.jsonl when this process trained no step."""
     line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
     return {"train_loss": line.get("loss"), "reward": line.get("reward")}
 
@@ -125,9 +125,9 @@ def _train(trainer: Any, context: RunContext) -> None:
 
 @contextlib.contextmanager
 def _rescued(trainer: Any, context: RunContext) -> Any:
-    """Keeps the finished steps in a checkpoint when the block fails for a reason other than the numbers or the disk.
+    """Saves the finished steps in a checkpoint when the block fails, unless it diverged or could not write.
 
-    Raises FT703 for what ran out of memory; everything else goes on its way.
+    Raises FT703 when memory ran out; all other errors are raised again as they are.
     """
     try:
         yield
@@ -150,7 +150,7 @@ def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliE
 
 
 def _rescue(trainer: Any, context: RunContext) -> Path | None:
-    """The newest checkpoint there is now: a new one where that was possible. Nothing here hides what went wrong."""
+    """The newest checkpoint, after trying to write one. Errors are ignored here: the first one is to be reported."""
     with contextlib.suppress(FtcliError, RuntimeError, MemoryError, OSError):
         if has_room_to_save(trainer):
             trainer.rescue()

@@ -9,5 +9,5 @@ T = TypeVar("T")
 
 
 def in_this_process(work: Callable[[], T], processes: int) -> T:
-    """``single``: no other process; preflight has refused more than one."""
+    """``single``: runs the work in this process. Preflight has refused recipes that ask for more than one."""
     return work()

@@ -1,4 +1,4 @@
-"""The life of one run, the same for SFT and GRPO: opened, written to, finished whatever happens."""
+"""The life of one run, the same for every training method: it is opened, written to, and finished whatever happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of
 class RunContext:
     """An open run: its directory, where it continues, where metrics go, and who may stop it.
 
-    ``previous`` is the manifest of the run so far; empty when it starts here.
+    ``previous`` is the manifest of the run that this process continues; empty for a new run.
     """
 
     session: Session
@@ -58,15 +58,15 @@ class RunContext:
 
     @property
     def held_to_inputs(self) -> bool:
-        """Whether this process has to go on with the very inputs that the run began with.
+        """Whether the inputs must be those that the run began with.
 
-        ``--resume PATH`` says in so many words that something else is to be done with a checkpoint.
+        With ``--resume PATH`` they need not be: its user asks to do something else with a checkpoint.
         """
         return bool(self.previous) and self.recipe.run.resume in ("auto", "never")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the run that a signal may leave at once: ``loading the model``, ``evaluating`` …
+        """A part of the run that a signal ends at once: ``loading the model``, ``evaluating`` …
 
         Raises FtcliError FT728 (exit 75 or 130) after a signal, FT703 (exit 5) when memory runs out.
         """
@@ -85,7 +85,7 @@ class RunContext:
         self.loggers.log(step, line)
 
     def save_result(self, *writers: Callable[[Path], object]) -> Path:
-        """Writes adapter/ or model/ aside and renames it; each of ``writers`` is given the folder to write into.
+        """Writes adapter/ or model/ under another name and renames it. Each of ``writers`` writes into the folder.
 
         Raises FtcliError FT723 or FT724 when it cannot be written.
         """
@@ -180,8 +180,8 @@ def _open_loggers(recipe: Recipe, opened: OpenedRun, session: Session) -> OpenLo
 def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterator[None]:
     """However the block ends, status.json and the report say so.
 
-    Where they cannot be written any more (a full disk, a vanished folder), what ended the run matters more and is
-    raised, not that.
+    Where these cannot be written any more (a full disk, a vanished folder), the error that ended the run is raised
+    all the same, and not the one about writing.
     """
     try:
         yield
@@ -244,7 +244,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
 
 
 def _activations(report: PreflightReport) -> dict[str, Any]:
-    """What is kept for backward: what the recipe says, what that came to here, and why."""
+    """How activations are kept for backward: what the recipe asks for, what was chosen, and why."""
     choice, memory = report.checkpointing, report.memory
     return {
         "requested": choice.requested,
@@ -257,9 +257,9 @@ def _activations(report: PreflightReport) -> dict[str, Any]:
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
-    """The local data files by the name that the recipe gives them; those of a folder by their path below it.
+    """The local data files by the names that the recipe gives them; files of a folder by their path below it.
 
-    A data set of the Hub has none here: what came of it is known by its token ids (:func:`keep_inputs`).
+    Data sets of the Hub have no local files. Their content is compared by its token ids (:func:`keep_inputs`).
     """
     found: dict[str, Path] = {}
     for source in sources:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Shape of a benchmark. None takes the recipe's value.
+    """What a benchmark times. None takes the recipe's value.
 
-    ``batch`` rows of ``seq`` tokens in each step, ``layers`` of the model's layers, ``steps`` timed after the first
-    (0: the first is all there is).
-    ``profile`` adds a step that is recorded by torch's profiler. ``evaluation`` times `ftcli eval` instead of training:
-    a step is one batch, forward only.
+    Attributes:
+        batch: Rows of a step.
+        seq: Tokens of a row.
+        layers: Decoder layers of the model.
+        steps: Timed steps after the first; with 0 the first is reported.
+        profile: Record one more step with torch's profiler.
+        evaluation: Time `ftcli eval` instead of training: a step is one batch, forward only.
     """
 
     batch: int | None = None

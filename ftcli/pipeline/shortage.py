@@ -1,4 +1,4 @@
-"""Out of memory, told in a way that helps: where, on which batch, what was held, and which change saves how much."""
+"""The message when memory runs out: where, on which batch, what was allocated, and which change saves how much."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROOM_BYTES = 4 << 20
 def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> FtcliError:
     """FT703 (exit 5) for a phase without a batch: ``where`` is like ``while loading the model``.
 
-    What the failed frames hold is dropped (:func:`let_go`), so that there is memory to tell of it.
+    What the failed frames hold is dropped (:func:`let_go`), so that there is memory to build the message.
     """
     held = _held({})
     let_go(error)
@@ -36,7 +36,7 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
 
 
 def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport, error: BaseException) -> FtcliError:
-    """FT703 (exit 5) with the part of the step, the batch and what was allocated. The step is the one being made.
+    """FT703 (exit 5) with the step, the part of it, the batch and what was allocated.
 
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
     """
@@ -62,7 +62,7 @@ def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
 
 
 def has_room_to_save(trainer: RunTrainerMixin) -> bool:
-    """Whether the host has memory to write a checkpoint with; native code that writes one ends the process else."""
+    """Whether the host has memory to write a checkpoint. Without it, native code would end the process."""
     largest = max((p.nbytes for p in trainer.model.parameters() if p.requires_grad), default=0)
     try:
         bytearray(_ROOM_BYTES + 2 * largest)
@@ -72,7 +72,7 @@ def has_room_to_save(trainer: RunTrainerMixin) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Drops what the frames of a failed step still hold: activations, mostly, which a checkpoint needs the room of."""
+    """Drops what the frames of a failed step still hold, mostly activations, to make room for a checkpoint."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -103,7 +103,7 @@ def _asked(error: BaseException) -> str:
 
 
 def _held(parts: Mapping[str, int]) -> str:
-    """What is allocated, and what of it is known; the rest are activations and temporaries."""
+    """What is allocated, and how much of it each part takes. The rest is activations and temporaries."""
     import torch
 
     if torch.cuda.is_available():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer_state.json"
 
-#: What a trainer is doing. ``step`` is between two of the others: collating, logging.
+#: What a trainer is doing. ``step`` stands for everything between the others, such as collating and logging.
 Phase = Literal["step", "forward pass", "backward pass", "optimizer step", "evaluation", "saving"]
 
 
@@ -65,8 +65,8 @@ class TrainerHooks:
 class RunTrainerMixin:
     """Mixed into TRL's trainers, before them in the method resolution order.
 
-    Loss and gradient norm are copied to the host behind the device's back and looked at one step later, when they have
-    long arrived, so that the check for NaN lets the device run ahead. A checkpoint is only written after a look.
+    Loss and gradient norm are copied to the host without waiting, and looked at one step later, when they have arrived.
+    So the check for NaN never holds up the device. A checkpoint is only written after that check.
     """
 
     hooks: TrainerHooks
@@ -102,7 +102,7 @@ class RunTrainerMixin:
         self._token_count = total if self._token_count is None else self._token_count + total
 
     def take_token_count(self) -> None:
-        """Brings :attr:`tokens_seen` and the window up to date; waits for the device."""
+        """Adds the counted tokens to :attr:`tokens_seen` and the window; waits for the device."""
         count = 0 if self._token_count is None else int(self._token_count.item())
         self._token_count = None
         self.tokens_seen += count
@@ -137,14 +137,14 @@ class RunTrainerMixin:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """The batches of one optimizer step; which rows they hold is remembered and kept from the model."""
+        """The batches of one optimizer step. The numbers of their rows are taken out and remembered."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self._rows = [tuple(batch.pop(ROWS_KEY, ())) if isinstance(batch, dict) else () for batch in batches]
         self._batch = -1
         return batches, items
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one batch; notes what is being done, for whoever runs out of memory."""
+        """Forward and backward of one batch; notes what is being done, for the message when memory runs out."""
         self._batch += 1
         self.phase = "forward pass"
         ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
@@ -154,7 +154,7 @@ class RunTrainerMixin:
         return loss
 
     def begin_step(self) -> None:
-        """Before the first batch of an optimizer step: what a rescue would go back to."""
+        """Before the first batch of an optimizer step: notes the state that a rescue goes back to."""
         self._at_step_begin = (self._token_count, self._tr_loss.clone())
 
     def end_step(self) -> None:
@@ -171,7 +171,7 @@ class RunTrainerMixin:
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The pipeline's token-weighted evaluation instead of transformers' mean over batches.
 
-        A signal ends it at once: the run then saves and stops, and makes this evaluation first when it goes on.
+        A signal ends it at once: the run saves and stops. When it continues, it evaluates first.
         """
         if self.hooks.evaluate is None:
             return {}
@@ -224,7 +224,7 @@ class RunTrainerMixin:
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)  # type: ignore[misc]
 
     def restore_window(self) -> None:
-        """Takes up the line of metrics that the checkpoint was in the middle of; called when training begins."""
+        """Continues the half-filled line of metrics that is in the checkpoint; called when training begins."""
         state = self.state
         self.tokens_seen = state.num_input_tokens_seen
         self.saved_step = state.global_step
@@ -242,20 +242,20 @@ class RunTrainerMixin:
         self.window.start()
 
     def extra_window(self) -> dict[str, Any]:
-        """What a trainer gathers for its next line besides the loss, as JSON."""
+        """What a trainer gathers for its next line of metrics besides the loss, as JSON values."""
         return {}
 
     def restore_extra_window(self, extra: dict[str, Any]) -> None:
-        """Takes up what :meth:`extra_window` gave."""
+        """Continues with what :meth:`extra_window` returned."""
 
     def save_more(self, folder: Path) -> None:
-        """Writes what a trainer's next step needs besides weights and optimizer into a checkpoint."""
+        """Writes into a checkpoint what the trainer's next step needs besides weights and optimizer."""
 
     def load_more(self, folder: Path) -> None:
         """Reads what :meth:`save_more` wrote."""
 
     def undo_step(self) -> None:
-        """Takes back what a step that has failed did to :meth:`extra_window` and :meth:`save_more`."""
+        """Undoes what a failed step has changed in :meth:`extra_window` and :meth:`save_more`."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes adapters or weights, optimizer, schedule, random states and progress, then renames into place."""
@@ -304,9 +304,9 @@ class RunTrainerMixin:
     def rescue(self) -> int | None:
         """Writes a checkpoint of the last finished step after something else has failed; the step, or None.
 
-        Nothing is written when that step has one already, when there is none, or when the failure fell into an
-        optimizer step, which may have changed some of the weights and not others. The checkpoint is the one that
-        would have been written right after that step: what the failed step has drawn, counted and added is undone.
+        Nothing is written when no step is finished, when the last one has a checkpoint already, or when the failure
+        was in an optimizer step, which may have changed some of the weights and not others. The checkpoint is the same
+        as one written right after the last step: what the failed step has drawn, counted and added is undone.
         """
         state = getattr(self, "state", None)
         if self.hooks.checkpoints is None or state is None or self.phase in ("optimizer step", "saving"):
@@ -330,9 +330,9 @@ class RunTrainerMixin:
         self._load_from_checkpoint(str(folder))  # type: ignore[attr-defined]
 
     def load_finished(self, checkpoint: Path) -> bool:
-        """Takes the weights of a checkpoint of the very last step, after which nothing is left to train.
+        """Loads a checkpoint of the very last step, after which transformers would train one step too many.
 
-        transformers would train one more step. False, and nothing is changed, when steps are left.
+        Returns False, and changes nothing, when there are steps left to train.
         """
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if state.global_step < state.max_steps:

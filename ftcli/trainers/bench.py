@@ -36,7 +36,7 @@ class StepTimes:
 
     @property
     def steady(self) -> tuple[float, ...]:
-        """Steps after the first; that one where it is the only one."""
+        """Seconds of the steps after the first; of the first, if there is no other."""
         return self.seconds[1:] or self.seconds
 
     @property
@@ -46,7 +46,7 @@ class StepTimes:
 
 
 class StepTimer(TrainerCallback):  # type: ignore[misc]
-    """Marks the end of each step: CUDA events in the stream on a GPU, so that nothing waits, as in training itself."""
+    """Times each step. On a GPU with CUDA events, so that nothing waits that would not wait in training."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -81,7 +81,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 
 
 class StepProfiler(TrainerCallback):  # type: ignore[misc]
-    """Records the last step with torch's profiler; its time is left out of the timing by whoever times."""
+    """Records one step with torch's profiler. The caller leaves that step out of the timing."""
 
     def __init__(self, device: torch.device, step: int) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""The callback that logs, shows progress, evaluates, saves and stops; the trainer's loop does the rest."""
+"""The callback that decides when a trainer logs, shows progress, evaluates, saves and stops."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """From here to the end of the step the weights are neither old nor new."""
+        """Marks that from here to the end of the step some weights are old and some are new."""
         self._trainer.phase = "optimizer step"
 
     def on_step_end(
@@ -109,8 +109,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     ) -> TrainerControl:
         """Decides what follows this step.
 
-        A stop changes nothing about which steps are logged: the run that goes on writes the same lines as one that was
-        never stopped. An evaluation that is due waits until then.
+        A stop does not change which steps are logged: with the run that continues it, the lines are those of a run that
+        was never stopped. An evaluation that is due is made by the run that continues.
         """
         step, schedule = state.global_step, self._schedule
         last = step >= state.max_steps

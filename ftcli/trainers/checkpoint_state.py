@@ -1,7 +1,7 @@
-"""What a checkpoint keeps besides weights, optimizer and schedule, so that the next lines of metrics are the same.
+"""What a checkpoint holds besides weights, optimizer and schedule, so that a resumed run writes the same metrics.
 
-transformers averages the loss from one logging step to the next and starts that average afresh when it resumes. Here
-the half-filled average goes into the checkpoint, with what else belongs to the line that is still to be written.
+transformers averages the loss from one logging step to the next, and begins a new average when it resumes. Here the
+half-filled average goes into the checkpoint, with everything else that belongs to the next line of metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LogWindow:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Training pauses. To be called when the device has finished what was queued."""
+        """Training pauses. Call it when the device has finished its queued work."""
         if self._since is not None:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
     def take_rate(self) -> float:
-        """Tokens per second of the window, which begins anew."""
+        """Tokens per second of the window; begins a new window."""
         self.stop()
         rate = self.tokens / max(self.seconds, 1e-9)
         self.tokens, self.seconds = 0, 0.0
@@ -48,7 +48,7 @@ class LogWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowState:
-    """The line of metrics that was being gathered when a checkpoint was written.
+    """The half-filled line of metrics at the time of a checkpoint.
 
     Attributes:
         loss_sum: Sum of the losses of the steps after ``logged_step``, in nats per token.
@@ -77,7 +77,7 @@ class WindowState:
 
     @classmethod
     def read(cls, folder: Path) -> WindowState | None:
-        """What a checkpoint holds; None in one of an ftcli that did not write it yet."""
+        """The state in a checkpoint; None in checkpoints of old versions, which have none."""
         path = folder / STATE_NAME
         if not path.exists():
             return None
@@ -87,7 +87,7 @@ class WindowState:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """All generators that training draws from."""
+    """The states of all random generators that training draws from."""
 
     python: Any
     numpy: Any
@@ -96,7 +96,7 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
-        """Copies them; some tens of microseconds, and no waiting for a GPU."""
+        """Copies them, which takes tens of microseconds and does not wait for the GPU."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 

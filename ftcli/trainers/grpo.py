@@ -34,7 +34,7 @@ _COMPLETIONS = "completions.pt"
 
 
 class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
-    """TRL's trainer over prompts that are rendered already, so that sampling sees what evaluation and serving see."""
+    """TRL's trainer over rendered prompts, so that sampling sees the same text as evaluation and serving."""
 
     plan: DtypePlan
     control_seed: int | None = None
@@ -44,7 +44,7 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         return self.processing_class(text=prompts, add_special_tokens=False)["input_ids"], None, {}
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As everywhere, with attention that takes TRL's padding on the left: backward and what it runs again too."""
+        """As the base class, with attention that TRL's padding on the left does not break, in backward as well."""
         with padding_safe():
             return super().training_step(model, inputs, *args, **kwargs)
 
@@ -61,32 +61,32 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         return rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
 
     def begin_step(self) -> None:
-        """Also marks the completions in use and the numbers gathered so far."""
+        """As the base class; also notes the completions in use and the metrics gathered so far."""
         super().begin_step()
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         self._before = (self._step, self._buffered_inputs, metrics)  # type: ignore[has-type]
 
     def undo_step(self) -> None:
-        """Goes back to them."""
+        """Restores the completions and metrics that :meth:`begin_step` has noted."""
         self._step, self._buffered_inputs, metrics = self._before
         self._metrics["train"].clear()
         self._metrics["train"].update(metrics)
 
     def extra_window(self) -> dict[str, Any]:
-        """Rewards, lengths and what else TRL averages from one line to the next."""
+        """Rewards, lengths and all else that TRL averages from one line to the next."""
         return {"metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}}
 
     def restore_extra_window(self, extra: dict[str, Any]) -> None:
-        """Takes them up again."""
+        """Continues these averages."""
         self._metrics["train"].update({name: list(values) for name, values in extra.get("metrics", {}).items()})
 
     def save_more(self, folder: Path) -> None:
-        """The completions in use, where they serve further steps (``num_iterations`` above 1)."""
+        """Saves the completions in use, where further steps need them (``num_iterations`` above 1)."""
         if self._step % (self.args.steps_per_generation * self.num_iterations):
             torch.save({"step": self._step, "inputs": self._buffered_inputs}, folder / _COMPLETIONS)
 
     def load_more(self, folder: Path) -> None:
-        """Goes on with those completions; TRL would sample others."""
+        """Loads those completions; TRL would sample new ones."""
         if (folder / _COMPLETIONS).exists():
             saved = torch.load(folder / _COMPLETIONS, map_location=self.accelerator.device, weights_only=True)
             self._step, self._buffered_inputs = saved["step"], saved["inputs"]

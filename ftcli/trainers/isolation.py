@@ -1,7 +1,7 @@
-"""Proof by trial that packed documents do not see each other, before a run is spent on it.
+"""Checks by trial that packed documents do not see each other, before a run is spent on it.
 
-Whether they do depends on the model's own code, the attention backend and the kernels together; so the question is put
-to the model that will be trained, and not to a list of model names.
+Whether they do depends on the model's own code, the attention backend and the kernels together. So this runs the model
+that will be trained, instead of asking a list of model names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_isolation(
     *,
     pad_token_id: int,
 ) -> None:
-    """Compares documents in packs, with other neighbours, and alone, in a batch of two packs of different lengths.
+    """Compares a document's hidden states in a pack with those beside another neighbour, and with those alone.
 
     Raises FtcliError FT443 (exit 3) when a document's hidden states depend on its neighbours.
     """

@@ -12,7 +12,7 @@ from ftcli.judges import UserJudge, built_in, load_function, missing_answer
 from ftcli.tables import judges
 
 Score = Callable[..., list[float | None]]
-#: Names under which TRL hands things to a reward that no column may have.
+#: Arguments that TRL itself passes to a reward; no column may have such a name.
 RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 
 

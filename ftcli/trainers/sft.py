@@ -53,7 +53,7 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         """
         if return_outputs:
             raise ValueError("logits are never kept; evaluation goes through ftcli.evaluate")
-        # Rows come with a mask of their padding, packs with their lengths: either sums to the number of tokens.
+        # Rows come with a padding mask, packs with their lengths. The sum of either is the number of tokens.
         self.count_tokens(inputs["attention_mask"] if "attention_mask" in inputs else inputs["lengths"])
         inputs = {name: value for name, value in inputs.items() if name != "lengths"}
         device = inputs["input_ids"].device
@@ -73,7 +73,7 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class WithRows:
-    """A collator that also hands on which sequences a batch holds, so that a bad batch can be named."""
+    """A collator that also says which sequences a batch holds, so that messages can name the rows of a bad batch."""
 
     collate: EpochCollator
 
@@ -157,8 +157,8 @@ def build_sft_trainer(
     """A trainer over tokenized ``data``, ready for :meth:`train`.
 
     Args:
-        data: What an epoch holds, and in which order; of bare rows, each once.
-        scratch_dir: A folder for whatever transformers insists on writing; nothing in it is part of the run.
+        data: What an epoch holds, and in which order; or rows, of which an epoch holds each once.
+        scratch_dir: A folder for the files that transformers insists on writing; none of them is part of the run.
     """
     train = job.recipe.train
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, job.recipe.run.seed)

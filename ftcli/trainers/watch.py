@@ -1,4 +1,4 @@
-"""Numbers of a step on their way to the host, and the rows that they came from."""
+"""Watches numbers of a step for NaN and infinity without waiting for the device, and names the rows they came from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError, Origin
 
-#: The key under which a collator hands on which rows a batch holds; taken out before the model sees the batch.
+#: The key of a batch under which its rows are named; taken out before the model sees the batch.
 ROWS_KEY = "ftcli_rows"
 _ROWS_SHOWN = 32
 
@@ -31,7 +31,7 @@ class Watched:
 
     @classmethod
     def copy_of(cls, step: int, name: str, rows: tuple[int, ...], value: Tensor) -> Watched:
-        """Starts the copy. Reading a tensor would wait for all work queued before the read; this waits for none."""
+        """Starts to copy ``value`` to the host. Reading it would wait for all queued work; this does not wait."""
         value = value.detach()
         if not value.is_cuda:
             return cls(step, name, rows, value, None)

@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config import ModelConfig
 from ftcli.config.origins import Origins
-from ftcli.config.tree import Section
+from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, stop_token_ids
 from tests.unit.data.official import Official
@@ -27,7 +27,7 @@ def stops(template: str, folder: Path, config: Any, generation: Any) -> tuple[se
     brought = [tokenizer.convert_tokens_to_ids(token) for token in generation]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": brought}))
     tokenizer.save_pretrained(folder)
-    facts = read_facts(ModelConfig(name_or_path=str(folder)), offline=True, origins=Origins(Section(None, {})))
+    facts = read_facts(ModelConfig(name_or_path=str(folder)), offline=True, origins=Origins(MapNode(None, {})))
     found = stop_token_ids(facts, tokenizer)
     model: Any = SimpleNamespace(config=SimpleNamespace(), generation_config=SimpleNamespace(eos_token_id=brought))
     align_special_tokens(model, tokenizer, found)
