@@ -106,18 +106,20 @@ def unopened(prompt: str) -> str | None:
     return prompt[: found.start()] if found else None
 
 
-def with_reasoning(answer: str, reasoning: str) -> str:
-    """The answer after an opened reasoning: the reasoning, its end, and what the template shows of the answer.
+def with_reasoning(answer: str, reasoning: str) -> tuple[str, bool]:
+    """The answer after an opened reasoning, and whether the reasoning was added to what the template shows.
 
     Such templates (DeepSeek's) show nothing of the reasoning in a conversation, though generation begins with it. An
     empty one is closed at once, in the form that these models publish.
     """
     shown = answer.lstrip()
     if shown.startswith("<think>"):
-        return shown.removeprefix("<think>").lstrip("\n")
+        return shown.removeprefix("<think>").lstrip("\n"), False
     if shown.startswith("</think>"):
-        return f"{reasoning.strip()}\n{shown}"
-    return f"{reasoning.strip()}\n</think>\n\n{answer.lstrip(chr(10))}"
+        return f"{reasoning.strip()}\n{shown}", True
+    if "</think>" in shown:
+        return shown, False
+    return f"{reasoning.strip()}\n</think>\n\n{answer.lstrip(chr(10))}", True
 
 
 class Stops:

@@ -121,7 +121,7 @@ class Chats:
         shown = after_prompt(closed, after, last - len(prompt) + len(closed))
         if shown is None or not answered.endswith(shown):
             return None, False
-        return with_reasoning(shown, reasoning), True
+        return with_reasoning(shown, reasoning)
 
     def _next_stop(self, answer: str, until: Sequence[Message], tools: Tools | None) -> str:
         """The stop token that opens the next message, for templates whose turns end by it (GLM's); else nothing."""
@@ -133,9 +133,12 @@ class Chats:
             asked |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
         said = {"role": "assistant", "content": first, **({"tool_calls": calls} if calls else {})}
         try:
+            alone = self._renderer.apply([*until[:-1], said], tools, False)
             text = self._renderer.apply([*until[:-1], said, asked], tools, False)
         except REFUSALS:
             return ""
+        if self._stops.first(alone.partition(first)[2]) is not None:
+            return ""  # turns of this template have an end of their own
         between = text.partition(first)[2].rpartition(second)[0]
         found = self._stops.first(between)
         return found[1] if found is not None and answer.endswith(found[0]) else ""

@@ -72,6 +72,15 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class _Made:
+    """A row that is rendered, and what is counted once it is kept; nothing is rendered of one that came as tokens."""
+
+    example: Example
+    rendered: list[Rendered]
+    counts: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Fitted:
     """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
 
@@ -129,7 +138,7 @@ class Encoder:
     def rows(self, rows: Sequence[Row]) -> Read:
         """Each row's tokens at full length, and what is wrong with the others."""
         read = Read([], [], Counter())
-        made: list[tuple[Example, list[Rendered]]] = []
+        made: list[_Made] = []
         for row in rows:
             counts: Counter[str] = Counter()
             try:
@@ -147,8 +156,7 @@ class Encoder:
                     raise
                 read.findings.extend(error.findings)
             else:
-                made.append((example, rendered))
-                read.counts.update(counts)
+                made.append(_Made(example, rendered, counts))
         self._tokenize(made, read)
         return read
 
@@ -202,17 +210,19 @@ class Encoder:
         counts["turns_marked"] += len(turns) - len(chosen)
         return chosen
 
-    def _tokenize(self, made: Sequence[tuple[Example, list[Rendered]]], read: Read) -> None:
-        tokenized = iter(self._boundary.tokenized([one for _, rendered in made for one in rendered]))
-        for example, rendered in made:
-            rows = [one for _ in rendered for one in next(tokenized)]
-            found = [self._masked(example, one) for one in rows] if rows else [self._given(example)]
+    def _tokenize(self, made: Sequence[_Made], read: Read) -> None:
+        tokenized = iter(self._boundary.tokenized([one for row in made for one in row.rendered]))
+        for row in made:
+            rows = [one for _ in row.rendered for one in next(tokenized)]
+            found = [self._masked(row.example, one) for one in rows] if rows else [self._given(row.example)]
             problem = next((problem for _, problem in found if problem is not None), None)
             if problem is not None:  # a conversation is kept whole or not at all
                 read.findings.append(problem)
                 continue
             read.tokens.extend(tokens for tokens, _ in found)
-            read.counts.update(turns_split=len(rows) - len(rendered), answers_joined=sum(not one.apart for one in rows))
+            split = len(rows) - len(row.rendered)
+            read.counts.update(row.counts)
+            read.counts.update(turns_split=split, answers_joined=sum(not one.apart for one in rows))
 
     def _masked(self, example: Example, one: Tokenized) -> tuple[Tokens, Finding | None]:
         """A rendered row's tokens, and what is wrong with its mask."""

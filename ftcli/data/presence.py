@@ -26,6 +26,8 @@ Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
 REFUSALS = (TemplateError, TypeError, ValueError)
 #: Keys under which templates read an assistant's reasoning.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+#: Shapes of conversations that are remembered; conversations of agents have very many.
+_MOST_SHAPES = 2000
 #: Text that no conversation holds.
 PROBE = "ftcli-probe"
 #: Reasoning that is written into the content: an opening tag that may be missing, the reasoning, the closing tag.
@@ -94,6 +96,8 @@ class Presence:
         keys = [_key(part) for part in words]
         shape = (tuple((m["role"], *sorted(m)) for m in messages), tuple(keys), generation_prompt)
         if shape not in self._shapes:
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
             probes = {key: f"{PROBE}-{number}-end" for number, key in enumerate(keys)}
             probed = _rebuilt(messages, tools, lambda part, _: probes[_key(part)])
             try:

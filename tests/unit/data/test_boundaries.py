@@ -161,3 +161,15 @@ def test_reasoning_that_is_dropped_is_counted_and_said(
     assert found.ledgers[0].counts["reasoning_dropped"] == 1
     assert "1 answers are trained without their reasoning" in found.findings[0].message
     assert found.sequences[0].input_ids == prepared([CHAT]).sequences[0].input_ids
+
+
+def test_what_is_done_to_a_row_that_is_refused_is_not_counted(prepared: Prepare, tmp_path: Any) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '' if m.content == 'endless' else '<end_of_turn>' }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    opening = [{"role": "assistant", "content": "Hello!"}, CHAT["messages"][0]]
+    rows = [{"messages": [*opening, {"role": "assistant", "content": text}]} for text in ("endless", "fine")]
+    ledger = prepared(rows, chat_template=str(path), max_bad_rows=1).ledgers[0]
+    assert (ledger.bad_rows, ledger.counts["turns_opening"], ledger.counts["chats"]) == (1, 1, 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ftcli.config import DataConfig
+from ftcli.data.answers import with_reasoning
 from ftcli.data.encode import Encoder
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
@@ -299,3 +300,17 @@ def test_an_encoder_goes_to_other_processes(official: Any) -> None:
     first = encoder.batch(rows)
     second = pickle.loads(pickle.dumps(encoder)).batch(rows)
     assert first.encoded.ids.tolist() == second.encoded.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("answer</s>", ("why\n</think>\n\nanswer</s>", True)),
+        ("\n\nanswer</s>", ("why\n</think>\n\nanswer</s>", True)),
+        ("</think>answer</s>", ("why\n</think>answer</s>", True)),
+        ("<think>\nwhy\n</think>answer</s>", ("why\n</think>answer</s>", False)),
+        ("why\n</think>\n\nanswer</s>", ("why\n</think>\n\nanswer</s>", False)),
+    ],
+)
+def test_reasoning_is_added_once_and_only_where_a_template_hides_it(shown: str, expected: tuple[str, bool]) -> None:
+    assert with_reasoning(shown, "why") == expected
