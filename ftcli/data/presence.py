@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.row import Message
 
 Tools = Sequence[dict[str, Any]]
@@ -24,8 +25,6 @@ Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
 
 #: What a template raises for a conversation that it cannot render: they add, slice and compare what rows hold.
 REFUSALS = (TemplateError, TypeError, ValueError)
-#: Keys under which templates read an assistant's reasoning.
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Shapes of conversations that are remembered; conversations of agents have very many.
 _MOST_SHAPES = 2000
 #: Text that no conversation holds.

@@ -15,8 +15,9 @@ from jinja2.exceptions import TemplateError
 
 from ftcli.assets import asset
 from ftcli.data.answers import Rendered
-from ftcli.data.presence import PROBE, REASONING_KEYS, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.data.presence import PROBE, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, data_error
 

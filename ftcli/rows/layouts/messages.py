@@ -10,11 +10,11 @@ from ftcli.rows.layouts.marks import marks_of
 from ftcli.rows.row import Example, Message, Misfit, Ranges, Row
 
 #: Keys of a message that hold an assistant's reasoning.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 #: Kinds of parts of a content that are reasoning, and would be taken for the answer.
 _THOUGHTS = ("thinking", "reasoning")
 #: What templates may show of a message beside its text and calls. Other keys (ids, sources, dates) are not rendered.
-_SHOWN = ("role", "name", "tool_call_id", *_REASONING)
+_SHOWN = ("role", "name", "tool_call_id", *REASONING_KEYS)
 #: Columns of a row, and keys of a message, that hold something else than text.
 _MEDIA = ("image", "images", "audio", "video", "videos")
 #: Keys of a message that are refused, because training without them would be training on something else.
@@ -80,7 +80,7 @@ def _message(item: Any, number: int) -> Message:
         if not isinstance(calls, list):
             raise Misfit(f"message {number}: 'tool_calls' must be a list")
         message["tool_calls"] = [call_of(call, number) for call in calls]
-    optional = "tool_calls" in message or any(message.get(key) for key in _REASONING)
+    optional = "tool_calls" in message or any(message.get(key) for key in REASONING_KEYS)
     message["content"] = _content(item.get("content"), number, optional=optional)
     return message
 
@@ -90,8 +90,10 @@ def refuse_unsupported(turn: dict[str, Any], number: int) -> None:
     found = next((key for key in _UNSUPPORTED if turn.get(key)), None)
     if found is not None:
         raise Misfit(f"message {number} has {found!r}, which is not supported: text and `tool_calls` are")
-    if any(turn.get(key) is not None and not isinstance(turn[key], str) for key in _REASONING):
+    if any(turn.get(key) is not None and not isinstance(turn[key], str) for key in REASONING_KEYS):
         raise Misfit(f"message {number} has reasoning that is no text")
+    if len({turn[key] for key in REASONING_KEYS if turn.get(key)}) > 1:
+        raise Misfit(f"message {number} has two reasonings, and they differ")
 
 
 def _content(content: Any, number: int, *, optional: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.layouts.messages import call_of, conversation, list_of, refuse_unsupported
+from ftcli.rows.layouts.messages import REASONING_KEYS, call_of, conversation, list_of, refuse_unsupported
 from ftcli.rows.layouts.plain import text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 
@@ -41,7 +41,8 @@ def understand(row: Row) -> Example:
         text = turn.get("value")
         if not isinstance(text, str):
             raise Misfit(f"message {number} has no text in 'value'")
-        messages.append(_called(text, number) if role == "function_call" else {"role": role, "content": text})
+        message = _called(text, number) if role == "function_call" else {"role": role, "content": text}
+        messages.append({**message, **{key: turn[key] for key in REASONING_KEYS if turn.get(key)}})
     roles = [message["role"] for message in messages[first:]]
     return conversation(row, messages, untrained=marks_of(turns, roles, first))
 

@@ -24,11 +24,20 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     [
         ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "only text"),
         ("messages", {"messages": CHAT, "images": ["a.png"]}, "only text"),
+        ("messages", {"messages": [CHAT[0], {**CHAT[1], "thinking": "a", "reasoning": "b"}]}, "two reasonings"),
+        ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "reasoning": ["a"]}]}, "no text"),
     ],
 )
 def test_turns_and_media_are_not_dropped_in_silence(layout: Any, fields: dict[str, Any], word: str) -> None:
     with pytest.raises(Misfit, match=word):
         understand(Row("f", 1, fields), layout)
+
+
+def test_reasoning_of_sharegpt_is_kept() -> None:
+    row = Row("f", 1, {"conversations": [TURNS[0], {**TURNS[1], "reasoning_content": "hm"}]})
+    messages = understand(row, "sharegpt").messages
+    assert messages is not None
+    assert messages[1] == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
 
 
 def test_an_empty_column_of_media_is_no_media() -> None:
