@@ -8,6 +8,8 @@ against the head before anything is computed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,12 @@ from ftcli.labels import IGNORE_INDEX
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+
+#: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
+#: is checked when a model is built: :mod:`ftcli.model.headcheck`.
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +100,20 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
     layer = base.get_output_embeddings()
     config = base.config.get_text_config()
     weight: Tensor = layer.weight
-    if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != config.hidden_size:
+    # OPT's smallest head is narrower than its layers; what it is multiplied by is checked in next_token_loss.
+    width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.shape[1] != width:
         raise TypeError(
             f"the head's weight is {weight.dtype} of shape {tuple(weight.shape)}; "
-            f"expected a floating (vocab_size, {config.hidden_size})"
+            f"expected a floating (vocab_size, {width})"
         )
-    scale = getattr(config, "logit_scale", None)
+    scale = next((found for name in _MULTIPLIERS if (found := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
+    cap = next((found for name in _CAPS if (found := getattr(config, name, None))), None)
     return Head(
         weight=weight,
         bias=getattr(layer, "bias", None),
-        softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        softcap=float(cap or 0.0),
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
     )
 
@@ -153,6 +164,22 @@ def forward_loss(
     """
     inputs = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}
     return next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"], num_items=num_items)
+
+
+@contextmanager
+def rotation_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back the rotary tables that a forward pass inside changes: with dynamic scaling they grow with the longest
+    sequence that a model has seen, and a check must not leave a trace.
+    """
+    rotary: list[Any] = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
+    kept = [(m, m.max_seq_len_cached, {n: b.clone() for n, b in m.named_buffers(recurse=False)}) for m in rotary]
+    try:
+        yield
+    finally:
+        for module, longest, buffers in kept:
+            module.max_seq_len_cached = longest
+            for name, value in buffers.items():
+                setattr(module, name, value)
 
 
 def compute_context(device: torch.device, compute: str, autocast: bool) -> torch.autocast:

@@ -45,8 +45,10 @@ class PackedReader(Protocol):
 
 
 def is_quantizable(name: str, module: nn.Module) -> bool:
-    """Whether a module's weight is stored quantised: every plain linear layer but the head, which the loss reads."""
-    return type(module) is nn.Linear and name.rpartition(".")[2] != "lm_head"
+    """Whether a module's weight is stored quantised: every plain linear layer but the head, which the loss reads, and
+    the time step's of state-space mixers, which they read themselves.
+    """
+    return type(module) is nn.Linear and name.rpartition(".")[2] not in ("lm_head", "dt_proj")
 
 
 def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:

@@ -22,7 +22,7 @@ from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import base_of, compute_context, decoder_layers, forward_loss
+from ftcli.model.backbone import base_of, compute_context, decoder_layers, forward_loss, rotation_kept
 from ftcli.model.patch import Patch, patch
 from ftcli.model.quantized import QuantizedLinear
 
@@ -106,7 +106,11 @@ def self_check(
     small = {name: value[:ROWS, :LONGEST] for name, value in batch.items() if name in ("input_ids", "labels")}
     training = model.training
     model.eval()  # no dropout: both sides must see the same numbers
-    with _random_adapters(model), compute_context(small["input_ids"].device, plan.compute, plan.autocast):
+    with (
+        rotation_kept(model),
+        _random_adapters(model),
+        compute_context(small["input_ids"].device, plan.compute, plan.autocast),
+    ):
         applied.undo()
         unpatched_loss, calls = _forward(model, small)
         wanted = [_layer_pass(layer, call, call) for layer, call in zip(_layers(model), calls, strict=True)]

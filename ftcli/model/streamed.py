@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
+from ftcli.errors import first_line
 from ftcli.model.checkpoint import hollow, weight_files
 from ftcli.model.quantize import PackedReader, is_quantizable, packed_reader, quantize_linear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
+from ftcli.model.renaming import Renaming
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -76,29 +78,34 @@ def load_quantized(
         safetensors.SafetensorError: a file is damaged.
         FtcliError: FT323 for tensors that are missing, of another shape, or that the model has no place for.
     """
+    # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
+    stored_quantized = getattr(config, "quantization_config", None) is not None
     model = _hollow(config, holding.dtype, attention)
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             _give_buffers(module, holding.device)
             model._init_weights(module)  # rotary tables and the like: computed, not stored
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    renaming = Renaming(model)
     reader = packed_reader(holding.settings)
     packed: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _tensors(source, revision, offline):
         found = None if reader is None else reader.part_of(key)
         if found is not None:
             layer, part = found
-            packed.setdefault(_own_name(model, f"{layer}.weight", names), {})[part] = tensor
+            packed.setdefault(renaming.name_of(f"{layer}.weight")[0], {})[part] = tensor
             continue
-        name = _own_name(model, key, names)
-        if name not in names:
+        name, pattern = renaming.name_of(key)
+        if name not in renaming.names:
             _require_ignorable(model, key)
+        elif pattern is not None:
+            renaming.keep_part(key, name, pattern, tensor)
         elif _is_packed(model, name, tensor, reader):
             packed.setdefault(name, {})["weight"] = tensor
         else:
-            _place(model, name, tensor, holding)
+            _place(model, name, tensor, holding, quantize=not stored_quantized)
     for name, parts in packed.items():
         _place_packed(model, name, parts, holding, reader)
+    _place_joined(model, renaming, holding)
     model.tie_weights()
     _require_complete(model)
     model.requires_grad_(False)
@@ -137,10 +144,12 @@ def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple
                 yield key, file.get_tensor(key)
 
 
-def _own_name(model: PreTrainedModel, key: str, names: set[str]) -> str:
-    """The model's name of a stored tensor: files saved from the bare backbone leave its prefix out."""
-    prefixed = f"{model.base_model_prefix}.{key}"
-    return prefixed if key not in names and prefixed in names else key
+def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding) -> None:
+    try:
+        for name, tensor in renaming.joined():
+            _place(model, name, tensor, holding, quantize=True)
+    except (RuntimeError, ValueError) as error:
+        raise unreadable(f"stacks of experts cannot be put together: {first_line(error)}") from error
 
 
 def _require_ignorable(model: PreTrainedModel, key: str) -> None:
@@ -158,15 +167,18 @@ def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader
     return is_weight and reader is not None and reader.is_packed(tensor)
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding) -> None:
-    """One full-precision tensor to its place, quantised where it is a linear layer's weight."""
+def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, *, quantize: bool) -> None:
+    """One full-precision tensor to its place; with ``quantize``, a linear layer's weight is quantised."""
     layer, _, leaf = name.rpartition(".")
     module = model.get_submodule(layer)
-    wanted = module._parameters[leaf]
+    is_parameter = module._parameters.get(leaf) is not None
+    wanted: Tensor | None = module._parameters[leaf] if is_parameter else module._buffers[leaf]
     assert wanted is not None
     if wanted.shape != tensor.shape:
         raise unreadable(f"{name} is stored with shape {tuple(tensor.shape)} and must be {tuple(wanted.shape)}")
-    if leaf == "weight" and is_quantizable(layer, module):
+    if not is_parameter:
+        module._buffers[leaf] = tensor.to(holding.device, wanted.dtype)
+    elif quantize and leaf == "weight" and is_quantizable(layer, module):
         assert isinstance(module, nn.Linear)
         module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
         model.set_submodule(layer, holding.held(quantize_linear(module, holding.settings, layer)))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ftcli.data.order import Epochs
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
+from ftcli.model.headcheck import check_head
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.targets import freeze_other_parts, summary
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
+#: What the head is checked on.
+_TEXT = "Rivers rise in the mountains and end in the sea."
 #: The self-check looks for long rows among this many.
 LOOKED_AT = 512
 
@@ -56,6 +58,9 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
 
     Args:
         num_layers: Build only this many layers (benchmarks of random weights).
+
+    Raises:
+        FtcliError: FT335 when the loss would not stand for the model's own logits; whatever loading raises.
     """
     recipe, memory = job.recipe, job.report.memory
     job.reporter.info(
@@ -78,6 +83,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         dequantized_layers=_dequantized_layers(job),
     )
     align_special_tokens(model, job.tokenizer, job.stops)
+    check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
     return model
 
 
@@ -136,14 +142,14 @@ def _trained(tokens: Tokens) -> int:
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
-def check_packing(job: Job, model: Model, epochs: Epochs) -> None:
+def check_packing(job: Job, model: Model, rows: Sequence[Tokens]) -> None:
     """Checks on a few rows that no document of a pack sees another one. The model is not changed.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
     from ftcli.trainers.isolation import check_isolation
 
-    check_isolation(model, epochs.sequences[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
+    check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
 
 
 def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:

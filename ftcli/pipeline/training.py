@@ -49,7 +49,7 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         model = build.build_trainable(job)
         kernels = build.put_on_kernels(job, model, train_data.sequences)
         if epochs.packs is not None:
-            build.check_packing(job, model, epochs)
+            build.check_packing(job, model, epochs.sequences)
         quantization = quantized_layers(model)
         add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check, quantization=quantization)
         evaluator = Evaluator(job, eval_data.sequences)

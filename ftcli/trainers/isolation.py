@@ -16,7 +16,7 @@ from ftcli.data.collate import packed_batch
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.backbone import compute_context, hidden_states
+from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -47,7 +47,7 @@ def check_isolation(
     changed = Tokens(first.row, first.input_ids[::-1], first.labels)
     was_training = model.training
     model.eval()
-    with compute_context(device, plan.compute, plan.autocast):
+    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
         packed = _hidden(model, [[first, second], [second]], device, pad_token_id)
         neighbour = _hidden(model, [[changed, second], [second]], device, pad_token_id)
         alone = _hidden(model, [[second]], device, pad_token_id)[0, : len(second.input_ids)]

@@ -122,3 +122,20 @@ def test_a_file_that_does_not_fit_is_refused_with_the_layer(
     assert caught.value.findings[0].code == "FT323"
     if "model." not in message and "shape" not in message:
         assert "model.layers.0.mlp.up_proj" in caught.value.findings[0].message
+
+
+def test_a_layer_that_the_files_keep_in_full_precision_stays_so(stored: Callable[..., Path]) -> None:
+    """Issue 11, B5: `llm_int8_skip_modules` of a checkpoint was quantised all the same."""
+    kept = "model.layers.0.mlp.down_proj"
+    original = load_file(TINY / "model.safetensors")[f"{kept}.weight"]
+
+    def keep(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{kept}.")]:
+            del tensors[name]
+        tensors[f"{kept}.weight"] = original
+
+    model = load(stored(change=keep), NF4)
+    layer = model.get_submodule(kept)
+    assert type(layer) is torch.nn.Linear
+    assert torch.equal(layer.weight.float(), original.float())
+    assert isinstance(model.get_submodule("model.layers.1.mlp.down_proj"), NF4Linear)

@@ -167,3 +167,24 @@ def test_a_quantized_load_lacks_nothing_either(method: str, tmp_path: Path) -> N
     edit(write(tmp_path, "llama"), lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     said = refusal(tmp_path, quantization=QuantizationConfig.model_validate({"method": method}))
     assert "model.layers.1.mlp.up_proj.weight" in said
+
+
+RENAMED = ("mixtral", "qwen3_moe", "gpt_neox", "deepseek_v3", "jamba", "gemma3", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: str, tmp_path: Path) -> None:
+    """Issue 11, B5: Mixtral and GPT-NeoX were refused; what is quantised must be what a full load quantises."""
+    from ftcli.model.quantize import is_quantizable, quantize_linear
+    from ftcli.model.quantized import QuantizedLinear
+
+    settings = QuantizationConfig.model_validate({"method": method})
+    found, wanted = load(write(tmp_path, model_type), quantization=settings), build(model_type)
+    for name, module in list(wanted.named_modules()):
+        if is_quantizable(name, module):
+            wanted.set_submodule(name, quantize_linear(module, settings, name))
+    assert any(isinstance(module, QuantizedLinear) for module in found.modules())
+    ids = torch.randint(5, VOCABULARY - 8, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=ids).logits, wanted(input_ids=ids).logits)

@@ -1,0 +1,72 @@
+"""The loss stands for the model's own logits in every family, or the model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ftcli.errors import FtcliError
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.backbone import forward_loss, head_of, rotation_kept
+from ftcli.model.headcheck import check_head
+from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
+
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+CPU = torch.device("cpu")
+
+
+def ids(length: int = 24) -> torch.Tensor:
+    return torch.randint(5, VOCABULARY - 8, (1, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+def test_the_loss_is_the_models_own_in_every_family(model_type: str) -> None:
+    """Issue 11, B5: RecurrentGemma's cap and Falcon-H1's multiplier were not read; the loss was 2 to 3% off."""
+    model, row = build(model_type), ids()
+    assert check_head(model, row[0].tolist(), PLAN, CPU) <= 1e-5
+    with torch.no_grad():
+        wanted = model(input_ids=row, labels=row).loss.item()
+        found = forward_loss(model, {"input_ids": row, "labels": row}, num_items=row.numel() - 1).loss.item()
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("falcon_h1", "lm_head_multiplier"), ("recurrent_gemma", "cap")])
+def test_a_scale_under_a_name_that_nobody_knows(model_type: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcli.model.backbone._MULTIPLIERS", ())
+    monkeypatch.setattr("ftcli.model.backbone._CAPS", ())
+    with pytest.raises(FtcliError) as caught:
+        check_head(build(model_type), ids()[0].tolist(), PLAN, CPU)
+    assert caught.value.findings[0].code == "FT335"
+    assert caught.value.exit_code == 3
+
+
+def test_opts_narrow_head() -> None:
+    import transformers
+
+    config = config_of("opt")
+    config.word_embed_proj_dim = 16
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert head_of(model).weight.shape == (VOCABULARY, 16)
+    check_head(model, ids()[0].tolist(), PLAN, CPU)
+
+
+def test_dynamic_rotary_tables_are_as_they_were_after_a_check() -> None:
+    """Issue 11, B5: a long row of the self-check changed what every shorter one after it gave."""
+    import transformers
+
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.max_position_embeddings = 16
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    table = next(m for m in model.modules() if hasattr(m, "max_seq_len_cached"))
+    before = table.inv_freq.clone(), table.max_seq_len_cached
+    check_head(model, ids(40)[0].tolist(), PLAN, CPU)
+    with torch.no_grad(), rotation_kept(model):
+        model(input_ids=ids(40))
+        assert table.max_seq_len_cached == 40
+    assert torch.equal(table.inv_freq, before[0])
+    assert table.max_seq_len_cached == before[1]
