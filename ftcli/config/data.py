@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.tables import layouts
@@ -48,6 +48,21 @@ class DatasetConfig(Section):
 Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_input_type=str | DatasetConfig)]
 
 
+#: Arguments of rendering that are no switch of a template.
+_TAKEN = {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"} | {
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "tokenizer_kwargs",
+    "return_assistant_tokens_mask",
+    "bos_token",
+    "eos_token",
+}
+
+
 class DataConfig(Section):
     """Training and held-out data."""
 
@@ -58,6 +73,11 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(
         default=None, description="A .jinja file, or the name of a bundled template; the tokenizer's own when absent."
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Values for the template's own switches, such as `{enable_thinking: true}`, in training, "
+        "evaluation and GRPO alike. Whoever serves the model has to set them, too.",
     )
     history: Literal["split", "last", "template"] = Field(
         default="split",
@@ -94,3 +114,11 @@ class DataConfig(Section):
     num_proc: Count | None = Field(
         default=None, description="Processes that tokenize; when absent, one for small files and one a core for large."
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_arguments_of_rendering(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(_TAKEN & set(value))
+        if taken:
+            raise ValueError(f"{taken[0]!r} is decided by ftcli, not by the template's switches")
+        return value

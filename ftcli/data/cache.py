@@ -78,6 +78,7 @@ def key_of(
     """
     chosen = source.model_dump(mode="json", include={"columns", "max_rows", "name", "split"})
     names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
+    names |= {"chat_template_kwargs"}
     settings = data.model_dump(mode="json", include=names)
     parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
     text = json.dumps([*parts, sorted(stops)], sort_keys=True)

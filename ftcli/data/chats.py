@@ -151,7 +151,8 @@ class Chats:
                 f"the generation prompt ends the reasoning before turn {index + 1} begins, so its own would never be "
                 "generated",
                 row.origin,
-                "train without it (data.reasoning: drop), or use the template's thinking form (data.chat_template)",
+                "train without it (data.reasoning: drop), or switch it on where the template knows how: "
+                "data.chat_template_kwargs: {enable_thinking: true}",
             )
         return data_error(
             "FT423",

@@ -13,7 +13,7 @@ from ftcli.data.boundary import Boundary, Tokenized
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
 from ftcli.data.presence import reasoning_of
-from ftcli.data.template import Renderer
+from ftcli.data.template import Renderer, renderer_of
 from ftcli.data.tokens import Encoded, Tokens, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
@@ -35,7 +35,7 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 
     Raises FtcliError FT424.
     """
-    renderer = Renderer(tokenizer, data.chat_template, reasoning=data.reasoning)
+    renderer = renderer_of(tokenizer, data)
     form = training_form(tokenizer, renderer.source) if data.history == "template" and renderer.source else None
     if form is not None:
         renderer.use(form)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
-from ftcli.data.template import Renderer
+from ftcli.data.template import renderer_of
 from ftcli.data.tokens import Tokens
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
@@ -83,7 +83,7 @@ def sample_rows(
 
 
 def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: str) -> list[SampledRow]:
-    renderer = Renderer(tokenizer, data.chat_template, reasoning=data.reasoning)
+    renderer = renderer_of(tokenizer, data)
     found = []
     for prompt in prompts_of(rows, data.format):
         ids = tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"]

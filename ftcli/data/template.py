@@ -6,14 +6,15 @@ One rendering serves training, evaluation, GRPO and export: :class:`Renderer`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
 from ftcli.assets import asset
+from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.presence import PROBE, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def renderer_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
+    """What renders prompts, and what generation is given, as a recipe says. Raises FtcliError FT424."""
+    return Renderer(tokenizer, data.chat_template, reasoning=data.reasoning, switches=data.chat_template_kwargs)
+
+
 class Renderer:
     """A tokenizer's chat template, checked.
 
@@ -32,17 +38,24 @@ class Renderer:
         tokenizer: Its own template is used unless ``template`` names another.
         template: A ``.jinja`` file or the name of one in ftcli's assets.
         reasoning: What becomes of an assistant's reasoning: ``data.reasoning``.
+        switches: Values of the template's own switches: ``data.chat_template_kwargs``.
 
     Raises:
         FtcliError: FT424 when ``template`` cannot be read.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, *, reasoning: str = "keep"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        *,
+        reasoning: str = "keep",
+        switches: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = read_template(template) if template is not None else None
         self._reasoning = reasoning
+        self._switches = dict(switches or {})
         self._knows_role: dict[str, bool] = {}
         self._of_parts: bool | None = None  # whether the template takes contents as lists of parts only
         self._bos = _bos_of(tokenizer)
@@ -205,6 +218,7 @@ class Renderer:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **self._switches,
             )
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import TaskConfig
-from ftcli.data.template import Renderer
+from ftcli.data.template import renderer_of
 from ftcli.data.tokens import Tokens
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
@@ -122,8 +122,7 @@ class Evaluator:
 
     def _answered(self, model: PreTrainedModel | PeftModel, task: TaskConfig) -> Answered:
         prompts = self._prompts(task)
-        data = self.job.recipe.data
-        renderer = Renderer(self.job.tokenizer, data.chat_template, reasoning=data.reasoning)
+        renderer = renderer_of(self.job.tokenizer, self.job.recipe.data)
         texts = [renderer.prompt(prompt) for prompt in prompts]
         completions = generate(
             model,

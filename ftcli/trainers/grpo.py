@@ -12,7 +12,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config.training import GrpoConfig
-from ftcli.data.template import Renderer
+from ftcli.data.template import renderer_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
@@ -119,7 +119,7 @@ def build_grpo_trainer(
 
     Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
     """
-    renderer = Renderer(job.tokenizer, job.recipe.data.chat_template, reasoning=job.recipe.data.reasoning)
+    renderer = renderer_of(job.tokenizer, job.recipe.data)
     texts = [renderer.prompt(prompt) for prompt in prompts]
     _check_lengths(prompts, texts, job.tokenizer, grpo.max_prompt_length)
     columns = columns_of(prompts)

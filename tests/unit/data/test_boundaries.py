@@ -149,7 +149,7 @@ def test_what_became_of_earlier_answers_is_said_and_counted(prepared: Prepare, t
 def test_history_and_reasoning_are_part_of_the_cache_key(prepared: Prepare, tmp_path: Any) -> None:
     prepared([CHAT], cache_dir=tmp_path / "cache")
     assert prepared([CHAT], cache_dir=tmp_path / "cache").from_cache == (True,)
-    for change in ({"history": "last"}, {"reasoning": "drop"}):
+    for change in ({"history": "last"}, {"reasoning": "drop"}, {"chat_template_kwargs": {"x": 1}}):
         assert prepared([CHAT], cache_dir=tmp_path / "cache", **change).from_cache == (False,)
 
 

@@ -314,3 +314,12 @@ def test_an_encoder_goes_to_other_processes(official: Any) -> None:
 )
 def test_reasoning_is_added_once_and_only_where_a_template_hides_it(shown: str, expected: tuple[str, bool]) -> None:
     assert with_reasoning(shown, "why") == expected
+
+
+def test_a_templates_own_switches_are_set(official: Any) -> None:
+    template = official("qwen3_5_nothink")
+    assert template.read({"messages": CHATS["reasoning"]}).findings[0].code == "FT423"
+    read = template.read({"messages": CHATS["reasoning"]}, chat_template_kwargs={"enable_thinking": True})
+    assert template.trained(read) == [["I think\n</think>\n\na<|im_end|>"], ["Hm\n</think>\n\nb<|im_end|>"]]
+    with pytest.raises(ValueError, match="'tools' is decided by ftcli"):
+        template.read({"messages": TWO}, chat_template_kwargs={"tools": "x"})
