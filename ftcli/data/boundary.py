@@ -31,10 +31,15 @@ class Tokenized:
 
 
 class Boundary:
-    """Tokenizes rendered rows."""
+    """Tokenizes rendered rows.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        split: Give an earlier answer whose tokens are others in the conversation a row of its own; else it is left out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, split: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._split = split
         # Added tokens are found before anything else: what is tokenized after one does not depend on what is before.
         self._breaks = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.get_added_vocab().values())
 
@@ -79,7 +84,7 @@ class Boundary:
         if not agree[-1]:
             made = [self._apart(made[0])]
         for span, good in zip(row.spans[:-1], agree[:-1], strict=True):
-            if not good:
+            if not good and self._split:
                 alone = _with(replace(row, text=row.text[: span[1]]), [span])
                 made.append(self._apart(Tokenized(alone, *self._encoded([alone.text])[0])))
         return made

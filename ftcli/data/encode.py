@@ -110,7 +110,7 @@ class Encoder:
         self.layout = layout
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._chats = Chats(self.renderer, stops_of(tokenizer, stops), data.history)
-        self._boundary = Boundary(tokenizer)
+        self._boundary = Boundary(tokenizer, split=data.history != "last")
         self._stops = frozenset(stops)
         self._limit = data.max_seq_len
         self._overlong = data.overlong
@@ -220,9 +220,13 @@ class Encoder:
                 read.findings.append(problem)
                 continue
             read.tokens.extend(tokens for tokens, _ in found)
-            split = len(rows) - len(row.rendered)
+            left = sum(len(one.spans) for one in row.rendered) - sum(len(one.rendered.spans) for one in rows)
             read.counts.update(row.counts)
-            read.counts.update(turns_split=split, answers_joined=sum(not one.apart for one in rows))
+            read.counts.update(
+                turns_split=len(rows) - len(row.rendered),
+                turns_untrained=left,
+                answers_joined=sum(not one.apart for one in rows),
+            )
 
     def _masked(self, example: Example, one: Tokenized) -> tuple[Tokens, Finding | None]:
         """A rendered row's tokens, and what is wrong with its mask."""

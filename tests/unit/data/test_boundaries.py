@@ -68,6 +68,8 @@ def test_an_earlier_answer_whose_tokens_differ_in_history_has_a_row_of_its_own(p
         for t in found.sequences
     ]
     assert sorted(texts) == ["blue<end_of_turn>", "red<end_of_turn>"]
+    last = prepared([{"messages": turns}], tokenizer=joining, history="last")
+    assert (len(last.sequences), last.ledgers[0].counts["turns_untrained"]) == (1, 1)
 
 
 def test_a_tokenizer_that_writes_a_space_before_a_text_keeps_the_text(joining: Any) -> None:
