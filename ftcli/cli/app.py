@@ -1,4 +1,4 @@
-"""The `ftcli` command: parse, run, and one place that maps every outcome to text and an exit status."""
+"""The `ftcli` command: parses, runs, and maps every outcome to text and an exit status in one place."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def build_app() -> typer.Typer:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one invocation came to. ``told`` are the findings that its reporter has printed already."""
+    """The outcome of one invocation. ``told`` are the findings that its reporter has printed already."""
 
     exit_code: int
     findings: tuple[Finding, ...] = ()
@@ -133,7 +133,7 @@ def _main(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> Request | _Answer | int:
-    """The request, the answer to a usage error, or a status when all is said (help, version)."""
+    """The request; or the answer to a usage error; or a status when everything is printed already (help, version)."""
     command = typer.main.get_command(build_app())
     names = getattr(command, "commands", {})
     if words and not words[0].startswith("-") and words[0] not in names:

@@ -1,4 +1,4 @@
-"""Everything that the process environment says: colours, offline, and what a manifest should record."""
+"""Reads the process environment: colours, offline mode, the cache folder, and what a manifest records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def style_for(stream: object) -> Style:
 
 
 def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, CollectingReporter]:
-    """The session of one invocation, and its reporter, which keeps the findings that it was told."""
+    """The session of one invocation, and its reporter, which keeps all findings."""
     from ftcli.config.secrets import mask
 
     terminal = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
@@ -131,7 +131,7 @@ def _of_launchers(environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def fewer_library_warnings(session: Session) -> Iterator[None]:
-    """While a command runs: what libraries will change in versions to come is for their callers, not for users."""
+    """While a command runs, hides warnings about future versions of libraries: they are not for users of ftcli."""
     with warnings.catch_warnings():
         if not session.debug:
             warnings.simplefilter("ignore", FutureWarning)

@@ -1,4 +1,4 @@
-"""Whatever stops a command, as findings and an exit status."""
+"""Turns every exception that ends a command into findings and an exit status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Failure:
 
 
 def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
-    """FtcliError as it is; Ctrl-C, lack of memory and a full disk by their own codes; all else is a bug in ftcli.
+    """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug.
 
     The traceback of a bug is printed with `debug`, and written to a file otherwise.
     """

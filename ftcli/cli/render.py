@@ -1,4 +1,4 @@
-"""Text for a person and JSON for a script. Pure functions: nothing here prints or reads the environment."""
+"""Turns results and findings into text for people and JSON for scripts. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ftcli.units import size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 
-#: Source lines longer than this are shown around the place that matters.
+#: Of a longer source line only the part around the place that matters is shown.
 _EXCERPT_WIDTH = 120
 
 

@@ -1,4 +1,4 @@
-"""Where library code's words go: a live bar on a terminal, plain lines in a log, nowhere with ``--quiet``."""
+"""Reporters that show what library code reports: a live bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TerminalReporter(CollectingReporter):
 
     @contextmanager
     def progress(self, total: int | None, description: str) -> Iterator[Progress]:
-        """A bar with the time that is left; a count inside a count falls back to lines."""
+        """A bar with the remaining time. A count inside of another is not shown."""
         if self._quiet or self._console is not None:
             yield SilentProgress()
             return

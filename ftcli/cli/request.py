@@ -1,4 +1,4 @@
-"""What a parsed command line asks for. Parsing and running are apart, so that one place maps errors to statuses."""
+"""What a parsed command line asks for. It is run later, in the one place that maps errors to exit statuses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CommonOptions:
 class Request:
     """One invocation: `action` does the work when it is called with a session.
 
-    ``render`` turns the result into the text for a person; None renders any result as aligned keys and values.
-    ``raw`` results are printed as they are rendered even with ``--json`` (a schema is a JSON document already).
+    ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
+    printed as rendered even with ``--json``: a schema is a JSON document already.
     """
 
     command: str

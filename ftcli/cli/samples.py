@@ -1,4 +1,4 @@
-"""Rows as tokens for a person: what is trained stands out, by colour or, without colours, by marks."""
+"""Shows rows as tokens. Trained text stands out by colour or, without colours, by marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines that cannot be understood, and what was probably meant. Codes FT150 and FT151."""
+"""Findings for command lines that cannot be parsed, with what was probably meant. Codes FT150 and FT151."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 
 from ftcli.errors import Finding, Origin
 
-#: Words of other tools for our commands.
+#: What other tools call our commands.
 _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",

@@ -1,4 +1,4 @@
-"""Results of single commands as text: what a person wants to know first stands first."""
+"""Results of single commands as text, the most important first."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_text(result: Result) -> str:
 def _verdict_line(result: Result) -> str:
     verdict, device = result.get("verdict"), result["device"]["name"]
     if verdict is None:
-        return f"no objection on {device}; memory could not be estimated"
-    words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no objection, memory unknown"}
+        return f"no problem found on {device}; memory could not be estimated"
+    words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
     return f"{words.get(verdict['level'], verdict['level'])} on {device}"
 
 
@@ -52,7 +52,7 @@ def _facts(result: Result) -> list[str]:
 
 
 def _checkpointing(choice: dict[str, Any] | None) -> list[str]:
-    """What `auto` came to, and why; nothing for what the recipe says itself."""
+    """What `auto` chose, and why. Nothing where the recipe names the policy itself."""
     if choice is None or choice["requested"] != "auto":
         return []
     count = choice["uncheckpointed_layers"]
@@ -115,7 +115,7 @@ def bench_text(result: Result) -> str:
 
 
 def _peaks(result: Result) -> list[str]:
-    """The peak beside its prediction, like for like: on a GPU what the allocator gave out, on a CPU the process."""
+    """The measured peak and its prediction: of torch's allocator on a GPU, of the whole process on a CPU."""
     peak, whole = result.get("peak_memory_bytes"), result.get("predicted_peak_bytes")
     if peak is None or whole is None:
         return []

@@ -181,8 +181,8 @@ class _Converter:
                 continue
             if key in entries:
                 first = entries[key].key
-                where = f"line {first.line}" if first.line is not None else "before"
-                self._find("FT113", f"duplicate key `{key}`", key_origin, f"it stands already in {where}; keep one")
+                where = f"line {first.line}" if first.line is not None else "this value"
+                self._find("FT113", f"duplicate key `{key}`", key_origin, f"it is already set in {where}; keep one")
                 continue
             entries[key] = Entry(key_origin, value)
         return MapNode(origin, entries)

@@ -216,7 +216,7 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
         case hub.LocalEntryNotFoundError() if offline:
             return preflight_error(
                 "FT306",
-                f"{name} is not in the local cache, and --offline forbids to ask the Hub",
+                f"{name} is not in the local cache, and --offline forbids asking the Hub",
                 origin,
                 help=f"run once without --offline, {elsewhere}",
             )
@@ -227,5 +227,5 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
         case _:
             reason = first_line(error)
             return preflight_error(
-                "FT308", f"the Hub cannot be asked about {name}: {reason}", origin, help=f"try again, {elsewhere}"
+                "FT308", f"the Hub gives no answer about {name}: {reason}", origin, help=f"try again, {elsewhere}"
             )

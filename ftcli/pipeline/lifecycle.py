@@ -158,7 +158,7 @@ def _opened_run(
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
             if opened.trained is not None:
-                session.reporter.info(f"training is complete ({opened.resume_step} steps); going on after it")
+                session.reporter.info(f"training is complete ({opened.resume_step} steps); continuing after it")
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
@@ -333,7 +333,7 @@ def raise_if_stopped(context: RunContext, stopped_by: str | None, step: int) -> 
             Finding(
                 "FT701",
                 f"stopped by {stopped_by} after step {step}; checkpoint written to {checkpoint}",
-                help="start the same command again: it goes on from there",
+                help="run the same command again: it continues from there",
             )
         ],
         exit_code_of(name),

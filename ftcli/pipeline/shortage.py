@@ -56,7 +56,7 @@ def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport,
 def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
     """The same error, saying in which checkpoint the steps that were finished are."""
     first, *others = error.findings
-    kept = f"The steps so far are saved: `--resume {checkpoint}` continues from them, also with such a change"
+    kept = f"The steps so far are saved: `--resume {checkpoint}` continues from them, and allows such a change"
     help = f"{first.help}. {kept}" if first.help else kept
     return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
 

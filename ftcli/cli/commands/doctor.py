@@ -23,7 +23,7 @@ _REQUIRED = (
 
 #: Package, how to install it, and what it is for.
 _OPTIONAL = (
-    ("bitsandbytes", "ftcli[qlora]", "tests that hold NF4 against it; NF4 itself works without"),
+    ("bitsandbytes", "ftcli[qlora]", "tests of NF4 against it; NF4 itself does not need it"),
     ("gguf", "ftcli[gguf]", "export to GGUF"),
     ("lm-eval", "ftcli[eval]", "public benchmarks"),
     ("vllm", "ftcli[vllm]", "generation in GRPO"),
@@ -52,7 +52,7 @@ def doctor(
 
 
 def examine(session: Session) -> Result:
-    """Everything that `ftcli doctor` knows. A part that cannot be found out says so in place of an answer."""
+    """Everything that `ftcli doctor` shows. What cannot be found out is reported with the reason."""
     result: dict[str, Any] = {
         "ftcli": __version__,
         "python": platform.python_version(),

@@ -111,7 +111,7 @@ def _positions(context: Context, facts: ModelFacts) -> Findings:
         yield context.note(
             "FT302",
             "data.max_seq_len",
-            f"positions beyond {scaling.original} are reached by rope scaling ({scaling.kind}"
+            f"positions beyond {scaling.original} rely on rope scaling ({scaling.kind}"
             + (f", factor {scaling.factor:g})" if scaling.factor else ")"),
         )
     if facts.sliding_window is not None and asked > facts.sliding_window:
@@ -229,7 +229,7 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
         yield context.note(
             "FT324",
             path,
-            f"rows are padded with the stop token {tokenizer.eos_token}: harmless here, padding is masked by position",
+            f"rows are padded with the stop token {tokenizer.eos_token}, which is harmless: padding is masked",
         )
 
 

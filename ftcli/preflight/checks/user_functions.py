@@ -23,7 +23,7 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        message = f"{file} is not Python that can be run: {error}"
+        message = f"{file} cannot be read as Python: {error}"
         yield context.error("FT452", path, message, help=f"run `python {file}` and fix what it says")
         return
     functions = [node for node in _top_level(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

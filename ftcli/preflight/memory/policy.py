@@ -103,7 +103,7 @@ def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
         return CheckpointingChoice(requested, False, "nothing is trained")
     unknown = _unknown(setup)
     if unknown is not None:
-        return CheckpointingChoice(requested, setup.device.kind == "cuda", f"what would fit is not known: {unknown}")
+        return CheckpointingChoice(requested, setup.device.kind == "cuda", f"it is not known what fits: {unknown}")
     tried = _tried(setup)
     usable = [each for each in tried if each.host_has_room is not False]
     chosen = usable[-1] if usable[-1].level == "fits" else min(usable, key=lambda each: each.needed_bytes)
