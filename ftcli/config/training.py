@@ -71,7 +71,9 @@ class TrainConfig(Section):
         description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
         "same. `auto` chooses it.",
     )
-    early_stopping: EarlyStoppingConfig | None = Field(default=None)
+    early_stopping: EarlyStoppingConfig | None = Field(
+        default=None, description="When training ends because evaluations get no better; never when absent."
+    )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
         description="What `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
