@@ -11,6 +11,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.results import scores, task_samples
+from ftcli.pipeline.weights import checkpoint_of
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.inputs import require_same_base
@@ -36,7 +37,8 @@ def evaluate_recipe(
     Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint.
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
-    weights = None if directory is None else _weights_of(directory, checkpoint)
+    chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
+    weights = None if directory is None else chosen or _result_of(directory)
     report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
@@ -49,8 +51,8 @@ def evaluate_recipe(
     result: dict[str, Any] = {"recipe": str(loaded.path), "base": base.as_dict(), "run": None}
     if directory is None or tuned is None:
         return result
-    if checkpoint is not None:
-        return {**result, "run": tuned.as_dict(), "checkpoint": str(weights)}
+    if chosen is not None:
+        return {**result, "run": tuned.as_dict(), "checkpoint": str(chosen)}
     _write(directory, base, tuned)
     return {**result, "run": tuned.as_dict(), "run_directory": str(directory.path)}
 
@@ -93,10 +95,8 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelRep
     return report
 
 
-def _weights_of(directory: RunDirectory, checkpoint: str | None) -> Path:
-    """The folder with the run's adapter or model, or with that of a checkpoint."""
-    if checkpoint is not None:
-        return directory.checkpoints.named(checkpoint)
+def _result_of(directory: RunDirectory) -> Path:
+    """The folder with the run's adapter or model."""
     result = directory.result_dir if is_run_directory(directory.path) else None
     if result is None:
         raise FtcliError.single(

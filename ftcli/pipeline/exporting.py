@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.checking import checked
+from ftcli.pipeline.weights import checkpoint_of
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
 
@@ -34,7 +35,7 @@ def export_recipe(
         loaded.recipe.export.formats,
         reporter=session.reporter,
         offline=session.offline,
-        checkpoint=None if checkpoint is None else run.checkpoints.named(checkpoint),
+        checkpoint=checkpoint_of(run, checkpoint, session.reporter),
     )
     return {"run": str(run_dir), "exports": [_plain(result) for result in results]}
 
