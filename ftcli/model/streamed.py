@@ -54,6 +54,7 @@ class Holding:
 def random_quantized(config: PretrainedConfig, holding: Holding, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
     model = _hollow(config, holding.dtype, attention)
+    _compute_buffers(model, holding.device)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
@@ -81,10 +82,7 @@ def load_quantized(
     # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
     stored_quantized = getattr(config, "quantization_config", None) is not None
     model = _hollow(config, holding.dtype, attention)
-    for module in model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            _give_buffers(module, holding.device)
-            model._init_weights(module)  # rotary tables and the like: computed, not stored
+    _compute_buffers(model, holding.device)
     renaming = Renaming(model)
     reader = packed_reader(holding.settings)
     packed: dict[str, dict[str, Tensor]] = {}
@@ -118,20 +116,35 @@ def _hollow(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Pre
     return hollow(config, dtype=dtype, attn_implementation=attention)
 
 
+def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Memory for all buffers, and what transformers computes for those that are not stored: rotary tables and the like.
+
+    A module's own class need not know them: a model fills in some of its layers' (Falcon-H1), and a tower is a model of
+    its own. Parameters have no memory yet, so that drawing them does nothing.
+    """
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+    def compute(module: nn.Module, owner: PreTrainedModel) -> None:
+        for child in module.children():
+            compute(child, child if isinstance(child, PreTrainedModel) else owner)
+        owner._init_weights(module)
+
+    with torch.no_grad():
+        compute(model, model)
+
+
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Unwritten memory for a module's own parameters and buffers; a parameter that two modules share stays shared."""
+    """Unwritten memory for a module's own parameters; one that two modules share stays shared."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             if parameter not in shared:
                 shared[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
             module._parameters[name] = shared[parameter]
-    _give_buffers(module, device)
-
-
-def _give_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Tensor]]:

@@ -188,3 +188,15 @@ def test_a_quantized_load_renames_as_transformers_does(model_type: str, method: 
     ids = torch.randint(5, VOCABULARY - 8, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(found(input_ids=ids).logits, wanted(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+def test_what_is_computed_and_not_stored_is_there_after_a_quantized_load(model_type: str, tmp_path: Path) -> None:
+    """Falcon-H1's multipliers and a vision tower's positions were unwritten memory."""
+    wanted = load(write(tmp_path, model_type))
+    found = load(tmp_path, quantization=QuantizationConfig.model_validate({"method": "nf4"}))
+    buffers, parameters = dict(found.named_buffers()), dict(found.named_parameters())
+    for name, value in wanted.named_buffers():
+        assert torch.equal(buffers[name], value), name
+    for name, value in wanted.named_parameters():
+        assert name not in parameters or torch.equal(parameters[name], value), name
