@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,4 +20,9 @@ def asset(*parts: str) -> Path:
 
 def bundled(name: str, folder: str) -> Path | None:
     """What ``bundled:NAME`` means in ``assets/FOLDER``, whether or not it exists; None for any other name."""
-    return asset(folder, name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else None
+    return bundled_file(folder, name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else None
+
+
+def bundled_file(folder: str, name: str) -> Path:
+    """What a recipe calls ``name`` in ``assets/FOLDER``, whether or not it exists; nothing outside can be named."""
+    return asset(folder, re.sub(r"[/\\\0]|^\.", "-", name))

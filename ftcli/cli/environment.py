@@ -14,6 +14,7 @@ from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
 from ftcli.cli.streams import unfailing
+from ftcli.paths import expanded
 from ftcli.reporting import Session
 from ftcli.tables import loggers
 
@@ -78,7 +79,7 @@ def cache_dir(environment: Mapping[str, str]) -> Path | None:
     """Where tokenized data is kept: FTCLI_CACHE (``off``: nowhere), else ``ftcli`` in XDG_CACHE_HOME or ~/.cache."""
     own = environment.get("FTCLI_CACHE")
     if own:
-        return None if own.lower() == "off" else Path(own).expanduser()
+        return None if own.lower() == "off" else expanded(own)
     base = environment.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "ftcli"

@@ -10,6 +10,7 @@ import typer
 
 from ftcli.cli.request import CommonOptions
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded, is_file, is_folder
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
@@ -78,14 +79,14 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
     """Read a recipe and its overrides. Raises FtcliError with every finding of the stage that failed."""
     from ftcli.config.load import load_recipe
 
-    return load_recipe(Path(path), changes)
+    return load_recipe(expanded(path), changes)
 
 
 def run_directory(path: str, label: str) -> Path:
     """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml."""
-    folder = Path(path)
-    if not (folder / "recipe.yaml").is_file():
-        problem = "holds no recipe.yaml, so it is no run directory" if folder.is_dir() else "is not a directory"
+    folder = expanded(path)
+    if not is_file(folder / "recipe.yaml"):
+        problem = "holds no recipe.yaml, so it is no run directory" if is_folder(folder) else "is not a directory"
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",
@@ -109,7 +110,7 @@ def without_run(checkpoint: str) -> FtcliError:
 
 def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Path]:
     """A run's recipe and directory, from the run directory itself or from the recipe that names it."""
-    if Path(target).is_dir():
+    if is_folder(expanded(target)):
         folder = run_directory(target, "command line")
         return load(str(folder / "recipe.yaml"), changes), folder
     loaded = load(target, changes)

@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from ftcli.config.dump import dump_recipe
 from ftcli.config.extends import read_merged
@@ -14,6 +17,9 @@ from ftcli.config.origins import Origins
 from ftcli.config.overrides import Override, apply_overrides
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.paths import expanded
+
+SectionOfRecipe = TypeVar("SectionOfRecipe", bound=BaseModel)
 
 __all__ = ["LoadedRecipe", "Override", "dump_recipe", "load_recipe"]
 
@@ -54,7 +60,23 @@ def _reading_order(finding: Finding) -> tuple[bool, str, int, int]:
 def _with_run_defaults(recipe: Recipe, path: Path) -> Recipe:
     name = recipe.run.name or _name_from(path)
     output_dir = recipe.run.output_dir or f"runs/{name}"
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name, "output_dir": output_dir})})
+    named = {"name": name, "output_dir": _home(output_dir), "resume": _home(recipe.run.resume)}
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update=named),
+            "model": _with_homes(recipe.model, "name_or_path", "tokenizer"),
+            "data": _with_homes(recipe.data, "chat_template"),
+        }
+    )
+
+
+def _with_homes(section: SectionOfRecipe, *names: str) -> SectionOfRecipe:
+    """The section with ``~`` in its paths replaced by the home folder."""
+    return section.model_copy(update={name: _home(getattr(section, name)) for name in names})
+
+
+def _home(value: str | None) -> str | None:
+    return str(expanded(value)) if value is not None and value.startswith("~") else value
 
 
 def _name_from(path: Path) -> str:

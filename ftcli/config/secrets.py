@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 #: Keys that name a secret. `tokenizer`, `pad_token` and the like do not match.
 _SECRET_KEY = re.compile(
@@ -16,7 +17,8 @@ _SECRET_VALUE = re.compile(
     r"|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,})"
 )
 
-_ASSIGNMENT = re.compile(r"(?P<key>[A-Za-z0-9_.\-]+)(?P<between>[\"']?\s*[:=]\s*)(?P<value>[^\s,{}\[\]][^,}\]]*)")
+#: A key begins where a word does: otherwise every letter of a long word would be tried, which takes minutes.
+_ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_.\-])(?P<key>[A-Za-z0-9_.\-]+)(?P<between>[\"']?\s*[:=]\s*)")
 
 
 def is_secret_key(key: str) -> bool:
@@ -32,10 +34,38 @@ def is_secret_value(text: str) -> bool:
 def mask(line: str) -> str:
     """`line` with every secret replaced by as many asterisks, so that columns stay where they were."""
     line = _SECRET_VALUE.sub(lambda found: "*" * len(found.group()), line)
-    return _ASSIGNMENT.sub(_mask_assignment, line)
+    end = _secret_from(line)
+    return line if end is None else line[:end] + _starred(line[end:])
 
 
-def _mask_assignment(found: re.Match[str]) -> str:
-    if not is_secret_key(found["key"].rpartition(".")[2]):
-        return found.group()
-    return found["key"] + found["between"] + "*" * len(found["value"])
+def mask_lines(lines: Sequence[str]) -> list[str]:
+    """:func:`mask` of the lines of a file, and all of what stands below a key that names a secret."""
+    masked: list[str] = []
+    inside: int | None = None  # the column of the key whose value goes on
+    for line in lines:
+        column = _column(line)
+        item = inside is not None and column == inside and line[column:].startswith("-")
+        if inside is not None and line.strip() and column <= inside and not item:
+            inside = None
+        if inside is not None:
+            masked.append(line[:column] + _starred(line[column:]))
+            continue
+        masked.append(mask(line))
+        if _secret_from(line) is not None:
+            rest = line[column:]
+            inside = column + (len(rest) - len(rest[1:].lstrip()) if rest.startswith("- ") else 0)
+    return masked
+
+
+def _secret_from(line: str) -> int | None:
+    """Where the value of the first key that names a secret begins. It may hold commas and brackets: it has no end."""
+    found = (m for m in _ASSIGNMENT.finditer(line) if is_secret_key(m["key"].rpartition(".")[2]))
+    return next((match.end() for match in found), None)
+
+
+def _column(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _starred(text: str) -> str:
+    return "".join(c if c.isspace() else "*" for c in text)

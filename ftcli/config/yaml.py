@@ -6,6 +6,7 @@ the top, text keys, no duplicate keys, no tags, no merge keys, bounded nesting a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from yaml.scanner import Scanner
 
 from ftcli.config import scalars
 from ftcli.config.recipe_file import lines_of
-from ftcli.config.secrets import mask
+from ftcli.config.secrets import mask_lines
 from ftcli.config.syntax import syntax_finding
 from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
@@ -26,6 +27,9 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 #: Recipes nest about five deep and hold about a hundred values.
 MAX_DEPTH = 32
 MAX_NODES = 10_000
+
+#: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have.
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
@@ -62,12 +66,18 @@ def parse_value(text: str, label: str) -> Parsed:
 
 
 def _parse(text: str, source: str, fixed: Origin | None = None) -> Parsed:
-    lines = [mask(line) for line in lines_of(text)]
-    places = _Places(source, lines, fixed)
+    places = _Places(source, mask_lines(lines_of(text)), fixed)
     try:
-        node = cast("_AnyNode | None", _Composer(text, places).get_single_node())
+        composer = _Composer(text, places)
     except yaml.YAMLError as error:
-        finding = syntax_finding(error, places.point)
+        raise FtcliError([syntax_finding(error, places.point)], ExitCode.RECIPE) from None
+    try:
+        node = cast("_AnyNode | None", composer.get_single_node())
+    except yaml.YAMLError as error:
+        raise FtcliError([syntax_finding(error, places.point)], ExitCode.RECIPE) from None
+    except (ValueError, OverflowError):  # PyYAML hands every `\\U` to chr()
+        place, help = places.point(composer.line, composer.column), "Unicode ends at `\\U0010FFFF`"
+        finding = Finding("FT110", "an escape that stands for no character", place, help)
         raise FtcliError([finding], ExitCode.RECIPE) from None
     if node is None:
         return Parsed(Leaf(places.point(0, 0), None, ""), ())
@@ -163,8 +173,8 @@ class _Converter:
             return self._section(node, origin)
         return ListNode(origin, tuple(self.tree(item) for item in node.value))
 
-    @staticmethod
-    def _leaf(node: yaml.ScalarNode, origin: Origin, introduced_by: Origin | None) -> Leaf:
+    def _leaf(self, node: yaml.ScalarNode, origin: Origin, introduced_by: Origin | None) -> Leaf:
+        self._require_text(node.value, origin)
         if node.style is not None:
             return Leaf(origin, node.value, node.value, quoted=True)
         if node.value == "" and introduced_by is not None:
@@ -191,6 +201,7 @@ class _Converter:
         if not isinstance(node, yaml.ScalarNode):
             self._find("FT114", "a key must be text, not a list or a map", origin, "braces and brackets need quotes")
             return None
+        self._require_text(node.value, origin)
         if node.style is not None:
             return str(node.value)
         if node.value == "<<":
@@ -202,6 +213,12 @@ class _Converter:
             self._find("FT114", f"a key must be text, not {shown}", origin, f'in quotes it is text: "{node.value}"')
             return None
         return str(node.value)
+
+    def _require_text(self, text: str, origin: Origin) -> None:
+        found = _NO_TEXT.search(text)
+        if found is not None:
+            message = f"the escape of U+{ord(found.group()):04X} stands for no character that a file can hold"
+            self._find("FT120", message, origin, "write the character itself, or remove it")
 
     def _find(self, code: str, message: str, origin: Origin, help: str) -> None:
         self.findings.append(Finding(code, message, origin, help))

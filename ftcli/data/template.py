@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.assets import asset
+from ftcli.assets import bundled_file
 from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.presence import PROBE, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, data_error
@@ -310,10 +310,10 @@ def left_out(part: Part, row: Row) -> FtcliError:
 
 def read_template(name: str) -> str:
     """Text of a template file, or of the bundled template of that name. Raises FtcliError FT424."""
-    path = Path(name) if name.endswith((".jinja", ".j2")) else asset("templates", f"{name}.jinja")
+    path = expanded(name) if name.endswith((".jinja", ".j2")) else bundled_file("templates", f"{name}.jinja")
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise FtcliError.single(
             "FT424",
             f"data.chat_template: {path} cannot be read: {error}",

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from ftcli.assets import BUNDLED, asset
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.paths import exists, expanded
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 _PROBE_SECONDS = 3.0
@@ -111,7 +112,7 @@ def find_config(
     if name.startswith(BUNDLED):
         return _bundled_model(name, origin)
     if looks_local(name):
-        return _folder(Path(name).expanduser(), origin)
+        return _folder(expanded(name), origin)
     known = bundled_configs()
     if model.revision is None and name in known:
         folder, overlay = known[name]
@@ -125,7 +126,7 @@ def find_config(
 
 def looks_local(name: str) -> bool:
     """True for a name that means a path: it exists, or no Hub id is written like it."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).expanduser().exists()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or exists(expanded(name))
 
 
 def bundled_configs() -> dict[str, tuple[Path, dict[str, Any]]]:

@@ -23,6 +23,7 @@ from ftcli.facts.config_file import (
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import Weights, inspect_weights
+from ftcli.paths import expanded
 from ftcli.tables.families import MULTIMODAL, Family, family_of, senses_of
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _tokenizer(model: ModelConfig, found: ConfigSource, origins: Origins) -> Tok
     elif named is not None and (ships := bundled(named, "models")) is not None:
         folder = ships
     elif named is not None and looks_local(named):
-        folder = Path(named).expanduser()
+        folder = expanded(named)
     elif named is None and found.is_local:
         folder = found.folder
     else:

@@ -15,6 +15,7 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.contained import UserCodeFailed, contained
+from ftcli.paths import expanded, is_file
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
 
@@ -114,7 +115,7 @@ _GUARD = "run `python {0}` and fix what it says; what only a script does belongs
 def file_of(spec: str) -> tuple[Path, str]:
     """File and name of ``path.py:function``; the path starts at the current directory."""
     name, _, function = spec.rpartition(":")
-    return Path(name).expanduser(), function
+    return expanded(name), function
 
 
 def load_function(spec: str) -> Function:
@@ -124,7 +125,7 @@ def load_function(spec: str) -> Function:
     FT452 the file fails when it is run.
     """
     path, function = file_of(spec)
-    if not path.is_file():
+    if not is_file(path):
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path starts at the current directory")
     name = f"_ftcli_user_{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(name, path)

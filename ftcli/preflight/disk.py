@@ -10,6 +10,7 @@ from pathlib import Path
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
+from ftcli.paths import exists
 
 #: Tokenizer, states of random generators, metrics and the report.
 _SMALL_FILES = 32 * 2**20
@@ -49,8 +50,8 @@ def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) 
 
 def existing_ancestor(path: Path) -> Path:
     """``path`` or the nearest of its parents that exists (in any form)."""
-    path = path.expanduser().absolute()
-    while not path.exists() and path != path.parent:
+    path = path.absolute()
+    while not exists(path) and path != path.parent:
         path = path.parent
     return path
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.execution import parts_of
 from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.paths import expanded
 from ftcli.preflight.checks import crossfield, data, files, machine, memory_and_disk, model, sources, support
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
@@ -142,7 +142,7 @@ def _disk(
     context: Context, facts: ModelFacts, device: DeviceFacts
 ) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
     output = context.recipe.run.output_dir
-    output_dir = Path(output if output is not None else "runs").expanduser()
+    output_dir = expanded(output if output is not None else "runs")
     findings: list[Finding] = []
     not_made: list[NotMade] = []
     estimate = None if facts.shape is None else estimate_disk(context.recipe, facts.shape, free_bytes=None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from ftcli.assets import BUNDLED, asset, bundled
 from ftcli.config import DatasetConfig
 from ftcli.errors import Origin
+from ftcli.paths import expanded, is_file, is_folder
 from ftcli.rows.row import data_error
 
 HUB = "hub:"
@@ -51,7 +52,7 @@ def resolve_path(name: str) -> Path:
     """The file or folder that a ``path`` means; ``bundled:NAME`` is ``assets/data/NAME.jsonl`` or ``.jsonl.gz``."""
     stem = bundled(name, "data")
     if stem is None:
-        return Path(name).expanduser()
+        return expanded(name)
     plain = Path(f"{stem}.jsonl")
     return plain if plain.exists() else Path(f"{stem}.jsonl.gz")
 
@@ -63,9 +64,9 @@ def files_of(source: DatasetConfig) -> list[DataFile]:
     or with several splits of which none is named.
     """
     path = resolve_path(source.path)
-    if path.is_dir():
+    if is_folder(path):
         return _folder(source, path)
-    if not path.is_file():
+    if not is_file(path):
         raise data_error("FT401", _missing(source, path), Origin(source.path), _where(source))
     found = data_file(source.path, path)
     if found is None:

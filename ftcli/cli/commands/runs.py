@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from ftcli.cli import options
 from ftcli.cli.render import clean, table
 from ftcli.cli.request import Request
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded
 from ftcli.reporting import Result, Session
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -36,7 +36,7 @@ def runs(
     def action(_: Session) -> Result:
         from ftcli.run.history import find_runs, summarise
 
-        if not Path(folder).expanduser().is_dir():
+        if not expanded(folder).is_dir():
             raise FtcliError.single(
                 "FT154",
                 f"{folder} is not a directory",
@@ -44,7 +44,7 @@ def runs(
                 origin=Origin("command line"),
                 help="name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise",
             )
-        found = [summarise(path) for path in find_runs(Path(folder).expanduser())]
+        found = [summarise(path) for path in find_runs(expanded(folder))]
         return {"folder": folder, "runs": [run.as_dict() for run in sorted(found, key=lambda run: run.started or "")]}
 
     return Request("runs", options.common(json, quiet, False, debug), action, _runs_text)
@@ -78,7 +78,7 @@ def compare(
         result = {**comparison.as_dict(), "rows": [[label, *texts] for label, texts in result_rows(comparison)]}
         if html is None:
             return result
-        write_comparison(comparison, Path(html).expanduser())
+        write_comparison(comparison, expanded(html))
         session.reporter.info(f"written: {html}")
         return {**result, "html": html}
 

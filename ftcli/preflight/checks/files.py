@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ftcli.assets import asset
+from ftcli.assets import asset, bundled_file
+from ftcli.paths import expanded, is_file, is_folder
 from ftcli.preflight.checks.context import Context, Findings
 
 
@@ -14,24 +13,22 @@ def check(context: Context) -> Findings:
     if template is not None:
         yield from _template(context, template)
     resume = context.recipe.run.resume
-    if context.trains and resume not in ("auto", "never"):
-        folder = Path(resume).expanduser()
-        if not folder.is_dir():
-            yield context.error(
-                "FT725",
-                "run.resume",
-                f"cannot resume from {resume}: there is no such folder",
-                help="name a folder like runs/NAME/checkpoints/step-00000100, or use auto",
-            )
+    if context.trains and resume not in ("auto", "never") and not is_folder(expanded(resume)):
+        yield context.error(
+            "FT725",
+            "run.resume",
+            f"cannot resume from {resume}: there is no such folder",
+            help="name a folder like runs/NAME/checkpoints/step-00000100, or use auto",
+        )
 
 
 def _template(context: Context, name: str) -> Findings:
-    is_file = name.endswith((".jinja", ".j2"))
-    path = Path(name).expanduser() if is_file else asset("templates", f"{name}.jinja")
-    if path.is_file():
+    of_file = name.endswith((".jinja", ".j2"))
+    path = expanded(name) if of_file else bundled_file("templates", f"{name}.jinja")
+    if is_file(path):
         return
     bundled = sorted(p.stem for p in asset("templates").glob("*.jinja"))
-    what = f"no file at {path.absolute()}" if is_file else f"no bundled template is called {name!r}"
+    what = f"no file at {path.absolute()}" if of_file else f"no bundled template is called {name!r}"
     yield context.error(
         "FT424",
         "data.chat_template",

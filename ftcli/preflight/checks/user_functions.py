@@ -6,13 +6,14 @@ import ast
 from collections.abc import Iterator
 
 from ftcli.judges import file_of
+from ftcli.paths import is_file
 from ftcli.preflight.checks.context import Context, Findings
 
 
 def function_findings(context: Context, path: str, spec: str) -> Findings:
     """FT451 and FT452: whether the file of ``path.py:function`` defines the function, without running it."""
     file, function = file_of(spec)
-    if not file.is_file():
+    if not is_file(file):
         yield context.error(
             "FT451",
             path,
