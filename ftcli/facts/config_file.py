@@ -25,6 +25,9 @@ _PROBE_SECONDS = 3.0
 
 SourceKind = Literal["bundled model", "local folder", "bundled config", "hub cache", "hub"]
 
+#: Those whose folder must hold tokenizer and weights as well: there is nowhere else to look for them.
+LOCAL_SOURCES: tuple[SourceKind, ...] = ("bundled model", "local folder")
+
 #: ``fetch(repo_id, revision, offline)`` answers the local path of the repository's config.json.
 Fetch = Callable[[str, str | None, bool], Path]
 
@@ -43,8 +46,8 @@ class ConfigSource:
 
     @property
     def is_local(self) -> bool:
-        """True when tokenizer and weights must be in the same folder: there is nowhere else to look for them."""
-        return self.kind in ("bundled model", "local folder")
+        """Whether tokenizer and weights must be in the same folder."""
+        return self.kind in LOCAL_SOURCES
 
 
 def preflight_error(code: str, message: str, origin: Origin | None, help: str | None = None) -> FtcliError:

@@ -12,6 +12,7 @@ from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig
 from ftcli.errors import Origin
 from ftcli.facts.config_file import (
+    LOCAL_SOURCES,
     ConfigSource,
     Fetch,
     fetch_from_hub,
@@ -80,6 +81,11 @@ class ModelFacts:
     def family(self) -> Family | None:
         """The family's row; None where there is none."""
         return family_of(self.model_type)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the weights must be in ``folder``: there is nowhere else to look for them."""
+        return self.source in LOCAL_SOURCES
 
     @property
     def why_no_shape(self) -> str:

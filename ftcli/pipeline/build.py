@@ -161,6 +161,6 @@ def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Input
 def base_inputs(job: Job, model: Model) -> Inputs:
     """The base's weights by content, or by the Hub's commit."""
     facts = job.facts
-    local = facts.source in ("bundled model", "local folder") and job.recipe.model.init == "pretrained"
+    local = facts.is_local and job.recipe.model.init == "pretrained"
     commit = getattr(model.config, "_commit_hash", None)
     return Inputs(weights=weights_fingerprint(facts.folder) if local else (), commit=commit)

@@ -32,7 +32,7 @@ from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import EVALUATION, GENERATION
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
-from ftcli.units import gib
+from ftcli.units import GIB, gib
 
 #: Relative times that differ by less count as equal; the policy that needs no host memory is preferred then.
 _CLOSE = 0.01
@@ -154,7 +154,7 @@ def within_budget(device: DeviceFacts, recipe: Recipe) -> DeviceFacts:
     budget = recipe.train.memory_budget_gib
     if budget is None or device.available_bytes is None or recipe.train.gradient_checkpointing != "auto":
         return device
-    return replace(device, free_bytes=min(device.available_bytes, int(budget * 2**30)))
+    return replace(device, free_bytes=min(device.available_bytes, int(budget * GIB)))
 
 
 def _unknown(setup: Setup) -> str | None:
