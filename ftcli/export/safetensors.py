@@ -33,7 +33,7 @@ from ftcli.export.verify import (
 )
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
-from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.model.load import align_special_tokens, source_of, stop_token_ids
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Size of one file; small enough for every file system and for loading file by file.
 SHARD_SIZE = "4GB"
+#: What lies beside the weights of a model that takes images or sound.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
 
@@ -100,6 +102,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     model = merge(adapted, dtypes)
     align_special_tokens(model, tokenizer, stops)
     _save(model, tokenizer, folder)
+    _copy_processors(source, folder, offline=offline)
     merged = sum(name.endswith("lora_A.weight") for name in finite_tensors(source.folder))
     return Reference(probe, reference, without, Counter(dtypes.values()).most_common(1)[0][0], merged, stops, placed)
 
@@ -168,6 +171,25 @@ def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
         if wanted and path.name not in PROGRESS:
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    if source.base.init == "pretrained":
+        _copy_processors(source, folder, offline=offline)
+
+
+def _copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
+    """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSORS:
+        found = cached_file(
+            source_of(source.base.name_or_path),
+            name,
+            revision=source.base.revision,
+            local_files_only=offline,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verified:

@@ -60,6 +60,10 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
     if tokenizer.pad_token_id is None:
         # Padding is masked in attention and loss by position, never by token id, so sharing eos is safe here.
         tokenizer.pad_token = tokenizer.eos_token
+    if model.tokenizer == "bytes" and tokenizer.unk_token is None:
+        # Beside some models' config.json (Qwen2's) transformers takes the family's own class, whatever the tokenizer
+        # says of itself, and that one adds a token where none is named. Every byte is known: it is never used.
+        tokenizer.unk_token = tokenizer.pad_token
     tokenizer.padding_side = "right"
     return tokenizer
 

@@ -47,11 +47,13 @@ def recipe(user: User, base: Path, **change: Any) -> str:
 def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11, B2 and B4: sampling after training failed, and export refused what training had made."""
     base = folder_of(model_type, tmp_path / "base")
+    (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     path = recipe(user, base)
     assert user.run("train", path)[0] == 0
     assert user.run("eval", path, "--run", str(user.folder / "r"))[0] == 0
     assert user.run("export", str(user.folder / "r"))[0] == 0
     merged = user.folder / "r" / "export" / "safetensors"
+    assert (merged / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     before, after = load_file(base / "model.safetensors"), load_file(merged / "model.safetensors")
     assert set(after) == set(before)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -88,6 +90,28 @@ def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User,
     status, document = user.run("train", recipe(user, base))
     assert status == 0
     assert "FT318" in json.dumps(document["findings"])
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_5", "llama"])
+def test_the_byte_tokenizer_survives_an_export(model_type: str, user: User, tmp_path: Path) -> None:
+    """Issue 11, B5: beside Qwen2's config.json transformers takes Qwen2's tokenizer class, which added a token."""
+    build(model_type).save_pretrained(tmp_path / "base")
+    model = {"name_or_path": str(tmp_path / "base"), "dtype": "float32", "tokenizer": "bytes"}
+    path = user.recipe(model=model, train={"max_steps": 1}, export={"formats": ["safetensors"]})
+    assert user.run("train", path)[0] == 0
+    status, document = user.run("export", str(user.folder / "r"))
+    assert status == 0, document["findings"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2", "gpt_oss"])
+def test_packing_that_leaks_is_refused_for_training_and_for_evaluation(
+    model_type: str, user: User, tmp_path: Path
+) -> None:
+    path = recipe(user, folder_of(model_type, tmp_path / "base"), data={"packing": True})
+    for command in ("train", "eval"):
+        status, document = user.run(command, path)
+        assert status == 3
+        assert document["findings"][-1]["code"] == "FT443"
 
 
 @pytest.mark.slow
