@@ -14,7 +14,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import finite, replace_directory, storage_error, storage_errors, utc_now, write_json
+from ftcli.run.atomic import TRASH_PREFIX, finite, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.directory import RunDirectory
 from ftcli.tables import code_of, exports
 
@@ -130,6 +130,8 @@ def _staged(target: Path) -> Iterator[Path]:
     try:
         yield staged
         replace_directory(staged, target)
+        for leftover in target.parent.glob(f"{TRASH_PREFIX}{target.name}.*"):  # of an export that was killed just here
+            shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
         raise storage_error(error, target) from error
     finally:

@@ -12,6 +12,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import in_this_process
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Result, Session
+from ftcli.run.signals import stoppable
 from ftcli.tables import code_of, engines, methods
 
 __all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "train"]
@@ -39,14 +40,16 @@ def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None, check
     """Loss and tasks of the base model, and of the run in ``run_dir``, or a checkpoint of it, beside it."""
     from ftcli.pipeline.evaluation import evaluate_recipe
 
-    return evaluate_recipe(loaded, session, run_dir, checkpoint)
+    with stoppable("evaluating"):
+        return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
 
 def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Result:
     """Writes the run's result, or a checkpoint, in the recipe's formats, each verified by loading it again."""
     from ftcli.pipeline.exporting import export_recipe
 
-    return export_recipe(loaded, session, run_dir, checkpoint)
+    with stoppable("exporting"):
+        return export_recipe(loaded, session, run_dir, checkpoint)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Result:

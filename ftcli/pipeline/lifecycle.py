@@ -27,7 +27,7 @@ from ftcli.run.manifest import build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
-from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of
+from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of, second_signal_as_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +113,13 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterato
     report written. Whatever ends the block is written there, then goes on its way.
     """
     recipe = loaded.recipe
-    with _second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:
+    with second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:
         with stop.interruptible("checking the recipe"):
             report = checked(loaded, session, command)
         with _opened_run(recipe, session, report, command, stop) as context:
             if context is not None and report.checkpointing.requested == "auto":
                 session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
             yield context
-
-
-@contextmanager
-def _second_signal_as_error() -> Iterator[None]:
-    try:
-        yield
-    except StopNow as error:
-        raise error.as_error() from None
 
 
 @contextmanager
@@ -141,6 +133,7 @@ def _opened_run(
         for warning in opened.warnings:
             session.reporter.finding(warning)
         if opened.already_complete:
+            _repair_report(opened, session)
             yield None
             return
         with _recorded(opened, session, stop):
@@ -213,6 +206,14 @@ def _write_end(opened: OpenedRun, session: Session, code: ExitCode, message: str
     with contextlib.suppress(FtcliError):
         opened.finish(code, message=message)
         _report(opened, session)
+
+
+def _repair_report(opened: OpenedRun, session: Session) -> None:
+    """The report of a complete run whose process was killed between the two files."""
+    report, status = opened.directory.report_path, opened.directory.status_path
+    if not report.is_file() or report.stat().st_mtime_ns < status.stat().st_mtime_ns:
+        with contextlib.suppress(FtcliError):
+            _report(opened, session)
 
 
 def _report(opened: OpenedRun, session: Session) -> None:

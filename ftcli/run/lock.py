@@ -34,7 +34,7 @@ class DirectoryLock:
 
         Raises:
             FtcliError: FT720 when another process holds it.
-            OSError: the lock file cannot be made.
+            OSError: the lock file cannot be made, or is a link: what it leads to would be written over.
         """
         self._path = directory / LOCK_NAME
         self._descriptor: int | None = None
@@ -46,7 +46,7 @@ class DirectoryLock:
 
     def _take(self) -> int | None:
         """Open and lock the file; None when it was replaced in between, so that it has to be tried again."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             self._lock(descriptor)
             if self._is_current(descriptor):
@@ -122,7 +122,7 @@ def _close_in_children(lock: DirectoryLock) -> None:
 def is_locked(directory: Path) -> bool:
     """Whether some process holds the directory's lock right now (False where there is no lock file)."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

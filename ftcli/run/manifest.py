@@ -46,19 +46,36 @@ def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     return versions
 
 
+#: A checkout may be somebody else's, and its configuration names programs: monitors, hooks, filters, transports of
+#: missing objects. None of them is run for a line in the manifest.
+_GIT = (
+    *("env", "GIT_ALLOW_PROTOCOL=none", "GIT_NO_LAZY_FETCH=1", "git", "--no-optional-locks"),
+    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
+)
+_TRACKED_ONLY = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+_FILTER_KEYS = ("clean=", "smudge=", "process=", "required=false")
+
+
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the git checkout around ``folder`` and whether tracked files differ from it; None outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    changes = _git(folder, *_no_filters(folder), "status", *_TRACKED_ONLY)
     return {"commit": commit, "modified": None if changes is None else bool(changes)}
+
+
+def _no_filters(folder: Path) -> list[str]:
+    """Options that take the checkout's own filters away: ``git status`` would run them to compare contents."""
+    names = _git(folder, "config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\.") or ""
+    found = sorted({name.rpartition(".")[0] for name in names.splitlines()})
+    return [word for name in found for key in _FILTER_KEYS for word in ("-c", f"{name}.{key}")]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(  # noqa: S603 fixed words, no shell
-            ["git", "-C", str(folder), *arguments],  # noqa: S607 git from the PATH is meant
+            [*_GIT, "-C", str(folder), *arguments],
             capture_output=True,
             timeout=_GIT_SECONDS,
             check=True,

@@ -175,6 +175,28 @@ class StopRequest:
         self.check(phase)
 
 
+@contextlib.contextmanager
+def second_signal_as_error() -> Iterator[None]:
+    """A block in which the second signal, which no library can catch, ends in FT728 (exit 75 or 130)."""
+    try:
+        yield
+    except StopNow as error:
+        raise error.as_error() from None
+
+
+@contextlib.contextmanager
+def stoppable(phase: str) -> Iterator[None]:
+    """A whole command that has nothing to save: a signal ends it at once, by FT728 (exit 75 or 130).
+
+    Outside of the main thread, where Python handles no signals, it is just the block.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with second_signal_as_error(), StopRequest() as stop, stop.interruptible(phase):
+        yield
+
+
 def _in_worker(number: int) -> None:
     """What a forked child, which inherits the handlers, does on a signal.
 

@@ -37,7 +37,44 @@ def test_before_training_the_run_ends_at_once(drills: Drills, part: str, number:
         assert (written["state"], written["exit_code"], written["resumable"]) == ("preempted", status, True)
 
 
-@pytest.mark.parametrize(("number", "status"), [(TERM, 75), (INT, 130)])
+@pytest.mark.parametrize(
+    ("command", "target", "number", "phase"),
+    [
+        ("eval", "ftcli.pipeline.build:load_model", TERM, "evaluating"),
+        ("eval", "ftcli.pipeline.build:load_model", INT, "evaluating"),
+        ("export", "ftcli.export.adapter:copy_adapter", TERM, "exporting"),
+        ("export", "ftcli.export.adapter:copy_adapter", INT, "exporting"),
+    ],
+)
+def test_evaluation_and_export_are_left_at_once(
+    drills: Drills, command: str, target: str, number: int, phase: str
+) -> None:
+    recipe = drills.recipe("r", train={"max_steps": 1}, export={"formats": ["adapter"]})
+    if command == "export":
+        drills.run(recipe)
+    drill = drills.paused(recipe, target, command=command)
+    drill.signal(number)
+    assert drill.wait() == (75 if number == TERM else 130), drill.said
+    assert f"error[FT728]: stopped by {'SIGTERM' if number == TERM else 'SIGINT'} while {phase}" in drill.said
+    assert not list((drills.folder / "r").glob("export/*"))
+
+
+def test_the_report_of_a_complete_run_is_made_when_it_is_missing(drills: Drills) -> None:
+    recipe = drills.recipe("r", train={"max_steps": 1})
+    drill = drills.paused(recipe, "ftcli.pipeline.lifecycle:write_report")
+    drill.signal(signal.SIGKILL)
+    drill.wait()
+    assert drills.status("r")["state"] == "completed"
+    report = drills.folder / "r" / "report.html"
+    assert not report.exists()
+    assert "holds the finished run" in drills.run(recipe)
+    assert "completed" in report.read_text()
+    made = report.stat().st_mtime_ns
+    drills.run(recipe)
+    assert report.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize(("number", "status"), [(TERM, 75), (INT, 130), (signal.SIGHUP, 75)])
 def test_in_training_the_step_is_finished_and_saved(drills: Drills, number: int, status: int) -> None:
     said = drills.stopped(drills.recipe("r"), STEP, 2, number, status)
     checkpoint = drills.folder / "r" / "checkpoints" / "step-00000002"

@@ -149,6 +149,15 @@ def test_exported_files_are_as_readable_as_any_other(trained: Callable[..., Trai
     assert len({path.stat().st_mode for path in result.path.iterdir()}) == 1
 
 
+def test_what_a_killed_export_left_is_removed(trained: Callable[..., Trained]) -> None:
+    run = trained()
+    left = export(run, "adapter")[0].path.with_name(".trash-adapter.1")
+    left.mkdir()
+    (left / "weights").write_text("old")
+    export(run, "adapter")
+    assert not left.exists()
+
+
 def test_a_model_card_that_somebody_wrote_is_kept(trained: Callable[..., Trained]) -> None:
     made = trained()
     (made.run.adapter_dir / "README.md").write_text("# Mine")

@@ -216,6 +216,15 @@ def test_the_time_of_earlier_processes_is_kept(tmp_path: Path) -> None:
     assert 630 <= status.seconds <= 660
 
 
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(FtcliError, match="FT723"):
+        open_run(tmp_path / "a", "auto", recipe())
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_harmless_changes_are_taken_over(tmp_path: Path) -> None:
     run = unfinished(tmp_path / "a", 5)
     new = recipe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,32 @@ def test_git_commit_and_modification_are_seen(tmp_path: Path) -> None:
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": False}
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": True}
+
+
+def test_nothing_that_a_checkout_names_is_run(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    (tmp_path / ".gitattributes").write_text("* filter=mine\n")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    ran = tmp_path / ".git" / "ran"
+    program = tmp_path / ".git" / "program"
+    program.write_text(f"#!/bin/sh\ntouch {ran}\ncat\n")
+    program.chmod(0o755)
+    (tmp_path / ".git" / "hooks").mkdir(exist_ok=True)
+    shutil.copy(program, tmp_path / ".git" / "hooks" / "post-index-change")
+    for key in ("core.fsmonitor", "filter.mine.clean", "filter.mine.process", "filter.mine.smudge"):
+        git("config", key, str(program))
+    git("config", "filter.mine.required", "true")
+    (tmp_path / "a").write_text("2")  # as long as before: contents have to be compared
+    state = git_state(tmp_path)
+    assert state is not None
+    assert state["modified"] is True
+    assert not ran.exists()
 
 
 def test_a_resumed_run_keeps_its_earlier_processes(tmp_path: Path) -> None:
