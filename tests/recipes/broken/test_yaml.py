@@ -23,6 +23,7 @@ CASES = [
     ("item on the key's line", "data:\n  train: - a\n", "FT110", "r.yaml:2:10", "line of its own"),
     ("line without a colon", "version: 1\nmodel\nlora: 2\n", "FT110", "r.yaml:2:1", "key: value"),
     ("backslash in quotes", 'run: {name: "a\\qb"}\n', "FT110", "r.yaml:1:16", "single quotes"),
+    ("escape of no character", 'run: {name: "a\\uD800"}\n', "FT120", "r.yaml:1:13", "write the character"),
     ("at sign", "run: {name: @me}\n", "FT110", "r.yaml:1:13", "quotes"),
     ("undefined alias", "lora: *base\n", "FT110", "r.yaml:1:7", "quotes"),
     ("two documents", "version: 1\n---\nversion: 1\n", "FT112", "r.yaml:2:1", "---"),
