@@ -47,8 +47,20 @@ def _facts(result: Result) -> list[str]:
         f"model      {model['name']} ({model['source']}){parameters}",
         f"dtype      {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
         f"attention  {result['attention']}",
+        *_adapters(result.get("adapters")),
         *_checkpointing(result.get("checkpointing")),
     ]
+
+
+def _adapters(planned: dict[str, Any] | None) -> list[str]:
+    """What would have adapters; nothing for full fine-tuning."""
+    if planned is None:
+        return []
+    layers = ", ".join(f"{count} {name}" for name, count in planned["layers"].items())
+    count = planned["parameters"]
+    trained = "" if count is None else f"; {count:,} parameters trained"
+    left = ", ".join(f"{count} {name}" for name, count in planned["left"].items())
+    return [f"adapters   {layers}{trained}" + (f"; not adapted: {left}" if left else "")]
 
 
 def _checkpointing(choice: dict[str, Any] | None) -> list[str]:

@@ -21,6 +21,8 @@ from ftcli.model.backbone import decoder_layers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ftcli.config import LoraConfig
+
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 #: transformers' layers for a stack of experts keep their weights as parameters of three dimensions under these names.
 _EXPERT_STACKS = ("gate_up_proj", "down_proj", "up_proj", "gate_proj")
@@ -110,6 +112,36 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
             raise _half_of_a_pair(target)
         names += [target] if meant == everywhere else meant
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a recipe would adapt: how many layers of each name, and how many parameters would be trained.
+
+    ``parameters`` is None where PEFT itself turns names into stacks of experts.
+    """
+
+    layers: dict[str, int]
+    left: dict[str, int]
+    parameters: int | None
+
+
+def planned(model: PreTrainedModel, lora: LoraConfig) -> Planned:
+    """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
+
+    Raises:
+        FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
+    """
+    targets, saved = resolve_targets(model, lora.target_modules), resolve_saved(model, lora.modules_to_save)
+    trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}
+    shapes = [model.get_submodule(name).weight.shape for name in targets.modules if not name.endswith(tuple(saved))]
+    shapes += [model.get_parameter(name).shape for name in targets.experts]
+    adapters = sum(lora.r * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) for shape in shapes)
+    return Planned(
+        layers=dict(Counter(name.rpartition(".")[2] for name in (*targets.modules, *targets.experts))),
+        left=dict(Counter(".".join(name.split(".")[-2:]) for name in targets.left)),
+        parameters=None if targets.by_peft else adapters + (sum(trained.values()) if saved else 0),
+    )
 
 
 def freeze_other_parts(model: PreTrainedModel) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.device import DeviceFacts, named_device
+from ftcli.facts.trained import trained_parameters
 from ftcli.preflight.checks.context import Command
+from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
@@ -28,10 +31,32 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     Raises FtcliError with all findings of the first stage that has errors; for samples, the faults of those rows.
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
-    result = report.as_dict()
+    result = {**report.as_dict(), "adapters": _adapters(report)}
+    if report.facts.shape is None and result["adapters"] is not None:  # looked at here, in the model's outline
+        result["not_made"] = [item for item in result["not_made"] if item["check"] != TARGETS_CHECK]
     if samples:
         result["samples"] = _samples(session, report, samples)
     return result
+
+
+def _adapters(report: PreflightReport) -> dict[str, Any] | None:
+    """How many layers of each name would have adapters, those that cannot, and how many parameters would be trained.
+
+    None for full fine-tuning. Where the family's arithmetic is not known, the model is built without memory.
+    Raises FtcliError FT311 to FT314 for names that mean nothing in it, FT305 where it cannot be built.
+    """
+    lora, shape = report.recipe.lora, report.facts.shape
+    if lora is None:
+        return None
+    if shape is not None:
+        layers = {linear.leaf: shape.num_layers for linear in shape.adapted(lora.target_modules)}
+        trained = trained_parameters(report.recipe, shape).elements
+        return {"layers": layers, "left": {}, "parameters": trained}
+    from ftcli.model.checkpoint import hollow
+    from ftcli.model.load import config_of
+    from ftcli.model.targets import planned
+
+    return asdict(planned(hollow(config_of(report.facts.raw)), lora))
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> list[dict[str, Any]]:

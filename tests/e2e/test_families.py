@@ -49,7 +49,10 @@ def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path)
     base = folder_of(model_type, tmp_path / "base")
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     path = recipe(user, base)
+    planned = user.done("check", path)["adapters"]
     assert user.run("train", path)[0] == 0
+    adapter = load_file(user.folder / "r" / "adapter" / "adapter_model.safetensors")
+    assert planned["parameters"] == sum(tensor.numel() for tensor in adapter.values())
     assert user.run("eval", path, "--run", str(user.folder / "r"))[0] == 0
     assert user.run("export", str(user.folder / "r"))[0] == 0
     merged = user.folder / "r" / "export" / "safetensors"
@@ -90,6 +93,13 @@ def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User,
     status, document = user.run("train", recipe(user, base))
     assert status == 0
     assert "FT318" in json.dumps(document["findings"])
+
+
+def test_check_refuses_a_target_that_matches_nothing_in_any_family(user: User, tmp_path: Path) -> None:
+    base = folder_of("opt", tmp_path / "base")
+    status, document = user.run("check", recipe(user, base, lora={"target_modules": ["fc9"]}))
+    assert status == 3
+    assert document["findings"][-1]["code"] == "FT311"
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_5", "llama"])

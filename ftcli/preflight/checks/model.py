@@ -11,6 +11,8 @@ from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 
+#: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
+TARGETS_CHECK = "lora.target_modules against the model's layers"
 _TABLES = ("lm_head", "embed_tokens")
 
 
@@ -73,7 +75,7 @@ def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:
     if facts.max_positions is None:
         missing.append(NotMade("sequence length against positions", f"{name}'s config.json states no positions"))
     if facts.shape is None:
-        missing.append(NotMade("lora.target_modules against the model's layers", facts.why_no_shape))
+        missing.append(NotMade(TARGETS_CHECK, facts.why_no_shape))
     if facts.tokenizer is None:
         reason = f"the tokenizer of {context.recipe.model.tokenizer or name} was not read"
         missing += [NotMade("vocabulary against the tokenizer", reason), NotMade("pad and stop tokens", reason)]
