@@ -59,8 +59,9 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             f"{facts.name} is stored in {stored}",
             help=f"set quantization.method: {stored}, or name it in bfloat16",
         )
-    elif context.command == "export" and any(exports.row(name).merges for name in context.recipe.export.formats):
-        yield context.error(
+    elif context.work != "eval" and any(exports.row(name).merges for name in context.recipe.export.formats):
+        tell = context.error if context.command == "export" else context.note  # known before anything is trained
+        yield tell(
             "FT316",
             path,
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
