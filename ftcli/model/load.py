@@ -151,6 +151,15 @@ def _random_model(
     return model
 
 
+def _with_floats(value: Any) -> Any:
+    """Numbers that JSON cannot write are ``{"__float__": "Infinity"}`` in transformers' files."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(inner) for key, inner in value.items()}
+    return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> PretrainedConfig:
     """transformers' config of a config.json's content, without the dtype that it names.
 
@@ -161,7 +170,7 @@ def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> Pretrain
         FtcliError: FT305 for values that transformers refuses.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in raw.items() if key not in ("model_type", "dtype", "torch_dtype")}
     if num_layers is not None:
@@ -172,7 +181,8 @@ def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> Pretrain
         if text.get("layer_types"):
             text["layer_types"] = text["layer_types"][:num_layers]
     try:
-        config: PretrainedConfig = AutoConfig.for_model(raw["model_type"], **values)
+        # As from_pretrained does: a list in the file is a tuple in some configs (Mamba-2's time_step_limit).
+        config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(values))
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise impossible(error) from error
     return config

@@ -17,8 +17,8 @@ from ftcli.config.tree import MapNode
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpoint import load_adapter
-from ftcli.model.load import load_model
+from ftcli.model.checkpoint import hollow, load_adapter
+from ftcli.model.load import config_of, load_model
 from ftcli.model.lora import apply_lora
 from ftcli.trainers.base import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
@@ -200,3 +200,16 @@ def test_what_is_computed_and_not_stored_is_there_after_a_quantized_load(model_t
         assert torch.equal(buffers[name], value), name
     for name, value in wanted.named_parameters():
         assert name not in parameters or torch.equal(parameters[name], value), name
+
+
+@pytest.mark.parametrize("model_type", [*TEXT, *MULTIMODAL])
+def test_the_content_of_a_config_file_makes_the_model(model_type: str, tmp_path: Path) -> None:
+    """What `check`, random weights and the export of an adapter build from."""
+    model = build(model_type)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    outline = hollow(config_of(raw))
+    assert type(outline) is type(model)
+    shapes = {name: tensor.shape for name, tensor in outline.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}
