@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
+from ftcli.config.base import Count, Items, Rate, Section, Word
 from ftcli.tables import judges, loggers, methods, optimizers, policies
 
-Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "inverse_sqrt"]
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Optimizer = Annotated[str, Word(optimizers.names)]
 
 #: A checkpointing policy as a recipe may say it: a row of :mod:`ftcli.tables.policies`, or ``auto``.
@@ -46,9 +47,7 @@ class TrainConfig(Section):
 
     method: Annotated[str, Word(methods.names)] = Field(default="sft", description="Supervised fine-tuning.")
     num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = Field(default=1.0, description="Passes over the data.")
-    max_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Optimizer steps; overrides `num_train_epochs` when set."
-    )
+    max_steps: Count | None = Field(default=None, description="Optimizer steps; overrides `num_train_epochs` when set.")
     per_device_train_batch_size: Count = Field(default=1, description="Rows per forward pass (GRPO: completions).")
     gradient_accumulation_steps: Count = Field(default=1, description="Forward passes per optimizer step.")
     learning_rate: Annotated[float, Field(gt=0, le=10.0)] = Field(default=2e-4, description="Peak learning rate.")
@@ -56,8 +55,8 @@ class TrainConfig(Section):
     warmup_steps: Rate = Field(default=0.0, description="Warm-up steps; below 1 a fraction of all steps.")
     weight_decay: Rate = Field(default=0.0, description="Decoupled weight decay; never on norms and biases.")
     optim: Optimizer = Field(default="adamw_torch", description="Optimizer.")
-    adam_beta1: Fraction = Field(default=0.9, description="AdamW's beta1.")
-    adam_beta2: Fraction = Field(default=0.999, description="AdamW's beta2.")
+    adam_beta1: Beta = Field(default=0.9, description="AdamW's beta1.")
+    adam_beta2: Beta = Field(default=0.999, description="AdamW's beta2.")
     adam_epsilon: Annotated[float, Field(gt=0, lt=1)] = Field(default=1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
     gradient_checkpointing: CheckpointingSetting = Field(

@@ -105,7 +105,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise unusable(folder, f"{ADAPTER_CONFIG} cannot be read ({error})") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise unusable(folder, f"{ADAPTER_CONFIG} does not describe a LoRA adapter")

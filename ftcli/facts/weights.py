@@ -40,5 +40,5 @@ def _indexed(path: Path) -> set[str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name) for name in weight_map.values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ftcli.assets import BUNDLED, asset, bundled
 from ftcli.config import DatasetConfig
-from ftcli.errors import Origin
+from ftcli.errors import Origin, first_line
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.rows.row import data_error
 
@@ -130,11 +130,15 @@ def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
 
 
 def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    held = state.get("_split")
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state.get("_data_files", ())]
+        held = state.get("_split")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        message = f"{source.path} is a saved data set whose state.json cannot be read: {first_line(error)}"
+        raise data_error("FT402", message, Origin(source.path), "save the data set again") from error
     if source.split is not None and held is not None and source.split != held:
         raise _ambiguous(source, [str(held)], source.split)
-    names = [entry["filename"] for entry in state.get("_data_files", ())]
     return [DataFile(f"{source.path.rstrip('/')}/{name}", folder / name, ".arrow", False) for name in names]
 
 

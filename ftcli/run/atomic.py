@@ -189,7 +189,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The map in a JSON file; empty when the file is missing, damaged or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

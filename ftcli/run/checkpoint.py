@@ -92,7 +92,7 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
         files = [(str(f["name"]), int(f["bytes"]), f.get("sha256")) for f in raw["files"]]
     except FileNotFoundError:
         return f"{COMPLETE_NAME} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{COMPLETE_NAME} is not readable ({error})"
     for name, size, digest in files:
         path = checkpoint / name

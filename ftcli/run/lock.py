@@ -86,7 +86,7 @@ class DirectoryLock:
 
     def _held_elsewhere(self, descriptor: int) -> FtcliError:
         owner: dict[str, object] = {}
-        with contextlib.suppress(ValueError):  # the owner may be just writing its name
+        with contextlib.suppress(ValueError, RecursionError):  # the owner may be just writing its name
             owner = json.loads(os.pread(descriptor, 4096, 0))
         who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}" if owner else "another process"
         return FtcliError.single(

@@ -48,7 +48,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         int(row["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return dict(row)
 

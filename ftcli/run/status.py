@@ -97,7 +97,7 @@ def read_status(path: Path) -> Status | None:
     """The status in ``path``, or None when there is none or it is not readable as one."""
     try:
         raw: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or raw.get("state") not in _STATES:
         return None

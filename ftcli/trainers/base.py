@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+import pickle
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRAINER_STATE = "trainer_state.json"
+#: What torch, numpy and pickle raise at content that is not what they wrote.
+_UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
 
 #: What a trainer is doing. ``step`` stands for everything between the others, such as collating and logging.
 Phase = Literal["step", "forward pass", "backward pass", "optimizer step", "evaluation", "saving"]
@@ -241,6 +247,14 @@ class RunTrainerMixin:
             self.restore_extra_window(found.extra)
         self.window.start()
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _readable(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _readable(checkpoint):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
     def extra_window(self) -> dict[str, Any]:
         """What a trainer gathers for its next line of metrics besides the loss, as JSON values."""
         return {}
@@ -343,6 +357,23 @@ class RunTrainerMixin:
         kept = None if found is None else found.tokens_seen
         self.tokens_seen = state.num_input_tokens_seen if kept is None else kept
         return True
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: str | None) -> Iterator[None]:
+    """A block that loads a checkpoint's state. Its files are as they were written; what was written may be rubbish."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if is_out_of_memory(error):
+            raise
+        raise FtcliError.single(
+            "FT725",
+            f"cannot resume from {checkpoint}: its optimizer, schedule or random state cannot be loaded: "
+            f"{type(error).__name__}: {first_line(error)[:200]}",
+            exit_code=ExitCode.RECIPE,
+            help="move this checkpoint away and use --resume auto, which takes the one before it",
+        ) from error
 
 
 def save_weights(model: Any, folder: Path) -> None:

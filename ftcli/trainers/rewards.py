@@ -13,7 +13,12 @@ from ftcli.tables import judges
 
 Score = Callable[..., list[float | None]]
 #: Arguments that TRL itself passes to a reward; no column may have such a name.
-RESERVED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+RESERVED = frozenset(
+    (
+        *("prompt", "prompts", "completion", "completions", "completion_ids"),
+        *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -317,3 +318,35 @@ def test_a_run_of_random_weights_is_held_to_its_seed(user: User) -> None:
     status, document = user.run("eval", recipe, "--run", str(user.folder / "r"), "--set", "run.seed=4")
     assert (status, document["findings"][-1]["code"]) == (2, "FT735")
     assert "run.seed 3 -> 4" in document["findings"][-1]["message"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_rubbish_that_a_checkpoint_was_written_with_is_refused(user: User, name: str) -> None:
+    recipe = user.recipe(train={"max_steps": 2}, checkpoint={"every_steps": 1})
+    user.done("train", recipe)
+    run = user.cut_off("r")
+    checkpoint = sorted((run / "checkpoints").iterdir())[0]
+    (checkpoint / name).write_bytes(b"rubbish")
+    listed = json.loads((checkpoint / "complete.json").read_text())
+    for entry in listed["files"]:
+        if name in entry.values():
+            entry.update({"bytes": 7, "sha256": hashlib.sha256(b"rubbish").hexdigest()})
+    (checkpoint / "complete.json").write_text(json.dumps(listed))
+    status, document = user.run("train", recipe, "--resume", str(checkpoint))
+    assert (status, document["findings"][-1]["code"]) == (2, "FT725")
+    assert "cannot be loaded" in document["findings"][-1]["message"]
+
+
+@pytest.mark.parametrize("column", ["completion_ids", "environments", "trainer_state"])
+def test_grpo_columns_named_as_trls_own(user: User, column: str) -> None:
+    recipe = small_grpo(user)
+    path = Path(prompts(user.folder)[0])
+    rows = [{**json.loads(line), column: "x"} for line in path.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    status, document = user.run("grpo", recipe)
+    assert (status, document["findings"][-1]["code"]) == (4, "FT454")
+
+
+def test_a_sample_of_more_rows_than_can_be_counted(user: User) -> None:
+    status, document = user.run("check", user.recipe(), "--show-sample", "9" * 23)
+    assert (status, document["findings"][-1]["code"]) == (2, "FT150")

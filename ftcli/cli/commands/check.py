@@ -30,6 +30,7 @@ def check(
             "--show-sample",
             metavar="N",
             min=0,
+            max=1_000_000,
             help="Show N rows of each training source as tokens: what is trained, what is masked.",
         ),
     ] = 0,

@@ -63,7 +63,7 @@ def list_of(value: Any) -> list[Any]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # CSV and many Parquet files hold JSON as text
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Misfit(f"the conversation is text that is no JSON: {error}") from error
     if not isinstance(value, list) or not value:
         raise Misfit("the conversation must be a list with at least one message")
@@ -118,7 +118,7 @@ def call_of(call: Any, number: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Misfit(f"message {number}: the arguments of {function['name']} are no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise Misfit(f"message {number}: the arguments of {function['name']} must be a JSON object")
@@ -130,7 +130,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Misfit(f"column 'tools' is text that is no JSON: {error}") from error
     if not value:
         return None

@@ -51,7 +51,7 @@ def _called(text: str, number: int) -> Message:
     """A turn of JSON: one call, or several."""
     try:
         calls = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misfit(f"message {number} is a function call and no JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}

@@ -16,7 +16,7 @@ from ftcli.config.secrets import is_secret_key, mask
         ("lora.r", "a whole number from 1 to 4096"),
         ("train.learning_rate", "a number greater than 0 and at most 10"),
         ("train.weight_decay", "a number of at least 0"),
-        ("train.max_steps", "a whole number of at least 1"),
+        ("train.max_steps", "a whole number from 1 to 1000000000"),
         ("data.packing", "true or false"),
         ("data.overlong", "one of error, drop, truncate"),
         ("lora.target_modules", "all-linear or a list of text"),

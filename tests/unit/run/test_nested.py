@@ -1,0 +1,52 @@
+"""JSON that is nested too deeply for Python is a damaged file like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftcli.config import DatasetConfig, Recipe
+from ftcli.errors import FtcliError
+from ftcli.facts.weights import inspect_weights
+from ftcli.rows.places import files_of
+from ftcli.run.atomic import read_json_object
+from ftcli.run.checkpoint import COMPLETE_NAME, damage
+from ftcli.run.metrics import read_metrics
+from ftcli.run.status import read_status
+
+DEEP = "[" * 100_000
+
+
+def test_deeply_nested_json_in_the_files_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(DEEP)
+    assert read_json_object(path) == {}
+    assert read_status(path) is None
+    path.write_text(f'{{"step": 1}}\n{DEEP}\n{{"step": 2}}\n')
+    with pytest.raises(FtcliError, match="FT727"):
+        read_metrics(path)
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    (checkpoint / COMPLETE_NAME).write_text(DEEP)
+    assert damage(checkpoint, thorough=True) is not None
+    (tmp_path / "model.safetensors.index.json").write_text(DEEP)
+    assert inspect_weights(tmp_path).missing == ()
+
+
+@pytest.mark.parametrize("state", [DEEP, "{", "[]", '{"_data_files": [{}]}', '{"_data_files": 3}'])
+def test_a_saved_data_set_with_a_broken_state(tmp_path: Path, state: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(FtcliError, match="FT402"):
+        files_of(DatasetConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{"adam_beta1": 1.0}, {"adam_beta2": 1.0}, {"lr_scheduler_type": "cosine_with_min_lr"}, {"max_steps": 10**23}],
+)
+def test_settings_that_no_optimizer_takes_are_refused(train: dict[str, object]) -> None:
+    model = {"name_or_path": "bundled:tiny-gemma2"}
+    with pytest.raises(ValueError, match="train"):
+        Recipe.model_validate({"version": 1, "model": model, "data": {"max_seq_len": 8}, "train": train})
