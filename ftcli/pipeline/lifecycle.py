@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -98,7 +99,8 @@ class RunContext:
                 for write in writers:
                     write(staged)
                 for file in staged.iterdir():
-                    file.chmod(0o644)  # safetensors makes files that only their owner can read
+                    # safetensors makes files that only their owner can read; the umask decides, as for all others.
+                    file.chmod(stat.S_IMODE(self.directory.status_path.stat().st_mode))
                 replace_directory(staged, target)
         finally:
             shutil.rmtree(staged, ignore_errors=True)

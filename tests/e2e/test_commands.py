@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,13 @@ def test_grpo_columns_named_as_trls_own(user: User, column: str) -> None:
 def test_a_sample_of_more_rows_than_can_be_counted(user: User) -> None:
     status, document = user.run("check", user.recipe(), "--show-sample", "9" * 23)
     assert (status, document["findings"][-1]["code"]) == (2, "FT150")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_umask_decides_who_reads_a_result(user: User, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        user.done("train", user.recipe(train={"max_steps": 1}))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (user.folder / "r" / "adapter").iterdir()} == {mode}
