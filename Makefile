@@ -6,16 +6,17 @@ BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
 
-.PHONY: help install smoke test test-gpu check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test test-families test-gpu check lint typecheck layers format bench docs clean
 
 help:
-	@echo "make smoke     install into .venv, then train, evaluate and export the bundled tiny model on this machine"
-	@echo "make test      everything that needs no GPU (kernels through Triton's interpreter)"
-	@echo "make test-gpu  the kernel tests compiled, and the tests that need a CUDA machine"
-	@echo "make check     format, lint, types, layers, generated docs and tests: what CI runs"
-	@echo "make bench     the kernels and the training step on this machine"
-	@echo "make docs      regenerate docs/recipes.md"
-	@echo "make format    format the code"
+	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
+	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
+	@echo "make test-families  a small random model of every further family through train, eval and export"
+	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine"
+	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
+	@echo "make bench          the kernels and the training step on this machine"
+	@echo "make docs           regenerate docs/recipes.md"
+	@echo "make format         format the code"
 
 install: $(VENV)/installed
 
@@ -31,7 +32,10 @@ smoke: install
 	@echo "open $(SMOKE)/report.html"
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families" -n auto --dist worksteal
+
+test-families: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e -n auto --dist worksteal
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu

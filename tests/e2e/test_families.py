@@ -16,7 +16,7 @@ from tests.unit.export.conftest import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks on some families
 
-#: Those with something of their own in saving, merging or sampling; the others are slow together.
+#: Those with something of their own in saving, merging or sampling; the others have `make test-families`.
 TELLING = (
     "mixtral",
     "qwen3_moe",
@@ -124,7 +124,7 @@ def test_packing_that_leaks_is_refused_for_training_and_for_evaluation(
         assert document["findings"][-1]["code"] == "FT443"
 
 
-@pytest.mark.slow
+@pytest.mark.families
 @pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL} - set(TELLING)))
 def test_every_other_family(model_type: str, user: User, tmp_path: Path) -> None:
     test_trained_sampled_and_merged(model_type, user, tmp_path)
