@@ -231,8 +231,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # the tests themselves may run under nohup
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, limits in request["limits"].items():
             resource.setrlimit(int(number), tuple(limits))
         for name, *arguments in request["preparations"]:

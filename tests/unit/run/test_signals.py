@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,6 +47,15 @@ def test_the_second_signal_stops_at_once(first: str, second: str) -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """SIGHUP as it is in a terminal: the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeded")
 def test_a_terminal_that_goes_away_is_a_request_however_often_it_is_told() -> None:
     with StopRequest() as stop:
         for _ in range(3):
