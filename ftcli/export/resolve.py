@@ -13,9 +13,9 @@ from ftcli.config.load import load_recipe
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.run.directory import RunDirectory
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Settings of PEFT's LoRA under which merging is another formula.
 _OTHER_FORMULAS = (

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from ftcli.assets import BUNDLED, asset
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import exists, expanded
 
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -179,7 +180,7 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
         raise preflight_error("FT303", f"no model folder at {folder.absolute()}", origin)
     path = folder / "config.json"
     if not path.is_file():
-        adapter = (folder / "adapter_config.json").is_file()
+        adapter = (folder / ADAPTER_CONFIG).is_file()
         raise preflight_error(
             "FT304",
             f"{folder} holds no config.json",

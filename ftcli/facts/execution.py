@@ -24,6 +24,9 @@ from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
 from ftcli.tables.methods import Method
 
+#: Why projections of a family whose checkpoints join them are left as they are.
+JOINED_PROJECTIONS = "q, k, v and gate, up are single layers with one adapter each"
+
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -69,7 +72,7 @@ def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, 
     if activation is None or activation not in ACTIVATIONS:
         return LayerChoice("transformers", f"the gated unit's kernel has no activation {activation}")
     if family.kernels == "parts":
-        reason = "q, k, v and gate, up are single layers with one adapter each; norms and attention are on the kernels"
+        reason = f"{JOINED_PROJECTIONS}; norms and attention are on the kernels"
         return LayerChoice("transformers", reason, ACTIVATIONS[activation], parts=True)
     if kernels == "reference":
         return LayerChoice("reference", "model.kernels: reference", ACTIVATIONS[activation])

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 _ROPE_FROM_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 
 
+def activation_of(config: Mapping[str, Any], family: Family | None) -> str | None:
+    """transformers' name of the MLP's activation; None where neither config.json's content nor the family says."""
+    stated = config.get("hidden_activation") or config.get("hidden_act")
+    return str(stated) if stated else family.activation if family is not None else None
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """``rope_scaling`` of a config: positions beyond ``original`` are reached by scaling."""
@@ -100,8 +106,7 @@ class ModelFacts:
     @property
     def activation(self) -> str | None:
         """transformers' name of the MLP's activation; None where neither config nor family says."""
-        stated = self.raw.get("hidden_activation") or self.raw.get("hidden_act")
-        return str(stated) if stated else self.family.activation if self.family is not None else None
+        return activation_of(self.raw, self.family)
 
     def windowed_layers(self, num_layers: int) -> int:
         """How many of the first ``num_layers`` layers have the sliding window, if the model has one."""

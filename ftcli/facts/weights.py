@@ -6,6 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+#: transformers' name of the file that says which shard holds which tensor, and PEFT's of an adapter's description.
+WEIGHTS_INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -28,7 +32,7 @@ class Weights:
 def inspect_weights(folder: Path) -> Weights:
     """What weights are in ``folder``. A broken index counts as naming no shards: loading reports it exactly."""
     files = tuple(sorted(folder.glob("*.safetensors")))
-    named = _indexed(folder / "model.safetensors.index.json")
+    named = _indexed(folder / WEIGHTS_INDEX)
     present = {path.name for path in files}
     pickles = any(folder.glob("pytorch_model*.bin"))
     return Weights(files, tuple(sorted(named - present)), pickle_only=pickles and not files and not named)

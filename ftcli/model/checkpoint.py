@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.facts.weights import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -154,7 +155,7 @@ def weight_files(name: str, revision: str | None, offline: bool) -> list[Path]:
         )
         return None if path is None else Path(path)
 
-    index = find("model.safetensors.index.json", needed=False)
+    index = find(WEIGHTS_INDEX, needed=False)
     if index is None:
         shards = {"model.safetensors"}
     else:

@@ -18,7 +18,8 @@ from torch import nn
 
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.execution import LayerChoice, choose_layers
+from ftcli.facts.execution import JOINED_PROJECTIONS, LayerChoice, choose_layers
+from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
@@ -31,15 +32,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-_PROJECTIONS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
+_PROJECTIONS = (*SHARED_INPUTS[0], "self_attn.o_proj", *SHARED_INPUTS[1], "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -110,7 +103,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
 def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
     config = base.config  # not its text_config: a model with other towers has its layers elsewhere
     device = next(base.parameters()).device
-    activation = str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+    activation = activation_of(config.to_dict(), family_of(config.model_type))
     return choose_layers(config.model_type, activation, kernels, device=str(device), cuda=device.type == "cuda")
 
 
@@ -144,8 +137,7 @@ def _patch_parts(layer: Any, name: str, family: Family, backend: BackendName, do
     for norm in _NORMS:
         _swap_norm(layer, norm, family, backend, done)
         done.table.append(LayerKernel(f"{name}.{norm}", "RMSNorm", on=True, reason=f"{family.norm} form"))
-    reason = "q, k, v and gate, up are single layers with one adapter each"
-    done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=reason))
+    done.table.append(LayerKernel(f"{name}: projections", "transformers", on=False, reason=JOINED_PROJECTIONS))
 
 
 def _why_not(layer: nn.Module, family: Family) -> str | None:

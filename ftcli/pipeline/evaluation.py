@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.results import scores, task_samples
@@ -67,7 +68,7 @@ def _base_and_run(
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
         require_same_base(directory.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
-    if weights is not None and (weights / "adapter_config.json").is_file():
+    if weights is not None and (weights / ADAPTER_CONFIG).is_file():
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
