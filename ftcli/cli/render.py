@@ -133,7 +133,7 @@ def document(command: str | None, exit_code: int, findings: Iterable[Finding], r
 
 
 def result_text(result: Result) -> str:
-    """Any result as aligned keys and values; nested results are indented, lists of records become tables."""
+    """Any result as aligned keys and values; nested results are indented, lists of flat records become tables."""
     return "\n".join(_lines(jsonable(result), 0))
 
 
@@ -144,6 +144,9 @@ def _lines(record: dict[str, Any], depth: int) -> list[str]:
     for key, value in record.items():
         if isinstance(value, dict) and value:
             lines += [f"{indent}{_label(key)}", *_lines(value, depth + 1)]
+        elif _is_nested(value) and any(_is_nested(cell) for item in value for cell in item.values()):
+            # A map in a cell would make the table wider than any terminal.
+            lines += [f"{indent}{_label(key)}", *(line for item in value for line in _lines(item, depth + 1))]
         elif _is_nested(value):
             lines += [f"{indent}{_label(key)}", *table(value, indent + "  ")]
         elif value is not None and value not in ([], {}):

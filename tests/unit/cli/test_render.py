@@ -133,6 +133,22 @@ def test_records_are_a_table() -> None:
     assert text == "rows\n  name  on\n  a     yes\n  long  no"
 
 
+def test_records_that_hold_maps_are_no_table() -> None:
+    """Issue 12, mend 9: the summary of `export` was 250 columns wide."""
+    exports = [{"format": name, "bytes": 2048, "verification": {"tensors": 56}} for name in ("adapter", "safetensors")]
+    assert result_text({"exports": exports}).splitlines() == [
+        "exports",
+        "  format  adapter",
+        "  bytes   2.00 KiB",
+        "  verification",
+        "    tensors  56",
+        "  format  safetensors",
+        "  bytes   2.00 KiB",
+        "  verification",
+        "    tensors  56",
+    ]
+
+
 def test_evaluation_has_a_column_for_each_model() -> None:
     base = {"loss": 5.0, "tokens": 10, "tasks": {"exact_match": {"score": 0.05, "rows": 20}}}
     run = {"loss": 0.5, "tokens": 10, "tasks": {"exact_match": {"score": 0.9, "rows": 20}}}
