@@ -34,9 +34,15 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     result = {**report.as_dict(), "adapters": _adapters(report)}
     if report.facts.shape is None and result["adapters"] is not None:  # looked at here, in the model's outline
         result["not_made"] = [item for item in result["not_made"] if item["check"] != TARGETS_CHECK]
+    result["not_made"] = [*result["not_made"], {"check": "rows as tokens", "reason": _why_no_tokens(samples)}]
     if samples:
         result["samples"] = _samples(session, report, samples)
     return result
+
+
+def _why_no_tokens(samples: int) -> str:
+    looked = f"only the first {samples} of each source were, here" if samples else "--show-sample N looks at some"
+    return f"the command that tokenizes them holds them against the chat template and data.max_seq_len; {looked}"
 
 
 def _adapters(report: PreflightReport) -> dict[str, Any] | None:

@@ -235,17 +235,21 @@ class RunTrainerMixin:
         self.tokens_seen = state.num_input_tokens_seen
         self.saved_step = state.global_step
         if self._resume_from is not None:
-            self.load_more(self._resume_from)
-        found = WindowState.read(self._resume_from) if self._resume_from is not None else None
-        if found is not None:
-            self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)  # type: ignore[attr-defined]
-            self._globalstep_last_logged = found.logged_step
-            self.window.tokens, self.window.seconds = found.tokens, found.seconds
-            self.tokens_seen = state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
-            self.evaluation_due = found.evaluation_due
-            self.best = Best(**found.best) if found.best is not None else Best()
-            self.restore_extra_window(found.extra)
+            with _readable(str(self._resume_from)):
+                self.load_more(self._resume_from)
+                self._restore(WindowState.read(self._resume_from))
         self.window.start()
+
+    def _restore(self, found: WindowState | None) -> None:
+        if found is None:
+            return
+        self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)  # type: ignore[attr-defined]
+        self._globalstep_last_logged = found.logged_step
+        self.window.tokens, self.window.seconds = found.tokens, found.seconds
+        self.tokens_seen = self.state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
+        self.evaluation_due = found.evaluation_due
+        self.best = Best(**found.best) if found.best is not None else Best()
+        self.restore_extra_window(found.extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with _readable(checkpoint):
@@ -348,12 +352,14 @@ class RunTrainerMixin:
 
         Returns False, and changes nothing, when there are steps left to train.
         """
-        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+        with _readable(str(checkpoint)):
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if state.global_step < state.max_steps:
             return False
         self.take_weights(checkpoint)
         self.state = state
-        found = WindowState.read(checkpoint)
+        with _readable(str(checkpoint)):
+            found = WindowState.read(checkpoint)
         kept = None if found is None else found.tokens_seen
         self.tokens_seen = state.num_input_tokens_seen if kept is None else kept
         return True
@@ -369,7 +375,7 @@ def _readable(checkpoint: str | None) -> Iterator[None]:
             raise
         raise FtcliError.single(
             "FT725",
-            f"cannot resume from {checkpoint}: its optimizer, schedule or random state cannot be loaded: "
+            f"cannot resume from {checkpoint}: its state cannot be loaded: "
             f"{type(error).__name__}: {first_line(error)[:200]}",
             exit_code=ExitCode.RECIPE,
             help="move this checkpoint away and use --resume auto, which takes the one before it",
