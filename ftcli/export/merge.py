@@ -7,9 +7,12 @@ before it adds it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,15 +41,69 @@ def merge(adapted: PeftModel, dtypes: Dtypes) -> PreTrainedModel:
 
     for module in list(adapted.modules()):
         if isinstance(module, LoraLayer):
-            layer, name = module.get_base_layer(), getattr(module, "parameter_name", "weight")
-            weight = getattr(layer, name)
-            delta = module.get_delta_weight(adapted.active_adapter)
             # A new parameter, not an addition in place: the old one may be tied to the embeddings.
-            setattr(layer, name, torch.nn.Parameter(weight + delta.to(weight.dtype), requires_grad=False))
+            total = torch.nn.Parameter(_weight(module) + _change(module), requires_grad=False)
+            setattr(module.get_base_layer(), _leaf(module), total)
     model: PreTrainedModel = adapted.unload()
     _untie_where_they_differ(model)
     _cast(model, dtypes)
     return model
+
+
+@contextmanager
+def rounded(adapted: PeftModel, weights: Mapping[str, str], dtypes: Dtypes) -> Iterator[None]:
+    """While it is entered, ``adapted`` answers as the merged model will, rounding included.
+
+    In each forward a layer's W is ``cast(W + s B A) - s B A``, and the layer adds its adapter as it always does. Its
+    answers differ from the merged model's by the order of float32 sums, if what a layer adds is what is merged. The
+    modules that are trained whole are rounded for good, as merging will do.
+
+    Args:
+        adapted: Base and adapter, both in float32.
+        weights: The name in ``dtypes`` of the weight of each layer with an adapter, by the layer's name.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in adapted.get_base_model().named_modules():
+            if isinstance(module, LoraLayer):
+                for handle in _round_in_forward(module, dtypes[weights[name]]):
+                    stack.callback(handle.remove)
+            elif isinstance(module, ModulesToSaveWrapper):
+                for leaf, parameter in module.modules_to_save[adapted.active_adapter].named_parameters():
+                    parameter.copy_(parameter.to(dtypes[f"{name}.{leaf}"]))
+        yield
+
+
+def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
+    kept: list[Tensor] = []
+
+    def before(*_: object) -> None:
+        weight, change = _weight(module), _change(module)
+        kept.append(weight.data)
+        weight.data = (weight.data + change).to(dtype).float() - change
+
+    def after(*_: object) -> None:
+        _weight(module).data = kept.pop()
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def _weight(module: Any) -> torch.nn.Parameter:
+    weight: torch.nn.Parameter = getattr(module.get_base_layer(), _leaf(module))
+    return weight
+
+
+def _leaf(module: Any) -> str:
+    """The name of the weight that a layer adapts; a stack of experts has one of its own."""
+    return str(getattr(module, "parameter_name", "weight"))
+
+
+def _change(module: Any) -> Tensor:
+    """s B A of a layer with an adapter, in float32."""
+    delta: Tensor = module.get_delta_weight(module.active_adapters[0])
+    return delta.float()
 
 
 def _untie_where_they_differ(model: PreTrainedModel) -> None:

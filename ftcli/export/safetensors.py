@@ -16,7 +16,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.adapter import finite_tensors
 from ftcli.export.loading import attach, load_base, load_own_tokenizer, load_written, not_verified, source_tokenizer
-from ftcli.export.merge import merge, stored_dtypes
+from ftcli.export.merge import merge, rounded, stored_dtypes
 from ftcli.export.probe import Probe, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.verify import (
@@ -51,9 +51,16 @@ LOST_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the merged model is held against: float32 logits (positions, vocabulary) of the probe before merging."""
+    """What the merged model is held against: float32 logits (positions, vocabulary) of the probe before merging.
+
+    Attributes:
+        rounded: Of base and adapter, with the weights rounded as they are stored.
+        adapted: Of base and adapter.
+        base: Of the base alone.
+    """
 
     probe: Probe
+    rounded: Tensor
     adapted: Tensor
     base: Tensor
     dtype: torch.dtype
@@ -98,13 +105,16 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     with adapted.disable_adapter():
         without = logits(adapted, probe)
     placed = places(adapted)
+    with rounded(adapted, {name: place.weight for name, place in placed.items()}, dtypes):
+        exact = logits(adapted, probe)
     say("merging")
     model = merge(adapted, dtypes)
     align_special_tokens(model, tokenizer, stops)
     _save(model, tokenizer, folder)
     _copy_processors(source, folder, offline=offline)
     merged = sum(name.endswith("lora_A.weight") for name in finite_tensors(source.folder))
-    return Reference(probe, reference, without, Counter(dtypes.values()).most_common(1)[0][0], merged, stops, placed)
+    dtype = Counter(dtypes.values()).most_common(1)[0][0]
+    return Reference(probe, exact, reference, without, dtype, merged, stops, placed)
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -133,7 +143,7 @@ def verify_merged(
     problems += check_stops(written, reference.stops)
     say("verifying: comparing logits")
     report = check_logits(
-        written, reference.probe, reference.adapted, reference.base, reference.dtype, reference.merged
+        written, reference.probe, reference.rounded, reference.adapted, reference.base, reference.dtype
     )
     problems += report.problems
     if problems:
