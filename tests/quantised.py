@@ -17,7 +17,7 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.load import load_model
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.quantize import is_quantizable, quantize_linear
+from ftcli.model.quantize import can_be_packed, quantize_linear
 
 NF4 = QuantizationConfig(method="nf4")
 SINGLE = QuantizationConfig(method="nf4", double_quant=False)
@@ -42,7 +42,7 @@ def quantize_linears(model: nn.Module, settings: QuantizationConfig) -> int:
 
     ftcli itself quantises while it loads (``ftcli.model.streamed``).
     """
-    names = [name for name, module in model.named_modules() if is_quantizable(name, module)]
+    names = [name for name, module in model.named_modules() if can_be_packed(name, module)]
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.targets import is_read_by_mixer, is_router
 from ftcli.tables import code_of, quantizations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class QuantizeLinear(Protocol):
@@ -44,11 +49,43 @@ class PackedReader(Protocol):
         ...
 
 
-def is_quantizable(name: str, module: nn.Module) -> bool:
-    """Whether a module's weight is stored quantised: every plain linear layer but the head, which the loss reads, and
+def can_be_packed(name: str, module: nn.Module) -> bool:
+    """Whether files may hold a module's weight packed: every plain linear layer but the head, which the loss reads, and
     the time step's of state-space mixers, which they read themselves.
     """
     return type(module) is nn.Linear and name.rpartition(".")[2] not in ("lm_head", "dt_proj")
+
+
+def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the layers whose full-precision weights are quantised: the linear layers of the language model.
+
+    Towers of other kinds, which are kept and not trained, stay as they are; so do routers, weights that a mixer reads
+    itself, and what transformers names as too fragile.
+
+    Raises:
+        FtcliError: FT336 (exit 3) for a model without any such layer, such as GPT-2, whose layers are no ``nn.Linear``.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    root = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is root)
+    fragile = list(model._keep_in_fp32_modules or ())
+    found = frozenset(
+        name
+        for name, module in root.named_modules(prefix=prefix)
+        if can_be_packed(name, module)
+        and not is_router(name)
+        and not is_read_by_mixer(model, name)
+        and should_convert_module(name, fragile)
+    )
+    if not found:
+        raise FtcliError.single(
+            "FT336",
+            f"a {type(model).__name__} has no linear layers that could be stored quantized",
+            exit_code=ExitCode.PREFLIGHT,
+            help="remove the section quantization",
+        )
+    return found
 
 
 def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:

@@ -9,7 +9,7 @@ precision or in the packed layout that the method reads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.errors import first_line
 from ftcli.model.checkpoint import hollow, weight_files
-from ftcli.model.quantize import PackedReader, is_quantizable, packed_reader, quantize_linear
+from ftcli.model.quantize import PackedReader, can_be_packed, layers_to_quantize, packed_reader, quantize_linear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
 from ftcli.model.renaming import Renaming
 from ftcli.tables import quantizations
@@ -57,10 +57,11 @@ def random_quantized(config: PretrainedConfig, holding: Holding, attention: str,
     _compute_buffers(model, holding.device)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
+    chosen = layers_to_quantize(model)
     for name, module in list(model.named_modules()):
         _give_memory(module, holding.device, shared)
         model._init_weights(module)
-        if is_quantizable(name, module):
+        if name in chosen:
             assert isinstance(module, nn.Linear)
             model.set_submodule(name, holding.held(quantize_linear(module, holding.settings, name)))
             full = module._parameters.pop("weight")  # the list above holds the module
@@ -84,6 +85,7 @@ def load_quantized(
     model = _hollow(config, holding.dtype, attention)
     _compute_buffers(model, holding.device)
     renaming = Renaming(model)
+    chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
     reader = packed_reader(holding.settings)
     packed: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _tensors(source, revision, offline):
@@ -100,10 +102,10 @@ def load_quantized(
         elif _is_packed(model, name, tensor, reader):
             packed.setdefault(name, {})["weight"] = tensor
         else:
-            _place(model, name, tensor, holding, quantize=not stored_quantized)
+            _place(model, name, tensor, holding, chosen)
     for name, parts in packed.items():
         _place_packed(model, name, parts, holding, reader)
-    _place_joined(model, renaming, holding)
+    _place_joined(model, renaming, holding, chosen)
     model.tie_weights()
     _require_complete(model)
     model.requires_grad_(False)
@@ -157,10 +159,10 @@ def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple
                 yield key, file.get_tensor(key)
 
 
-def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding) -> None:
+def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding, chosen: Collection[str]) -> None:
     try:
         for name, tensor in renaming.joined():
-            _place(model, name, tensor, holding, quantize=True)
+            _place(model, name, tensor, holding, chosen)
     except (RuntimeError, ValueError) as error:
         raise unreadable(f"stacks of experts cannot be put together: {first_line(error)}") from error
 
@@ -176,12 +178,12 @@ def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader
     if not tensor.dtype.is_floating_point:
         return True
     layer, _, leaf = name.rpartition(".")
-    is_weight = leaf == "weight" and is_quantizable(layer, model.get_submodule(layer))
+    is_weight = leaf == "weight" and can_be_packed(layer, model.get_submodule(layer))
     return is_weight and reader is not None and reader.is_packed(tensor)
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, *, quantize: bool) -> None:
-    """One full-precision tensor to its place; with ``quantize``, a linear layer's weight is quantised."""
+def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, chosen: Collection[str]) -> None:
+    """One full-precision tensor to its place; the weights of the ``chosen`` layers are quantised."""
     layer, _, leaf = name.rpartition(".")
     module = model.get_submodule(layer)
     is_parameter = module._parameters.get(leaf) is not None
@@ -191,7 +193,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, *, qua
         raise unreadable(f"{name} is stored with shape {tuple(tensor.shape)} and must be {tuple(wanted.shape)}")
     if not is_parameter:
         module._buffers[leaf] = tensor.to(holding.device, wanted.dtype)
-    elif quantize and leaf == "weight" and is_quantizable(layer, module):
+    elif leaf == "weight" and layer in chosen:
         assert isinstance(module, nn.Linear)
         module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
         model.set_submodule(layer, holding.held(quantize_linear(module, holding.settings, layer)))
@@ -205,7 +207,7 @@ def _place_packed(
 ) -> None:
     layer = name.removesuffix(".weight")
     module = model.get_submodule(layer)
-    if not is_quantizable(layer, module):
+    if not can_be_packed(layer, module):
         raise unreadable(f"{layer} is stored quantized, and ftcli keeps it in full precision")
     if reader is None:
         method = holding.settings.method

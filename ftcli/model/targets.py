@@ -75,7 +75,7 @@ def resolve_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targ
 
 
 def _all_linear(model: PreTrainedModel, linears: dict[str, nn.Module], experts: tuple[str, ...]) -> Targets:
-    wanted = [name for name in linears if not _is_router(name) and not _is_read_by_mixer(model, name)]
+    wanted = [name for name in linears if not is_router(name) and not is_read_by_mixer(model, name)]
     leaves = {name.rpartition(".")[2] for name in wanted}
     lost = {leaf for leaf in leaves if experts and not _peft_keeps(model, leaf)}
     left = tuple(name for name in wanted if name.rpartition(".")[2] in lost)
@@ -202,11 +202,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def _is_router(name: str) -> bool:
+def is_router(name: str) -> bool:
+    """Whether a layer of this name says which experts a token goes to, or how much of a shared one it gets."""
     return not _ROUTER_NAMES.isdisjoint(name.split("."))
 
 
-def _is_read_by_mixer(model: PreTrainedModel, name: str) -> bool:
+def is_read_by_mixer(model: PreTrainedModel, name: str) -> bool:
+    """Whether the fused code of a state-space mixer reads this layer's weight itself, and never calls the layer."""
     parent, _, leaf = name.rpartition(".")
     mixer = model.get_submodule(parent)
     return leaf in _READ_BY_MIXER and hasattr(mixer, "A_log") and hasattr(mixer, "D")

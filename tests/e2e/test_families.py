@@ -49,9 +49,23 @@ def recipe(user: User, base: Path, **change: Any) -> str:
 @pytest.mark.parametrize("model_type", TELLING)
 def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11, B2 and B4: sampling after training failed, and export refused what training had made."""
+    through_train_eval_and_export(model_type, user, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_moe"])
+def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path: Path) -> None:
+    through_train_eval_and_export(model_type, user, tmp_path, quantization={"method": method})
+    manifest = json.loads((user.folder / "r" / "manifest.json").read_text())
+    layers = [entry["layer"] for entry in manifest["quantization"]]
+    assert layers
+    assert not [name for name in layers if "vision" in name or "multi_modal" in name]
+
+
+def through_train_eval_and_export(model_type: str, user: User, tmp_path: Path, **change: Any) -> None:
     base = folder_of(model_type, tmp_path / "base")
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
-    path = recipe(user, base)
+    path = recipe(user, base, **change)
     planned = user.done("check", path)["adapters"]
     assert user.run("train", path)[0] == 0
     adapter = load_file(user.folder / "r" / "adapter" / "adapter_model.safetensors")
@@ -142,4 +156,4 @@ def test_packing_that_leaks_is_refused_for_training_and_for_evaluation(
 @pytest.mark.families
 @pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL} - set(TELLING)))
 def test_every_other_family(model_type: str, user: User, tmp_path: Path) -> None:
-    test_trained_sampled_and_merged(model_type, user, tmp_path)
+    through_train_eval_and_export(model_type, user, tmp_path)
