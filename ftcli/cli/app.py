@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
-from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes, runs
+from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes, runs, sweep
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -78,6 +78,7 @@ def build_app() -> typer.Typer:
         ("bench", bench.bench),
         ("runs", runs.runs),
         ("compare", runs.compare),
+        ("sweep", sweep.sweep),
         ("doctor", doctor.doctor),
     )
     for name, command in commands:
@@ -154,7 +155,8 @@ def _run(request: Request, words: list[str]) -> _Answer:
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure.describe(error, command=session.command, debug=session.debug)
         return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
-    return _Answer(int(ExitCode.OK), (), tuple(reporter.findings), result, text)
+    status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
+    return _Answer(status, (), tuple(reporter.findings), result, text)
 
 
 def _text_of(result: Result, request: Request) -> str | None:

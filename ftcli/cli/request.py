@@ -23,7 +23,8 @@ class Request:
     """One invocation: `action` does the work when it is called with a session.
 
     ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
-    printed as rendered even with ``--json``: a schema is a JSON document already.
+    printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
+    result stands for; None: it is a success.
     """
 
     command: str
@@ -31,3 +32,4 @@ class Request:
     action: Callable[[Session], Result]
     render: Callable[[Result], str] | None = None
     raw: bool = False
+    exit_code: Callable[[Result], int] | None = None

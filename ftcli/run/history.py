@@ -36,6 +36,7 @@ class RunSummary:
         started: When its last process began, ISO 8601 in UTC.
         seconds: How long all of its processes took; None while it runs.
         message: Why it ended, where that needs saying.
+        eval_tokens: Tokens that the result's held-out loss is the mean of.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class RunSummary:
     started: str | None
     seconds: float | None
     message: str | None
+    eval_tokens: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -101,6 +103,7 @@ def summarise(path: Path) -> RunSummary:
         started=None if status is None else status.started or None,
         seconds=None if status is None else status.seconds,
         message=None if status is None else status.message,
+        eval_tokens=_whole(scores.get("tokens")),
     )
 
 

@@ -64,3 +64,17 @@ def test_usage_error_with_json_is_one_document(ftcli: Callable[..., object]) -> 
     document = json.loads(outcome.stdout)
     assert document["exit_code"] == outcome.status == 2
     assert [finding["code"] for finding in document["findings"]] == ["FT150"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "at", "help"),
+    [
+        (["sweep", "r.yaml", "--set", "lora.r=8"], HERE, "two values or more"),
+        (["sweep", "r.yaml"], HERE, "two values or more"),
+        (["sweep", "r.yaml", "--set", "lora.r=8,,16"], "--set lora.r=8,,16", "between two commas"),
+        (["sweep", "r.yaml", "--set", "run.name=a,b"], "--set run.name=a,b", "--output-dir"),
+    ],
+)
+def test_sweep_without_a_grid(refused: Callable[..., object], argv: list[str], at: str, help: str) -> None:
+    Path("r.yaml").write_text("version: 1\nmodel: {name_or_path: m}\n")
+    refused(argv, code="FT156", at=at, help=help)

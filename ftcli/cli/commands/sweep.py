@@ -1,0 +1,99 @@
+"""`ftcli sweep`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.render import clean, table
+from ftcli.cli.request import Request
+from ftcli.paths import expanded
+from ftcli.reporting import Result, Session
+
+
+def sweep(
+    recipe: options.RecipeArgument,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=V1,V2,...",
+            help="Values to try, as in train.learning_rate=1e-4,2e-4; one value is the same for all. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    output_dir: Annotated[
+        str | None, typer.Option("--output-dir", metavar="DIR", help="Where the runs go; runs/NAME when absent.")
+    ] = None,
+    max_steps: options.MaxStepsOption = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="N|auto", help="Use N GPUs, one for each run; one after another when absent."),
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Try settings, and name the best.
+
+    Makes one run for each combination of the values, each in a process of its own. Runs that are complete are skipped
+    and interrupted ones go on, so the same command again continues a sweep. Ends in a comparison.
+
+    \b
+    Examples:
+      ftcli sweep recipes/smoke.yaml --set train.learning_rate=1e-3,2e-3,5e-3
+      ftcli sweep recipes/gemma2-9b.yaml --set train.learning_rate=1e-4,2e-4 --set lora.r=8,32 --gpus auto
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli.cli import children
+        from ftcli.config.grid import combinations
+        from ftcli.pipeline import sweep as sweeping
+
+        assignments = [*(set_ or ()), *([f"train.max_steps={max_steps}"] if max_steps is not None else [])]
+        grid = combinations(assignments)
+        path = None if output_dir is None else str(expanded(output_dir))
+        plan = sweeping.planned(expanded(recipe), grid, path)
+        chosen = children.devices(gpus, os.environ, children.count_gpus)
+        start = children.starter(
+            str(expanded(recipe)), quiet=session.quiet or len(chosen) > 1, offline=session.offline, debug=session.debug
+        )
+        return sweeping.sweep(plan, session, start, chosen)
+
+    return Request("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
+
+
+def _exit_code(result: Result) -> int:
+    from ftcli.pipeline.sweep_result import exit_code_of_sweep
+
+    return exit_code_of_sweep(result)
+
+
+def sweep_text(result: Result) -> str:
+    """A line for each run, those that failed with their reason, and the best one."""
+    best = result["best"]
+    rows = []
+    for run in result["runs"]:
+        rows.append(
+            {
+                "": "*" if best is not None and best["path"] == run["path"] else "",
+                "run": run["name"],
+                "exit": str(run["exit_code"]),
+                "step": run.get("step"),
+                "loss": run.get("loss") if run.get("loss") is not None else run.get("reward"),
+                "held-out loss": run.get("eval_loss"),
+                **{name: f"{score:.1%}" for name, score in (run.get("tasks") or {}).items()},
+            }
+        )
+    lines = table(rows)
+    lines += [f"{run['name']} failed: {clean(run['reason'])}" for run in result["runs"] if run["reason"]]
+    if best is not None:
+        lines += ["", f"best: {best['name']}, {best['metric']} {best['value']:.4g}"]
+    lines += [*([] if best is not None else [""]), *result["remarks"]]
+    if result["html"] is not None:
+        lines.append(f"side by side: {result['html']}")
+    return "\n".join([*lines, *([f"next: ftcli export {best['path']}"] if best is not None else [])])

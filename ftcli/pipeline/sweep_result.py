@@ -1,0 +1,137 @@
+"""What a sweep came to: its runs side by side, and the best of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftcli.config.grid import Combination
+from ftcli.reporting import Result
+from ftcli.run.comparison import Comparison, compare
+from ftcli.run.directory import is_run_directory
+from ftcli.run.history import RunSummary
+from ftcli.run.report.compared import write_comparison
+
+#: The page of the comparison, in the sweep's folder.
+PAGE = "comparison.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of a sweep ended: its exit status (negative: a signal), and why where it failed."""
+
+    combination: Combination
+    path: Path
+    exit_code: int
+    reason: str | None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """What runs are judged by: its name, its value of a run (None: not measured), and whether more is better."""
+
+    name: str
+    value: Callable[[RunSummary], float | None]
+    more_is_better: bool
+
+
+def _mean_score(run: RunSummary) -> float | None:
+    return sum(run.tasks.values()) / len(run.tasks) if run.tasks else None
+
+
+#: The first that all completed runs have decides, as for `checkpoint.keep_best`.
+_MEASURES = (
+    _Measure("held-out loss", lambda run: run.eval_loss, more_is_better=False),
+    _Measure("mean score of the tasks", _mean_score, more_is_better=True),
+    _Measure("reward in training", lambda run: run.reward, more_is_better=True),
+)
+
+
+def sweep_result(folder: Path, outcomes: Sequence[Outcome]) -> Result:
+    """The runs with their results, the best one, and the comparison, which is also written as a page.
+
+    Raises FtcliError FT723 or FT724 where the page cannot be written, FT727 where a run's recipe is not readable.
+    """
+    there = [outcome for outcome in outcomes if is_run_directory(outcome.path)]
+    comparison = compare([outcome.path for outcome in there]) if there else None
+    summaries = {run.path: run for run in comparison.runs} if comparison is not None else {}
+    page = folder / PAGE
+    if comparison is not None:
+        write_comparison(comparison, page)
+    return {
+        "sweep": str(folder),
+        "runs": [_row(outcome, summaries.get(outcome.path)) for outcome in outcomes],
+        **_best([outcome for outcome in outcomes if outcome.exit_code == 0], summaries),
+        "html": str(page) if comparison is not None else None,
+        "comparison": _as_dict(comparison),
+    }
+
+
+def exit_code_of_sweep(result: Result) -> int:
+    """0 where every run is complete, else the status of the first that is not; 1 for one that was killed."""
+    codes = [run["exit_code"] for run in result["runs"] if run["exit_code"] != 0]
+    return next((code if code > 0 else 1 for code in codes), 0)
+
+
+def _as_dict(comparison: Comparison | None) -> dict[str, Any] | None:
+    return None if comparison is None else comparison.as_dict()
+
+
+def _row(outcome: Outcome, summary: RunSummary | None) -> dict[str, Any]:
+    found = {} if summary is None else summary.as_dict()
+    return {
+        **found,
+        "name": outcome.combination.name,
+        "path": str(outcome.path),
+        "settings": dict(outcome.combination.settings),
+        "exit_code": outcome.exit_code,
+        "reason": outcome.reason,
+        "skipped": outcome.skipped,
+    }
+
+
+def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> dict[str, Any]:
+    """``best`` and, beside it, ``remarks``: what to keep in mind, or why there is none."""
+    if not complete:
+        return {"best": None, "remarks": ["no run is complete, so none is the best"]}
+    values: dict[Path, float | None] = {}
+    for measure in _MEASURES:
+        values = {outcome.path: measure.value(summaries[outcome.path]) for outcome in complete}
+        if all(value is not None and math.isfinite(value) for value in values.values()):
+            break
+    else:
+        why = "not all runs have held-out results, so none is named the best: name held-out rows in data.eval"
+        return {"best": None, "remarks": [why]}
+    sign = -1 if measure.more_is_better else 1
+    best = min(complete, key=lambda outcome: sign * (values[outcome.path] or 0.0))
+    named = {
+        "name": best.combination.name,
+        "path": str(best.path),
+        "settings": dict(best.combination.settings),
+        "metric": measure.name,
+        "value": values[best.path],
+    }
+    return {"best": named, "remarks": [*_at_an_edge(best, complete), *_other_tokens(complete, summaries)]}
+
+
+def _at_an_edge(best: Outcome, complete: Sequence[Outcome]) -> list[str]:
+    """The best of a row of numbers says little where the row ends with it."""
+    remarks = []
+    for key, value in best.combination.settings.items():
+        tried = [outcome.combination.settings[key] for outcome in complete]
+        numbers = {each for each in tried if isinstance(each, int | float) and not isinstance(each, bool)}
+        if len(numbers) >= 3 and value in (min(numbers), max(numbers)):
+            side = "largest" if value == max(numbers) else "smallest"
+            remarks.append(f"the best {key} is the {side} that was tried: the optimum may lie beyond it")
+    return remarks
+
+
+def _other_tokens(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> list[str]:
+    counts = {summaries[outcome.path].eval_tokens for outcome in complete} - {None}
+    if len(counts) < 2:
+        return []
+    return ["the runs were measured on different held-out tokens: their losses are not quite comparable"]

@@ -1,0 +1,83 @@
+"""`ftcli sweep` with real runs: stopped in the middle, repeated, and asked again when all is done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import RECIPE, merged
+
+LONG = {"train": {"max_steps": 400}, "checkpoint": {"every_steps": 5}}
+WORDS = ["sweep", "r.yaml", "--set", "train.learning_rate=1e-3,5e-3", "--offline", "--json"]
+FIRST = Path("runs/r/train.learning_rate=0.001")
+
+
+def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "GPU-of-test"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ftcli", *WORDS, *more],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    document: dict[str, Any] = json.loads(out)
+    return document
+
+
+@pytest.mark.slow
+def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    values = merged(RECIPE, LONG)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
+    process = started(tmp_path)
+    deadline = time.monotonic() + 300
+    while not list((tmp_path / FIRST / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    document = ended(process, 75)
+    assert "0 of 2 runs are complete" in document["findings"][-1]["message"]
+    status = json.loads((tmp_path / FIRST / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    stopped_at = max(path.name for path in (tmp_path / FIRST / "checkpoints").glob("step-*"))
+    process = started(tmp_path, "--gpus", "1")
+    while not (tmp_path / FIRST / "status.json").read_text().count('"running"'):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    resumed = json.loads((tmp_path / FIRST / "status.json").read_text())["resumed_from"]
+    assert resumed is not None
+    assert resumed.endswith(stopped_at)
+    process.send_signal(signal.SIGINT)
+    ended(process, 130)
+
+
+@pytest.mark.slow
+def test_a_sweep_ends_in_a_comparison(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(merged(RECIPE, {"train": {"max_steps": 3}})))
+    document = ended(started(tmp_path), 0)
+    result = document["result"]
+    assert [run["exit_code"] for run in result["runs"]] == [0, 0]
+    losses = {run["path"]: run["eval_loss"] for run in result["runs"]}
+    assert result["best"]["path"] == min(losses, key=lambda path: losses[path])
+    assert (tmp_path / result["html"]).is_file()
+    again = ended(started(tmp_path), 0)["result"]
+    assert [run["skipped"] for run in again["runs"]] == [True, True]
+    assert again["best"] == result["best"]
