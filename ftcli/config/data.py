@@ -49,7 +49,15 @@ Dataset = Annotated[DatasetConfig, BeforeValidator(_path_shorthand, json_schema_
 
 
 #: Arguments of rendering that are no switch of a template.
-_TAKEN = {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"} | {
+ARGUMENTS_OF_RENDERING = {
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+} | {
     "continue_final_message",
     "padding",
     "truncation",
@@ -112,13 +120,15 @@ class DataConfig(Section):
         description="Put several rows into one sequence of up to `max_seq_len` tokens, without attention across rows.",
     )
     num_proc: Count | None = Field(
-        default=None, description="Processes that tokenize; when absent, one for small files and one a core for large."
+        default=None,
+        description="Processes that tokenize, at most one a core. When absent: one for small files, one a core "
+        "for large ones.",
     )
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _no_arguments_of_rendering(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(_TAKEN & set(value))
+        taken = sorted(ARGUMENTS_OF_RENDERING & set(value))
         if taken:
             raise ValueError(f"{taken[0]!r} is decided by ftcli, not by the template's switches")
         return value

@@ -109,7 +109,8 @@ class Encoder:
         self.renderer = training_renderer(tokenizer, data)
         self.layout = layout
         self.loss_on = resolve_loss_on(data.loss_on, layout)
-        self._chats = Chats(self.renderer, stops_of(tokenizer, stops), data.history)
+        self._ends = stops_of(tokenizer, stops)
+        self._history = data.history
         self._boundary = Boundary(tokenizer, split=data.history != "last")
         self._stops = frozenset(stops)
         self._limit = data.max_seq_len
@@ -182,6 +183,7 @@ class Encoder:
         return [self.renderer.plain(example)]
 
     def _render_chat(self, example: Example, chat: Sequence[Message], counts: Counter[str]) -> list[Rendered]:
+        renderer = self.renderer.switched(example.switches, example.row)
         if self._drops_reasoning:
             thoughts = (m["role"] == "assistant" and reasoning_of(m).strip() for m in chat)
             counts["reasoning_dropped"] += sum(map(bool, thoughts))
@@ -190,11 +192,12 @@ class Encoder:
                 marked = min(example.untrained) + 1
                 message = f"turn {marked} is marked not to be trained, and loss_on: all trains everything"
                 raise data_error("FT434", message, example.row.origin, "use loss_on: assistant, or remove the marks")
-            text = self.renderer.text(chat, example.row, tools=example.tools)
+            text = renderer.text(chat, example.row, tools=example.tools)
             return [Rendered(text, ((0, len(text)),))]
         trained = self._trained(example, chat, counts)
         partly = {turn: ranges for turn, ranges in example.untrained.items() if ranges is not None and turn in trained}
-        rendered, left = self._chats.rows(chat, example.row, example.tools, trained, partly)
+        chats = Chats(renderer, self._ends, self._history)
+        rendered, left = chats.rows(chat, example.row, example.tools, trained, partly)
         counts.update(turns_untrained=left, turns_split=max(0, len(rendered) - 1))
         return rendered
 

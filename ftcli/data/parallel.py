@@ -18,10 +18,12 @@ from typing import Protocol
 
 from ftcli.data.encode import Batch
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.rows.row import Row
+from ftcli.rows.row import Row, text_size
 
 #: Rows that are sent to a worker at a time.
 CHUNK_ROWS = 256
+#: A chunk of less rows is sent as soon as it holds so much text: its tokens take many times that memory.
+CHUNK_CHARACTERS = 4 * 2**20
 
 
 class Encodes(Protocol):
@@ -46,17 +48,19 @@ def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int) -> Iterato
     if processes <= 1:
         yield from (encoder.batch(chunk) for chunk in chunks)
         return
-    workers = [_Worker(encoder) for _ in range(processes)]
+    workers: list[_Worker] = []
     try:
         # Results are fetched in the order in which chunks were given out: worker 0, 1, ..., 0, 1, ...
-        waiting = [
-            worker for worker, chunk in zip(workers, islice(chunks, processes), strict=False) if worker.give(chunk)
-        ]
+        for chunk in islice(chunks, processes):
+            workers.append(_Worker(encoder))
+            workers[-1].give(chunk)
+        waiting = list(workers)
         while waiting:
             worker = waiting.pop(0)
             batch = worker.take()
-            chunk = next(chunks, None)
-            if chunk is not None and worker.give(chunk):
+            following = next(chunks, None)
+            if following is not None:
+                worker.give(following)
                 waiting.append(worker)
             yield batch
     finally:
@@ -65,8 +69,15 @@ def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int) -> Iterato
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    remaining = iter(rows)
-    while chunk := list(islice(remaining, CHUNK_ROWS)):
+    chunk: list[Row] = []
+    held = 0
+    for row in rows:
+        chunk.append(row)
+        held += text_size(row.fields)
+        if len(chunk) == CHUNK_ROWS or held >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
         yield chunk
 
 
@@ -79,13 +90,12 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def give(self, chunk: list[Row]) -> bool:
+    def give(self, chunk: list[Row]) -> None:
         """Hands over a chunk."""
         try:
             self._pipe.send(chunk)
         except OSError as error:
             raise self._gone() from error
-        return True
 
     def take(self) -> Batch:
         """The result of the chunk that was given."""

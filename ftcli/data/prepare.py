@@ -249,7 +249,9 @@ class _Job:
 
     def _processes(self, source: DatasetConfig) -> int:
         if self._data.num_proc is not None:
-            return self._data.num_proc
+            if self._data.num_proc > cores():
+                self.reporter.info(f"data.num_proc: {cores()} processes, one for each processor that there is")
+            return min(self._data.num_proc, cores())
         if is_hub(source):
             return 1
         size = sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))

@@ -6,6 +6,7 @@ One rendering serves training, evaluation, GRPO and export: :class:`Renderer`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
-from ftcli.rows.row import Example, Message, Row, data_error
+from ftcli.rows.row import Example, Message, Row, Switches, data_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Renderers that are kept for rows with switches of their own; they may differ from row to row.
+_MOST_SWITCHED = 64
 
 
 def renderer_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
@@ -60,6 +64,7 @@ class Renderer:
         self._of_parts: bool | None = None  # whether the template takes contents as lists of parts only
         self._bos = _bos_of(tokenizer)
         self._presence = Presence(self.apply)
+        self._switched: dict[str, Renderer] = {}
 
     @property
     def source(self) -> str | None:
@@ -80,6 +85,29 @@ class Renderer:
     def use(self, template: str) -> None:
         """Renders with the text of another template from now on: the training form of its own."""
         self._template = template
+        self._switched.clear()
+
+    def switched(self, switches: Switches, row: Row) -> Renderer:
+        """This renderer with a row's own values for the template's switches.
+
+        Raises FtcliError FT426 for a switch that the template never asks for.
+        """
+        if not switches:
+            return self
+        key = json.dumps(dict(switches), sort_keys=True)
+        if key not in self._switched:
+            unread = sorted(set(switches) - set(re.findall(r"\w+", self.source or " ".join(switches))))
+            if unread:
+                message = f"the chat template does not read {unread[0]!r} of the row's chat_template_kwargs"
+                help = "remove it from the row, or use a template that reads it (data.chat_template)"
+                raise data_error("FT426", message, row.origin, help)
+            if len(self._switched) >= _MOST_SWITCHED:
+                self._switched.clear()
+            given = {**self._switches, **switches}
+            made = Renderer(self._tokenizer, reasoning=self._reasoning, switches=given)
+            made._template = self._template
+            self._switched[key] = made
+        return self._switched[key]
 
     def render(
         self, messages: Sequence[Message], row: Row, *, generation_prompt: bool = False, tools: Tools | None = None
@@ -191,7 +219,8 @@ class Renderer:
     def prompt(self, prompt: Prompt) -> str:
         """The prompt as the model sees it, up to where its answer begins."""
         if prompt.messages is not None:
-            return self.text(prompt.messages, prompt.row, generation_prompt=True, tools=prompt.tools)
+            renderer = self.switched(prompt.switches, prompt.row)
+            return renderer.text(prompt.messages, prompt.row, generation_prompt=True, tools=prompt.tools)
         return f"{self._head(str(prompt.text))}{prompt.text}"
 
     def _head(self, text: str) -> str:

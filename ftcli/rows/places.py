@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ftcli.paths import expanded, is_file, is_folder
 from ftcli.rows.row import data_error
 
 HUB = "hub:"
+#: A folder of more files and folders is no folder of data: `/`, or a home.
+MAX_ENTRIES = 50_000
 #: Each may be compressed: `.jsonl.gz`.
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
@@ -119,14 +122,21 @@ def _folder(source: DatasetConfig, folder: Path) -> list[DataFile]:
 
 def _walk(source: DatasetConfig, folder: Path) -> list[DataFile]:
     base = source.path.rstrip("/")
-    found = []
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith((".", "_")) for part in relative.parts):
-            file = data_file(f"{base}/{relative.as_posix()}", path)
-            if file is not None:
-                found.append(file)
-    return found
+    paths = sorted(_below(source, folder))
+    found = [data_file(f"{base}/{path.relative_to(folder).as_posix()}", path) for path in paths]
+    return [file for file in found if file is not None and is_file(file.path)]
+
+
+def _below(source: DatasetConfig, folder: Path) -> Iterator[Path]:
+    """What lies below a folder, but hidden things. Raises FtcliError FT407 where that is too much."""
+    looked_at = 0
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        looked_at += len(folders) + len(names)
+        if looked_at > MAX_ENTRIES:
+            message = f"{source.path} holds more than {MAX_ENTRIES:,} files and folders"
+            raise data_error("FT407", message, Origin(source.path), "name the folder in which the data lies")
+        yield from (Path(root, name) for name in names if not name.startswith((".", "_")))
 
 
 def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ftcli.errors import Finding, FtcliError
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
+from ftcli.rows.layouts.messages import switches_of, tools_of
 from ftcli.rows.layouts.prompted import asked, is_bare
-from ftcli.rows.row import Example, Message, Misfit, Row, data_error, raise_findings
+from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, raise_findings
 
 T = TypeVar("T")
 
@@ -33,13 +34,17 @@ def to_examples(rows: Sequence[Row], requested: str) -> tuple[str, list[Example]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model is asked: a chat or a string; ``reference`` is the known answer, if the row has one."""
+    """What a model is asked: a chat or a string; ``reference`` is the known answer, if the row has one.
+
+    ``tools`` and ``switches`` are those of :class:`ftcli.rows.row.Example`.
+    """
 
     row: Row
     messages: tuple[Message, ...] | None
     text: str | None
     reference: str | None
     tools: tuple[dict[str, Any], ...] | None = None
+    switches: Switches = field(default_factory=dict)
 
 
 def to_prompt(example: Example) -> Prompt:
@@ -52,7 +57,8 @@ def to_prompt(example: Example) -> Prompt:
         last = example.messages[-1]
         if last["role"] != "assistant" or len(example.messages) < 2:
             raise data_error("FT413", "the conversation does not end with an assistant's answer", example.row.origin)
-        return Prompt(example.row, example.messages[:-1], None, str(last["content"]), example.tools)
+        asked_of = example.messages[:-1]
+        return Prompt(example.row, asked_of, None, str(last["content"]), example.tools, example.switches)
     if example.prompt_text is None or example.text is None:
         raise data_error("FT413", "plain text has no answer to compare with", example.row.origin)
     return Prompt(example.row, None, example.prompt_text, example.text.removeprefix(example.prompt_text))
@@ -84,6 +90,6 @@ def _collected(items: Sequence[T], convert: Callable[[T], Prompt]) -> list[Promp
 
 def _bare_prompt(row: Row) -> Prompt:
     try:
-        return Prompt(row, asked(row.fields.get("prompt")), None, None)
+        return Prompt(row, asked(row.fields.get("prompt")), None, None, tools_of(row), switches_of(row))
     except Misfit as misfit:
         raise data_error("FT414", str(misfit), row.origin) from misfit

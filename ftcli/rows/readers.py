@@ -10,17 +10,24 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from ftcli.errors import FtcliError, Origin
+from ftcli.rows.jsontext import parse
 from ftcli.rows.places import DataFile
 from ftcli.rows.row import data_error
 
 #: Rows of a Parquet or Arrow file that are turned into Python objects at a time.
 _BATCH_ROWS = 512
+#: Longest line of JSON Lines in bytes, and of CSV in characters: several books. A compressed file of a megabyte can
+#: hold a line of a gigabyte, and tokenizing took 200 bytes for each byte of it (the byte-level tokenizer, CPU).
+MAX_LINE = 16 * 2**20
+#: Most bytes that a compressed file may unpack to, if it has to be in memory as a whole.
+MAX_UNPACKED = 256 * 2**20
+Line = TypeVar("Line", str, bytes)
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -58,7 +65,7 @@ def _unreadable(file: DataFile, error: object) -> FtcliError:
 
 
 def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(_bounded(lambda: stream.readline(MAX_LINE + 1), file), 1):
         if number == 1:
             if line.startswith(_BYTE_ORDER_MARKS):
                 raise _unreadable(file, "it is UTF-16; save it as UTF-8")
@@ -67,9 +74,36 @@ def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
             yield number, _parsed(line)
 
 
+def _bounded(read: Callable[[], Line], file: DataFile) -> Iterator[Line]:
+    """The lines that ``read`` gives, up to an empty one. Raises FtcliError FT403 for one that is too long."""
+    while line := read():
+        if len(line) > MAX_LINE:
+            raise _unreadable(file, f"it has a line of more than {MAX_LINE >> 20} MiB")
+        yield line
+
+
+def _whole(stream: IO[bytes], file: DataFile) -> bytes:
+    """All of a file. Raises FtcliError FT403 for a compressed one that unpacks to more than :data:`MAX_UNPACKED`."""
+    content = stream.read(MAX_UNPACKED + 1) if file.compressed else stream.read()
+    if file.compressed and len(content) > MAX_UNPACKED:
+        raise _unreadable(file, f"it unpacks to more than {MAX_UNPACKED >> 20} MiB; unpack it, or use .jsonl.gz")
+    return content
+
+
+def unpacks_beyond(file: DataFile, limit: int) -> bool:
+    """Whether a compressed file holds more than ``limit`` bytes. Raises OSError, EOFError or zlib.error if broken."""
+    with gzip.open(file.path) as stream:
+        while limit >= 0:
+            read = len(stream.read(2**20))
+            if not read:
+                return False
+            limit -= read
+    return True
+
+
 def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8").rstrip("\r\n"))
+        return parse(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return Broken(f"not UTF-8: {error.reason} at byte {error.start + 1} of the line")
     except (ValueError, RecursionError) as error:
@@ -78,11 +112,11 @@ def _parsed(line: bytes) -> Any:
 
 def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     try:
-        values = json.loads(stream.read().decode("utf-8-sig"))
+        values = parse(_whole(stream, file).decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         yield error.lineno, Broken(f"not JSON: {error}; a file with one object per line must be named .jsonl")
         return
-    except RecursionError as error:
+    except (ValueError, RecursionError) as error:
         raise _unreadable(file, error) from error
     if not isinstance(values, list):
         yield 1, Broken(f"a .json file must hold a list of rows, this is {kind_of(values)}")
@@ -93,10 +127,11 @@ def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
 def _table(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     """Rows of CSV under a header; the number is the line in which the row begins. All values are text."""
     # The csv module's own limit of 128 KiB a field is a setting of the whole process; long documents are normal here.
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_LINE)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    lines = _bounded(lambda: text.readline(MAX_LINE + 1), file)
     try:
-        yield from _records(csv.reader(text, delimiter="\t" if file.kind == ".tsv" else ",", strict=True), file)
+        yield from _records(csv.reader(lines, delimiter="\t" if file.kind == ".tsv" else ",", strict=True), file)
     finally:
         text.detach()  # the stream is closed by who opened it
 
@@ -124,7 +159,7 @@ def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
 
     number = 0
     try:
-        source = pa.BufferReader(stream.read()) if file.compressed else pa.memory_map(str(file.path))
+        source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
             batches = pq.ParquetFile(source).iter_batches(_BATCH_ROWS) if file.kind == ".parquet" else _ipc(source)
             for batch in batches:

@@ -32,7 +32,25 @@ class Row:
         return Origin(self.source, self.number)
 
 
+def text_size(value: Any) -> int:
+    """About how many characters a row's value holds, however deeply; everything else than text counts as eight."""
+    size, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list) and item and not isinstance(item[0], int | float):
+            waiting += item
+        else:
+            size += 8 * len(item) if isinstance(item, list) else 8
+    return size
+
+
 Message = dict[str, Any]
+#: Values for a chat template's own switches, by name.
+Switches = Mapping[str, bool | int | float | str]
 #: Half-open character ranges of a text.
 Ranges = tuple[tuple[int, int], ...]
 
@@ -44,6 +62,7 @@ class Example:
     Attributes:
         prompt_text: The leading part of ``text`` that is a prompt; None for text that is all one piece.
         tools: The functions that a chat may call, as JSON schemas.
+        switches: The row's own values for switches of the chat template, over those of the recipe.
         completion_from: The message with which the completion of a chat begins; None: its last one.
         untrained: For each message that the row marks: the ranges of its content without loss, None for all of it.
     """
@@ -57,6 +76,7 @@ class Example:
     untrained: Mapping[int, Ranges | None] = field(default_factory=dict)
     input_ids: tuple[int, ...] | None = None
     labels: tuple[int, ...] | None = None
+    switches: Switches = field(default_factory=dict)
 
 
 class Misfit(Exception):

@@ -5,6 +5,7 @@ Rows are read and understood by the code that training uses (`ftcli.rows`); only
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -15,13 +16,16 @@ from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub
+from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
-from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row
+from ftcli.rows.row import NO_ROWS_HELP, Misfit, Row, text_size
 from ftcli.tables import code_of, layouts
 
 SAMPLE_ROWS = 64
-#: Larger .json files are not parsed just to see their first rows; nor are compressed ones that may be larger.
+#: Larger .json files are not parsed just to see their first rows; nor are other files that have to be unpacked for it.
 MAX_DOCUMENT = 64 * 2**20
+#: No further rows are looked at once the first ones hold so many characters.
+MAX_CHARACTERS = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +80,21 @@ def _unread(source: DatasetConfig, *, offline: bool) -> str | None:
     if is_hub(source):
         return "no network may be used" if offline else None
     try:
-        large = [file.name for file in files_of(source) if file.kind == ".json" and _size(file) > MAX_DOCUMENT]
-    except (FtcliError, OSError):
+        large = [file for file in files_of(source) if _is_large_document(file)]
+    except (FtcliError, OSError, EOFError, zlib.error):
         return None  # said by the reading
-    return f"{large[0]} is a .json file over {MAX_DOCUMENT >> 20} MiB; use .jsonl" if large else None
+    if not large:
+        return None
+    file = large[0]
+    advice = "; use .jsonl" if file.kind == ".json" else ""
+    return f"{file.name} is a {file.kind} file over {MAX_DOCUMENT >> 20} MiB{' unpacked' * file.compressed}{advice}"
 
 
-def _size(file: DataFile) -> int:
-    return file.path.stat().st_size * (8 if file.compressed else 1)
+def _is_large_document(file: DataFile) -> bool:
+    """Whether the file has to be read as a whole, and is too large for a look at its first rows."""
+    if file.compressed and file.kind in (".json", ".parquet", ".arrow"):
+        return unpacks_beyond(file, MAX_DOCUMENT)
+    return file.kind == ".json" and file.path.stat().st_size > MAX_DOCUMENT
 
 
 def _placed(context: Context, path: str, finding: Finding) -> Finding:
@@ -109,7 +120,7 @@ def _source_findings(
     limit = min(SAMPLE_ROWS, source.max_rows or SAMPLE_ROWS)
     # A look at the first rows of a Hub data set must not download all of it.
     looked_at = source.model_copy(update={"max_rows": limit, "streaming": is_hub(source)})
-    items = list(iterate(looked_at, offline=offline))
+    items = list(_first(iterate(looked_at, offline=offline)))
     broken = [item for item in items if isinstance(item, Finding)]
     rows = [item for item in items if isinstance(item, Row)]
     if not items:
@@ -120,6 +131,16 @@ def _source_findings(
         yield from _meaning(context, facts, first)
     severity: Severity = "warning" if context.recipe.data.max_bad_rows > 0 else "error"
     yield from (replace(finding, severity=severity) for finding in broken)
+
+
+def _first(items: Iterator[Row | Finding]) -> Iterator[Row | Finding]:
+    """Up to those whose text is :data:`MAX_CHARACTERS` long together."""
+    held = 0
+    for item in items:
+        yield item
+        held += text_size(item.fields) if isinstance(item, Row) else 0
+        if held >= MAX_CHARACTERS:
+            return
 
 
 def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows, list[Finding]]:

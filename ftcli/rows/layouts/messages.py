@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ftcli.config.data import ARGUMENTS_OF_RENDERING
+from ftcli.rows.jsontext import parse
 from ftcli.rows.layouts.marks import marks_of
-from ftcli.rows.row import Example, Message, Misfit, Ranges, Row
+from ftcli.rows.row import Example, Message, Misfit, Ranges, Row, Switches
 
 #: Keys of a message that hold an assistant's reasoning.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -34,7 +35,7 @@ def conversation(
     completion_from: int | None = None,
     untrained: Mapping[int, Ranges | None] | None = None,
 ) -> Example:
-    """The row as a chat of ``messages``, with the functions of its column `tools`.
+    """The row as a chat of ``messages``, with the functions and the template's switches of its other columns.
 
     Args:
         completion_from: The message with which the completion begins; None: the last one.
@@ -47,9 +48,13 @@ def conversation(
         raise Misfit(f"the row has {media!r}, which is not supported: only text is trained")
     if not any(message["role"] == "assistant" for message in messages):
         raise Misfit("the conversation has no assistant turn, so there is nothing to train on")
-    tools = _tools(row.fields.get("tools"))
     return Example(
-        row, messages=tuple(messages), tools=tools, completion_from=completion_from, untrained=untrained or {}
+        row,
+        messages=tuple(messages),
+        tools=tools_of(row),
+        completion_from=completion_from,
+        untrained=untrained or {},
+        switches=switches_of(row),
     )
 
 
@@ -62,7 +67,7 @@ def list_of(value: Any) -> list[Any]:
     """The turns of a conversation: a list that is not empty, or the JSON text of one. Raises Misfit."""
     if isinstance(value, str) and value.lstrip().startswith("["):  # CSV and many Parquet files hold JSON as text
         try:
-            value = json.loads(value)
+            value = parse(value)
         except (ValueError, RecursionError) as error:
             raise Misfit(f"the conversation is text that is no JSON: {error}") from error
     if not isinstance(value, list) or not value:
@@ -117,7 +122,7 @@ def call_of(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = parse(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise Misfit(f"message {number}: the arguments of {function['name']} are no JSON: {error}") from error
     if not isinstance(arguments, dict):
@@ -126,17 +131,46 @@ def call_of(call: Any, number: int) -> dict[str, Any]:
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise Misfit(f"column 'tools' is text that is no JSON: {error}") from error
+def tools_of(row: Row) -> tuple[dict[str, Any], ...] | None:
+    """What a row's chat may call: its column `tools`, or `functions`, as it was called before. Raises Misfit."""
+    found = {name: _tools(row, name) for name in ("tools", "functions")}
+    given = {name: tools for name, tools in found.items() if tools is not None}
+    if len(given) == 2 and given["tools"] != given["functions"]:
+        raise Misfit("the columns 'tools' and 'functions' differ, and only one of them can be shown to the model")
+    return next(iter(given.values()), None)
+
+
+def _tools(row: Row, name: str) -> tuple[dict[str, Any], ...] | None:
+    value = _from_text(row, name)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise Misfit("column 'tools' must be a list of JSON schemas")
+        raise Misfit(f"column {name!r} must be a list of JSON schemas")
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
     if not all(isinstance(tool["function"], dict) and tool["function"].get("name") for tool in tools):
-        raise Misfit("column 'tools' holds a function without a name")
+        raise Misfit(f"column {name!r} holds a function without a name")
     return tuple(tools)
+
+
+def switches_of(row: Row) -> Switches:
+    """A row's own values for switches of the chat template: its column `chat_template_kwargs`. Raises Misfit."""
+    value = _from_text(row, "chat_template_kwargs")
+    if not value:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(v, bool | int | float | str) for v in value.values()):
+        raise Misfit("column 'chat_template_kwargs' must map names of switches to booleans, numbers or texts")
+    taken = sorted(ARGUMENTS_OF_RENDERING & set(value))
+    if taken:
+        raise Misfit(f"column 'chat_template_kwargs' sets {taken[0]!r}, which is no switch of a template")
+    return value
+
+
+def _from_text(row: Row, name: str) -> Any:
+    """The column's value, which tables hold as JSON text."""
+    value = row.fields.get(name)
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return parse(value)
+    except (ValueError, RecursionError) as error:
+        raise Misfit(f"column {name!r} is text that is no JSON: {error}") from error

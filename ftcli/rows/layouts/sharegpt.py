@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from ftcli.rows.jsontext import parse
 from ftcli.rows.layouts.marks import marks_of
 from ftcli.rows.layouts.messages import REASONING_KEYS, call_of, conversation, list_of, refuse_unsupported
 from ftcli.rows.layouts.plain import text_of
@@ -50,7 +49,7 @@ def understand(row: Row) -> Example:
 def _called(text: str, number: int) -> Message:
     """A turn of JSON: one call, or several."""
     try:
-        calls = json.loads(text)
+        calls = parse(text)
     except (ValueError, RecursionError) as error:
         raise Misfit(f"message {number} is a function call and no JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ftcli.labels import IGNORE_INDEX
+from ftcli.rows.jsontext import parse
 from ftcli.rows.row import Example, Misfit, Row
 
 
@@ -54,7 +54,7 @@ def _ints(row: Row, name: str) -> list[int]:
     value: Any = row.fields[name]
     if isinstance(value, str):  # CSV
         try:
-            value = json.loads(value)
+            value = parse(value)
         except (ValueError, RecursionError) as error:
             raise Misfit(f"{name!r} is text that is no JSON: {error}") from error
     if not isinstance(value, list) or not all(type(item) is int for item in value):
