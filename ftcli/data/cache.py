@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class TokenCache:
         self._folder = folder / "tokens" if folder is not None else None
 
     def find(self, key: str | None) -> TokenStore | None:
-        """The entry, or None when it is absent or damaged."""
+        """The entry, or None when it is absent or damaged: every byte of it is compared."""
         if self._folder is None or key is None:
             return None
         path = self._folder / key
@@ -106,7 +106,7 @@ class TokenCache:
             return None
         try:
             return TokenStore(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             self._warn(f"the tokenized data in {path} is damaged and made anew ({error})")
             shutil.rmtree(path, ignore_errors=True)
             return None
@@ -142,9 +142,11 @@ class TokenCache:
     def _keep(staged: Path, path: Path) -> TokenStore:
         try:
             staged.rename(path)
-        except OSError:
-            if not path.is_dir():  # else another run was faster, and wrote the same
-                raise
+        except OSError as error:
+            try:
+                return TokenStore(path)  # another run was faster, and wrote the same
+            except (OSError, ValueError):
+                raise error from None
         return TokenStore(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, overload
@@ -17,6 +17,7 @@ from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
 _META = "meta.json"
+_CHECKSUM = "checksum"
 #: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
 _INDEX_COLUMNS = 4
 
@@ -87,11 +88,13 @@ class TokenWriter:
             self._files[name].write(np.ascontiguousarray(array).tobytes())
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Closes the files and writes what is known about them, ``facts`` included."""
+        """Closes the files and writes what is known about them, ``facts`` and a checksum of everything included."""
         self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
         meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts}
-        (self._folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+        content = _digest(_arrays(self._folder))
+        whole = {**meta, _CHECKSUM: _checksum(meta, content)}
+        (self._folder / _META).write_text(json.dumps(whole), encoding="utf-8")
 
     def close(self) -> None:
         """Closes the files; more than once is fine."""
@@ -99,27 +102,28 @@ class TokenWriter:
             file.close()
 
 
-_FILES = {"ids": np.int32, "spans": np.int32, "index": np.int64}
+_FILES: dict[str, type[np.generic]] = {"ids": np.int32, "spans": np.int32, "index": np.int64}
 
 
 class TokenStore:
     """One source's rows, read from the files of a :class:`TokenWriter` without loading them.
 
-    Raises ValueError or OSError when the files are incomplete.
+    The files are read once when they are opened, at the speed of the disk, and compared with their checksum.
+
+    Raises ValueError or OSError when they are not what was written.
     """
 
     def __init__(self, folder: Path) -> None:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        self.facts: dict[str, Any] = meta["facts"]
-        self._names: list[str] = meta["names"]
+        meta = _read_meta(folder / _META)
         for name in _FILES:
             if (folder / f"{name}.bin").stat().st_size != meta["sizes"][name]:
-                raise ValueError(f"{folder / name}.bin is not complete")
-        self._ids = _mapped(folder / "ids.bin", np.int32)
-        self._spans = _mapped(folder / "spans.bin", np.int32).reshape(-1, 2)
-        self._index: Ints = np.asarray(_mapped(folder / "index.bin", np.int64).reshape(-1, _INDEX_COLUMNS))
-        if len(self._index) != meta["rows"]:
-            raise ValueError(f"{folder} is not complete")
+                raise ValueError(f"{name}.bin is not complete")
+        self._ids, self._spans, self._index = arrays = _arrays(folder)
+        self._digest = _digest(arrays)
+        if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
+            raise ValueError("its content is not what was written")
+        self.facts: dict[str, Any] = meta["facts"]
+        self._names: list[str] = meta["names"]
 
     def __len__(self) -> int:
         return len(self._index)
@@ -136,12 +140,8 @@ class TokenStore:
         return np.diff(running[self._index[:, 1]], prepend=0)
 
     def digest(self) -> bytes:
-        """SHA-256 over ids, supervised positions and row numbers, at the speed of the disk."""
-        digest = hashlib.sha256()
-        for array in (self._ids, self._spans, self._index):
-            digest.update(len(array).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(array).data if array.size else b"")
-        return digest.digest()
+        """SHA-256 over ids, supervised positions and row numbers, as they were when the files were opened."""
+        return self._digest
 
     def row(self, index: int) -> Tokens:
         """Row ``index``, counted from 0."""
@@ -152,6 +152,37 @@ class TokenStore:
         for a, b in self._spans[int(starts[1]) : span_end].tolist():
             labels[a:b] = ids[a:b]
         return Tokens(Row(self._names[name], number, {}), ids, labels)
+
+
+def _arrays(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
+    """Ids, spans and index. Raises ValueError when the sizes of the files cannot be those of such arrays."""
+    ids, spans, index = (_mapped(folder / f"{name}.bin", dtype) for name, dtype in _FILES.items())
+    return ids, spans.reshape(-1, 2), np.asarray(index.reshape(-1, _INDEX_COLUMNS))
+
+
+def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(array).data if array.size else b"")
+    return digest.digest()
+
+
+def _checksum(meta: Mapping[str, Any], content: bytes) -> str:
+    """SHA-256, in hexadecimal, of what is known about the arrays and of their digest."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode() + content).hexdigest()
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    """What a writer has written. Raises OSError, or ValueError for anything else."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
+    sizes = meta.get("sizes") if isinstance(meta, dict) else None
+    if not isinstance(sizes, dict) or set(sizes) != set(_FILES) or not {_CHECKSUM, "facts", "names"} <= set(meta):
+        raise ValueError(f"{path.name} is not what was written")
+    return meta  # type: ignore[no-any-return]
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:

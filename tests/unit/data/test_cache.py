@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,23 +77,69 @@ def test_another_tokenizer_is_another_entry(
     assert len(found.sequences[0].input_ids) < len(prepared(TEXTS, cache_dir=cache).sequences[0].input_ids)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no json"])
+DAMAGES = {
+    "cut": lambda entry: (entry / "ids.bin").write_bytes((entry / "ids.bin").read_bytes()[:-4]),
+    "zeroed": lambda entry: (entry / "ids.bin").write_bytes(bytes((entry / "ids.bin").stat().st_size)),
+    "one bit": lambda entry: flip(entry / "spans.bin"),
+    "index": lambda entry: flip(entry / "index.bin"),
+    "gone": lambda entry: (entry / "spans.bin").unlink(),
+    "no json": lambda entry: (entry / "meta.json").write_text("{"),
+    "no map": lambda entry: (entry / "meta.json").write_text("[1]"),
+    "empty map": lambda entry: (entry / "meta.json").write_text("{}"),
+    "deep": lambda entry: (entry / "meta.json").write_text("[" * 100_000),
+    "no text": lambda entry: (entry / "meta.json").write_bytes(bytes(range(128, 256))),
+    "counts": lambda entry: replace(entry / "meta.json", '"supervised_tokens": ', '"supervised_tokens": 1'),
+    "sizes": lambda entry: replace(entry / "meta.json", '"sizes": {', '"sizes": {"more": 1, '),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_made_anew_and_said(prepared: Prepare, tmp_path: Path, damage: str) -> None:
     cache = tmp_path / "cache"
     expected = list(prepared(TEXTS, cache_dir=cache).sequences)  # read now: cutting a mapped file changes it
     (entry,) = (cache / "tokens").iterdir()
-    if damage == "cut":
-        (entry / "ids.bin").write_bytes((entry / "ids.bin").read_bytes()[:-4])
-    elif damage == "gone":
-        (entry / "spans.bin").unlink()
-    else:
-        (entry / "meta.json").write_text("{")
+    DAMAGES[damage](entry)
     told = Told()
     second = prepared(TEXTS, cache_dir=cache, reporter=told)
     assert second.from_cache == (False,)
     assert list(second.sequences) == expected
     assert "damaged" in told.warnings[0]
     assert prepared(TEXTS, cache_dir=cache).from_cache == (True,)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may delete anything")
+def test_a_damaged_entry_that_cannot_be_deleted_is_not_used(prepared: Prepare, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = list(prepared(TEXTS, cache_dir=cache).sequences)
+    (entry,) = (cache / "tokens").iterdir()
+    flip(entry / "ids.bin")
+    entry.chmod(0o500)
+    found = prepared(TEXTS, cache_dir=cache, reporter=Told())
+    entry.chmod(0o700)
+    assert list(found.sequences) == expected
+
+
+def test_a_damaged_entry_that_stays_is_not_used(
+    prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    expected = list(prepared(TEXTS, cache_dir=cache).sequences)
+    (entry,) = (cache / "tokens").iterdir()
+    flip(entry / "ids.bin")
+    monkeypatch.setattr("ftcli.data.cache.shutil.rmtree", lambda *_, **__: None)
+    assert list(prepared(TEXTS, cache_dir=cache, reporter=Told()).sequences) == expected
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(prepared: Prepare, tmp_path: Path) -> None:
