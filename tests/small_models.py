@@ -167,6 +167,11 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"mm_tokens_per_image": 4, "image_token_index": 259, "boi_token_index": 260, "eoi_token_index": 261},
     ),
     "mistral3": ({**_HEADS, "model_type": "mistral"}, {**_VISION, "model_type": "pixtral", "head_dim": 8}, {}),
+    "qwen2_vl": (
+        {"rope_parameters": _MROPE},
+        {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2},
+        {"image_token_id": 259, "video_token_id": 260},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, {**_QWEN_VISION}, {"image_token_id": 259, "video_token_id": 260}),
     "qwen3_vl": (
         {**_HEADS, "rope_parameters": _MROPE},
@@ -175,6 +180,16 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_5": (
         {**_HEADS, **_DELTA, "num_hidden_layers": 4},
+        {**_QWEN_VISION, "num_position_embeddings": 16},
+        {"image_token_id": 259, "video_token_id": 260},
+    ),
+    "qwen3_vl_moe": (
+        {**_HEADS, **_EXPERTS, "rope_parameters": _MROPE},
+        {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        {"image_token_id": 259, "video_token_id": 260},
+    ),
+    "qwen3_5_moe": (
+        {**_HEADS, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 4},
         {**_QWEN_VISION, "num_position_embeddings": 16},
         {"image_token_id": 259, "video_token_id": 260},
     ),

@@ -40,9 +40,10 @@ def page(packs: Mapping[str, bool]) -> str:
     """
     rows = []
     for name, apart in packs.items():
-        family = family_of(name)
+        row = MULTIMODAL.get(name)
+        family = family_of(name if row is None else row.text)
         kernels = family.kernels if family is not None else "none"
-        trained = f"on text; {MULTIMODAL[name]} kept" if name in MULTIMODAL else "whole"
+        trained = "whole" if row is None else f"on text; {row.senses} kept"
         rows.append(f"| `{name}` | {kernels} | {'yes' if apart else 'no'} | {trained} |")
     return _HEAD + "\n".join(rows) + "\n"
 

@@ -177,7 +177,7 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if work == "export":
         return LayerChoice("transformers", "nothing is trained or evaluated")
     kernels, cuda = recipe.model.kernels, device.kind == "cuda"
-    choice = choose_layers(facts.model_type, facts.activation, kernels, device=device.name, cuda=cuda)
+    choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, cuda=cuda)
     if work == "eval" or (choice.code == "transformers" and not choice.parts):
         return choice
     if not method.on_kernels:

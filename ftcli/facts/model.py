@@ -21,11 +21,12 @@ from ftcli.facts.config_file import (
     preflight_error,
     read_json,
 )
+from ftcli.facts.language import has_other_parts, multimodal_of, text_values
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import Weights, inspect_weights
 from ftcli.paths import expanded
-from ftcli.tables.families import MULTIMODAL, Family, family_of, senses_of
+from ftcli.tables.families import MULTIMODAL, Family, family_of
 
 if TYPE_CHECKING:
     from ftcli.config.origins import Origins
@@ -53,7 +54,8 @@ class RopeScaling:
 class ModelFacts:
     """A model as its config.json describes it.
 
-    ``raw`` is the file's content. ``shape`` is None for a family that ftcli has no arithmetic for.
+    ``raw`` is the file's content; ``language`` is what it says of the language model, and ``text_type`` that one's
+    ``model_type``, which is another in multimodal models. ``shape`` is None for a family without arithmetic.
     ``max_positions`` is what the model can attend to in tokens, rope scaling counted in (None: the config does not
     say). ``eos_token_ids`` are those of config.json and of the generation_config.json beside it. ``tokenizer`` and
     ``weights`` are None where their files are not on this machine, so nothing was looked at.
@@ -64,6 +66,8 @@ class ModelFacts:
     folder: Path
     raw: dict[str, Any]
     model_type: str
+    text_type: str
+    language: dict[str, Any]
     shape: ModelShape | None
     max_positions: int | None
     sliding_window: int | None
@@ -86,7 +90,7 @@ class ModelFacts:
     @property
     def family(self) -> Family | None:
         """The family's row; None where there is none."""
-        return family_of(self.model_type)
+        return family_of(self.text_type)
 
     @property
     def is_local(self) -> bool:
@@ -96,23 +100,24 @@ class ModelFacts:
     @property
     def why_no_shape(self) -> str:
         """Why sizes cannot be computed, as one clause, for a model whose ``shape`` is None."""
-        return f"ftcli does not know how a model_type {self.model_type} is built"
+        return f"ftcli does not know how a model_type {self.text_type} is built"
 
     @property
     def senses(self) -> str | None:
         """What a multimodal checkpoint's frozen parts are for, such as ``vision``; None for a model of text."""
-        return senses_of(self.model_type) if isinstance(self.raw.get("text_config"), dict) else None
+        row = multimodal_of(self.raw)
+        return None if row is None else row.senses
 
     @property
     def activation(self) -> str | None:
         """transformers' name of the MLP's activation; None where neither config nor family says."""
-        return activation_of(self.raw, self.family)
+        return activation_of(self.language, self.family)
 
     def windowed_layers(self, num_layers: int) -> int:
         """How many of the first ``num_layers`` layers have the sliding window, if the model has one."""
         if self.sliding_window is None:
             return 0
-        types = self.raw.get("layer_types")
+        types = self.language.get("layer_types")
         if isinstance(types, list):
             return sum(kind == "sliding_attention" for kind in types[:num_layers])
         every = self.family.full_attention_every if self.family is not None else None
@@ -136,14 +141,16 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
     raw = found.values
     model_type = _supported_type(raw, model.name_or_path, origin)
     shape = _shape(raw, found, origin)
-    family = family_of(model_type) or Family()
     text = text_values(raw)
+    family = family_of(str(text["model_type"])) or Family()
     return ModelFacts(
         name=model.name_or_path,
         source=found.kind,
         folder=found.folder,
         raw=raw,
         model_type=model_type,
+        text_type=str(text["model_type"]),
+        language=text,
         shape=shape,
         max_positions=_max_positions(text),
         sliding_window=_sliding_window(text),
@@ -158,12 +165,6 @@ def facts_of(found: ConfigSource, model: ModelConfig, origins: Origins) -> Model
         tokenizer=_tokenizer(model, found, origins),
         weights=inspect_weights(found.folder) if found.is_local else None,
     )
-
-
-def text_values(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the language model: a multimodal one's own values, and what stands beside them."""
-    inner = raw.get("text_config")
-    return {**raw, **{k: v for k, v in inner.items() if v is not None}} if isinstance(inner, dict) else dict(raw)
 
 
 def _generation_stops(folder: Path, origin: Origin | None) -> list[int]:
@@ -183,8 +184,7 @@ def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) ->
     architectures = raw.get("architectures")
     names = [str(a) for a in architectures] if isinstance(architectures, list) else []
     causal = not names or any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)
-    multimodal = isinstance(raw.get("text_config"), dict)
-    trained = senses_of(model_type) is not None if multimodal else causal
+    trained = multimodal_of(raw) is not None if has_other_parts(raw) else causal
     if raw.get("is_encoder_decoder") or not trained:
         what = names[0] if names else model_type
         raise preflight_error(

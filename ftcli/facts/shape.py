@@ -6,13 +6,11 @@ transformers builds on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from ftcli.facts.language import Config, text_values
+from ftcli.facts.towers import other_parameters
 from ftcli.tables.families import Family, family_of
-
-Config = Mapping[str, Any]
 
 #: Linear layers of a decoder layer that read the same input, by their paths in the layer. ftcli's kernels multiply by
 #: the weights of a group at once.
@@ -46,7 +44,11 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything about a model's size that memory depends on. Counts are elements, not bytes."""
+    """Everything about a model's size that memory depends on. Counts are elements, not bytes.
+
+    All of it is about the language model; ``other_parameters`` are those of a multimodal model's other parts, which are
+    held and not trained.
+    """
 
     family: Family
     hidden_size: int
@@ -58,6 +60,7 @@ class ModelShape:
     vocab_size: int
     tied: bool
     linears: tuple[Linear, ...]
+    other_parameters: int = 0
 
     @property
     def q_width(self) -> int:
@@ -90,9 +93,14 @@ class ModelShape:
         return self.num_layers * layer + self.hidden_size
 
     @property
+    def language_parameters(self) -> int:
+        """Elements of the language model, each counted once."""
+        return self.linear_parameters + self.embedding_parameters + self.norm_parameters
+
+    @property
     def parameters(self) -> int:
         """All elements, each counted once."""
-        return self.linear_parameters + self.embedding_parameters + self.norm_parameters
+        return self.language_parameters + self.other_parameters
 
     def adapted(self, target_modules: str | tuple[str, ...]) -> tuple[Linear, ...]:
         """The layer's linears that PEFT would adapt: all, or those whose name is or ends in a target."""
@@ -109,12 +117,17 @@ def _matches(name: str, target: str) -> bool:
 def shape_of(config: Config) -> ModelShape | None:
     """The shape of the model that ``config`` describes; None for a family that ftcli does not know.
 
+    Args:
+        config: The content of config.json.
+
     Raises:
         KeyError: A key that transformers has no usable default for is missing; its args hold the name.
         ValueError: A value is not a positive whole number, or the heads do not divide.
     """
+    others = other_parameters(config)
+    config = text_values(config)
     family = family_of(str(config.get("model_type")))
-    if family is None:
+    if family is None or others is None:
         return None
     hidden = _whole(config, "hidden_size")
     intermediate = _whole(config, "intermediate_size")
@@ -137,6 +150,7 @@ def shape_of(config: Config) -> ModelShape | None:
         vocab_size=_whole(config, "vocab_size"),
         tied=family.tied if tied is None else bool(tied),
         linears=_linears(config, family, hidden, intermediate, heads * head_dim, kv_heads * head_dim),
+        other_parameters=others,
     )
 
 

@@ -18,11 +18,11 @@ class Trained:
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
-    """What the recipe trains: all parameters, or adapters and ``modules_to_save``."""
+    """What the recipe trains: all parameters of the language model, or adapters and ``modules_to_save``."""
     if recipe.lora is None:
         layer = [(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
         tables = [(shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2)]
-        return Trained(shape.parameters, tuple(layer + tables))
+        return Trained(shape.language_parameters, tuple(layer + tables))
     rank, layers = recipe.lora.r, shape.num_layers
     matrices: list[tuple[int, int, int]] = []
     for linear in shape.adapted(recipe.lora.target_modules):

@@ -23,7 +23,7 @@ from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model import attention
 from ftcli.model.adapted import why_not_fused
-from ftcli.model.backbone import backbone_of, base_of, decoder_layers
+from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
 from ftcli.model.quantized import QuantizedLinear, check_weights
 from ftcli.tables.families import Family, family_of
@@ -101,7 +101,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
 
 
 def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
-    config = base.config  # not its text_config: a model with other towers has its layers elsewhere
+    config = base.config.get_text_config()
     device = next(base.parameters()).device
     activation = activation_of(config.to_dict(), family_of(config.model_type))
     return choose_layers(config.model_type, activation, kernels, device=str(device), cuda=device.type == "cuda")
@@ -112,7 +112,7 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
     family = family_of(config.model_type)
     assert family is not None  # the layers were chosen by it
     assert choice.activation is not None
-    backbone: Any = backbone_of(base)
+    backbone: Any = base.get_decoder()
     for index, layer in enumerate(decoder_layers(base)):
         name = f"layers.{index}"
         if choice.parts:
@@ -200,9 +200,15 @@ def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendNam
 
 def _use_attention(base: PreTrainedModel, done: Patch) -> None:
     attention.register()
-    before = base.config._attn_implementation
-    base.set_attn_implementation(attention.NAME)
-    done._restore.append(lambda: base.set_attn_implementation(before))
+    text = base.config.get_text_config()
+    before = text._attn_implementation
+
+    def put(name: str) -> None:
+        # Towers of other kinds keep theirs: ours takes attention without a mask for causal.
+        base.set_attn_implementation(name if text is base.config else {"text_config": name})
+
+    put(attention.NAME)
+    done._restore.append(lambda: put(before))
 
 
 def _required(off: list[LayerKernel]) -> FtcliError:

@@ -38,7 +38,7 @@ class DiskEstimate:
 def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) -> DiskEstimate:
     """What training writes. Adapters, and all parameters under full fine-tuning, are saved in float32."""
     trained = trained_parameters(recipe, shape)
-    weights = 4 * trained.elements
+    weights = 4 * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
     every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
     periodic = every is not None and (steps is None or every <= steps)

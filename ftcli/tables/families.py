@@ -34,6 +34,7 @@ class Family:
         full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
             everything. None: every layer has the window.
         window_on_config: transformers' attention modules do not hold their window; it is read from the config.
+        defaults: What transformers takes for values that released config.json files leave out.
     """
 
     block: Literal["pre", "sandwich"] = "pre"
@@ -51,6 +52,7 @@ class Family:
     final_softcap: float | None = None
     full_attention_every: int | None = None
     window_on_config: bool = False
+    defaults: tuple[tuple[str, int], ...] = ()
 
     @property
     def norms(self) -> int:
@@ -94,7 +96,20 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             head_dim=256,
             activation=_GEMMA,
             full_attention_every=6,
+            defaults=(
+                ("vocab_size", 262_208),
+                ("num_attention_heads", 8),
+                ("num_key_value_heads", 4),
+                ("max_position_embeddings", 131_072),
+                ("sliding_window", 4096),
+            ),
         ),
+        # The language models of multimodal checkpoints.
+        "qwen2_vl_text": Family(bias="qkv"),
+        "qwen2_5_vl_text": Family(bias="qkv"),
+        "qwen3_vl_text": Family(bias="config", head_norm=True, head_dim=128),
+        # Queries are scaled by their position.
+        "ministral3": Family(kernels="none", head_dim=128, window_on_config=True),
         # One weight and one adapter for q, k and v, and one for gate and up: not the shapes of the fused functions.
         "phi3": Family(joined=True, kernels="parts"),
         "bitnet": Family(sub_norms=True, kernels="none", bias="config", activation="relu2"),
@@ -107,23 +122,33 @@ def family_of(model_type: str) -> Family | None:
     return TABLE.get(model_type)
 
 
-#: Checkpoints that take more than text and are trained on text, through the class that has all their parts: what the
-#: other parts are for. The language model is trained, everything else is frozen and exported as it is.
-MULTIMODAL: Mapping[str, str] = MappingProxyType(
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """A checkpoint that takes more than text and is trained on text, through the class that has all its parts.
+
+    The language model is trained; everything else is frozen and exported as it is.
+
+    Attributes:
+        senses: What the other parts are for.
+        text: The language model's ``model_type`` where config.json does not say.
+        tied: Whether embedding and head are one matrix where config.json does not say.
+    """
+
+    senses: str
+    text: str
+    tied: bool = False
+
+
+MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
     {
-        "gemma3": "vision",
-        "gemma4": "vision and audio",
-        "mistral3": "vision",
-        "qwen2_vl": "vision",
-        "qwen2_5_vl": "vision",
-        "qwen3_vl": "vision",
-        "qwen3_vl_moe": "vision",
-        "qwen3_5": "vision",
-        "qwen3_5_moe": "vision",
+        "gemma3": Multimodal("vision", "gemma3_text", tied=True),
+        "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
+        "mistral3": Multimodal("vision", "mistral", tied=True),
+        "qwen2_vl": Multimodal("vision", "qwen2_vl_text"),
+        "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text"),
+        "qwen3_vl": Multimodal("vision", "qwen3_vl_text"),
+        "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
+        "qwen3_5": Multimodal("vision", "qwen3_5_text"),
+        "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),
     }
 )
-
-
-def senses_of(model_type: str) -> str | None:
-    """What the frozen parts of a multimodal checkpoint are for; None for a model of text and for unknown ones."""
-    return MULTIMODAL.get(model_type)

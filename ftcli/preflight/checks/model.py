@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
-from ftcli.facts.model import ModelFacts, text_values
+from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.checks.context import Context, Findings, NotMade
@@ -24,7 +24,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
             "model.name_or_path",
             f"{facts.name} is trained on text: its language model alone; {facts.senses}: kept, not trained",
         )
-    if context.work == "train" and not context.from_prompts and text_values(facts.raw).get("output_router_logits"):
+    if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
         yield context.warning(
             "FT318",
             "model.name_or_path",

@@ -13,13 +13,16 @@ from ftkernels.rows import as_rows
 from torch import nn
 from triton.runtime.errors import OutOfResources
 
+from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, forward_loss
 from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
+from tests.small_models import build
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -59,6 +62,27 @@ def adapted(name: str, **lora: Any) -> peft.PeftModel:
         if "lora_B" in parameter_name:
             parameter.data.normal_(std=0.1)
     return model
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -> None:
+    base = build(name)
+    model, _ = apply_lora(base, LoraConfig(r=4), PLAN, seed=0)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            parameter.data.normal_(std=0.1)
+    loss, gradients = run(model)
+    tower = base.config.vision_config._attn_implementation
+    applied = patch(model, "reference")
+    assert [entry.layer for entry in applied.table if entry.on] == ["layers.0", "layers.1", "norm"]
+    assert base.config.vision_config._attn_implementation == tower
+    patched_loss, patched = run(model)
+    assert patched_loss == pytest.approx(loss, rel=1e-5)
+    assert set(patched) == set(gradients)
+    for key, wanted in gradients.items():
+        assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    applied.undo()
+    assert base.config.text_config._attn_implementation == tower
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -214,7 +214,16 @@ def on_kernels(family: str, plan: DtypePlan, layers: int, rows: int, *, dropout:
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
-@pytest.mark.parametrize("family", sorted(name for name, row in families.TABLE.items() if row.kernels == "layers"))
+#: Language models that only exist in a multimodal one, and the families that they are built like.
+PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+ON_KERNELS = sorted(name for name, row in families.TABLE.items() if row.kernels == "layers" and name not in PARTS)
+
+
+def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_they_are_built_like() -> None:
+    assert {name: families.TABLE[name] for name in PARTS} == {name: families.TABLE[as_] for name, as_ in PARTS.items()}
+
+
+@pytest.mark.parametrize("family", ON_KERNELS)
 @pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.

@@ -238,7 +238,7 @@ def test_a_cpu_recomputes_only_what_it_has_no_room_for(case: Callable[..., Case]
 
 def test_what_would_fit_is_not_known_for_a_strange_family_or_a_silent_device(case: Callable[..., Case]) -> None:
     made = case()
-    strange = made.choice(H100, facts=replace(made.facts, shape=None, model_type="newcomer"))
+    strange = made.choice(H100, facts=replace(made.facts, shape=None, text_type="newcomer"))
     assert (strange.policy, strange.tried) == (True, ())
     assert "does not know how a model_type newcomer is built" in strange.reason
     silent = made.choice(replace(H100, memory_bytes=None))

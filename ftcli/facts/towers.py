@@ -1,0 +1,121 @@
+"""How many parameters a multimodal model has beside its language model, computed from config.json without torch.
+
+Tests compare the numbers with models that transformers builds on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ftcli.facts.language import Config, multimodal_of, text_values
+
+
+def other_parameters(config: Config) -> int | None:
+    """Parameters of towers and of what projects their output; 0 for a model of text.
+
+    None where nothing is known of its towers.
+
+    Raises:
+        ValueError: A value is not a positive whole number.
+    """
+    if multimodal_of(config) is None:
+        return 0
+    count = _TOWERS.get(str(config["model_type"]))
+    return None if count is None else count(_Reader(config.get("vision_config") or {}), config)
+
+
+class _Reader:
+    """A vision_config, whose values are whole numbers; what it leaves out is what transformers takes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __call__(self, key: str, default: int) -> int:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"vision_config's {key} is {value!r}, not a positive whole number")
+        return value
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool = True) -> int:
+    return inputs * outputs + (outputs if bias else 0)
+
+
+def _siglip(vision: _Reader, config: Config) -> int:
+    """Gemma-3: SigLIP, and a projection to the language model's width."""
+    hidden, inner = vision("hidden_size", 768), vision("intermediate_size", 3072)
+    patch, side = vision("patch_size", 16), vision("image_size", 224)
+    mlp = _linear(hidden, inner) + _linear(inner, hidden)
+    layer = 4 * hidden + 4 * _linear(hidden, hidden) + mlp
+    embedding = _linear(vision("num_channels", 3) * patch**2, hidden) + (side // patch) ** 2 * hidden
+    pooling = hidden + 4 * _linear(hidden, hidden) + 2 * hidden + mlp
+    head = pooling if vision.values.get("vision_use_head", True) else 0
+    projection = hidden * text_values(config)["hidden_size"] + hidden
+    return int(embedding + vision("num_hidden_layers", 12) * layer + 2 * hidden + head + projection)
+
+
+def _pixtral(vision: _Reader, config: Config) -> int:
+    """Mistral-3: Pixtral's tower, a merger of patches and two linear layers."""
+    hidden, inner = vision("hidden_size", 1024), vision("intermediate_size", 4096)
+    layer = 2 * hidden + 4 * hidden**2 + 3 * hidden * inner
+    tower = vision("num_channels", 3) * vision("patch_size", 14) ** 2 * hidden + hidden
+    tower += vision("num_hidden_layers", 24) * layer
+    width, bias = int(text_values(config)["hidden_size"]), bool(config.get("multimodal_projector_bias", False))
+    taken = config.get("vision_feature_layer", -1)
+    features = hidden * (len(taken) if isinstance(taken, list) else 1)
+    merged = hidden + hidden * int(config.get("spatial_merge_size", 2)) ** 2 * hidden
+    return tower + merged + _linear(features, width, bias=bias) + _linear(width, width, bias=bias)
+
+
+def _patches(vision: _Reader, width: int, *, bias: bool, patch: int) -> int:
+    pixels = vision("in_channels", 3) * vision("temporal_patch_size", 2) * vision("patch_size", patch) ** 2
+    return _linear(pixels, width, bias=bias)
+
+
+def _merger(vision: _Reader, width: int, out: int, norm: int) -> int:
+    merged = width * vision("spatial_merge_size", 2) ** 2
+    return norm + _linear(merged, merged) + _linear(merged, out)
+
+
+def _qwen2(vision: _Reader, config: Config) -> int:
+    width = vision("embed_dim", 1280)
+    inner = width * vision("mlp_ratio", 4)
+    block = (
+        4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)
+    )
+    patches = _patches(vision, width, bias=False, patch=14)
+    return patches + vision("depth", 32) * block + _merger(vision, width, vision("hidden_size", 3584), 2 * width)
+
+
+def _qwen2_5(vision: _Reader, config: Config) -> int:
+    width, inner = vision("hidden_size", 3584), vision("intermediate_size", 3420)
+    mlp = 2 * _linear(width, inner) + _linear(inner, width)
+    block = 2 * width + _linear(width, 3 * width) + _linear(width, width) + mlp
+    patches = _patches(vision, width, bias=False, patch=14)
+    return patches + vision("depth", 32) * block + _merger(vision, width, vision("out_hidden_size", 3584), width)
+
+
+def _qwen3(vision: _Reader, config: Config) -> int:
+    width, inner, out = vision("hidden_size", 1152), vision("intermediate_size", 4304), vision("out_hidden_size", 3584)
+    block = (
+        4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)
+    )
+    tower = _patches(vision, width, bias=True, patch=16) + vision("num_position_embeddings", 2304) * width
+    taken = vision.values.get("deepstack_visual_indexes", (8, 16, 24))
+    deep = _merger(vision, width, out, 2 * width * vision("spatial_merge_size", 2) ** 2)
+    return tower + vision("depth", 27) * block + _merger(vision, width, out, 2 * width) + len(taken) * deep
+
+
+_TOWERS: Mapping[str, Callable[[_Reader, Config], int]] = MappingProxyType(
+    {
+        "gemma3": _siglip,
+        "mistral3": _pixtral,
+        "qwen2_vl": _qwen2,
+        "qwen2_5_vl": _qwen2_5,
+        "qwen3_vl": _qwen3,
+    }
+)
