@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, m
 from pydantic_core import CoreSchema, PydanticKnownError
 
 from ftcli.config.base import Count, Items, Rate, Section, Word
-from ftcli.tables import judges, loggers, methods, optimizers, policies
+from ftcli.tables import judges, loggers, methods, optimizers, policies, schedules
 
-Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
+Scheduler = Annotated[str, Word(schedules.names)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Optimizer = Annotated[str, Word(optimizers.names)]
 
@@ -52,6 +52,9 @@ class TrainConfig(Section):
     gradient_accumulation_steps: Count = Field(default=1, description="Forward passes per optimizer step.")
     learning_rate: Annotated[float, Field(gt=0, le=10.0)] = Field(default=2e-4, description="Peak learning rate.")
     lr_scheduler_type: Scheduler = Field(default="linear", description="Learning-rate schedule.")
+    lr_scheduler_kwargs: dict[str, float | int | str] = Field(
+        default_factory=dict, description="Arguments of the schedule; the table of schedules lists them."
+    )
     warmup_steps: Rate = Field(default=0.0, description="Warm-up steps; below 1 a fraction of all steps.")
     weight_decay: Rate = Field(default=0.0, description="Decoupled weight decay; never on norms and biases.")
     optim: Optimizer = Field(default="adamw_torch", description="Optimizer.")

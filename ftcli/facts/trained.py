@@ -3,42 +3,103 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
 from ftcli.tables import optimizers
 
+#: bitsandbytes keeps the state of smaller tensors in float32, and the driver does not page that of tensors below the
+#: second number (bitsandbytes 0.50, ``optim/optimizer.py``). State in 8 bits has a float32 scale for each block.
+_SMALLEST_IN_8_BITS = 4096
+_SMALLEST_PAGED = 100_000
+_BLOCK = 256
+
+
+class Matrices(NamedTuple):
+    """``count`` trained tensors of (rows, columns). A ``hidden`` one is a matrix of a layer, or of an adapter."""
+
+    rows: int
+    columns: int
+    count: int
+    part: Literal["hidden", "embedding", "head", "vector"] = "hidden"
+
+    @property
+    def elements(self) -> int:
+        """Elements of each."""
+        return self.rows * self.columns
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What is trained: how many elements, and the matrices (rows, columns, count), which some optimizers factor."""
+    """What is trained: how many elements, and the matrices. What is in none of them are norms and biases."""
 
     elements: int
-    matrices: tuple[tuple[int, int, int], ...]
+    matrices: tuple[Matrices, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """Bytes of state: on the device, and in memory that is on the device while there is room and on the host else."""
+
+    device: int
+    paged: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, as a checkpoint holds it."""
+        return self.device + self.paged
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
     """What the recipe trains: all parameters of the language model, or adapters and ``modules_to_save``."""
     if recipe.lora is None:
-        layer = [(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
-        tables = [(shape.vocab_size, shape.hidden_size, 1 if shape.tied else 2)]
+        layer = [Matrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
+        tables = [Matrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
+        tables += [] if shape.tied else [Matrices(shape.vocab_size, shape.hidden_size, 1, "head")]
         return Trained(shape.language_parameters, tuple(layer + tables))
     rank, layers = recipe.lora.r, shape.num_layers
-    matrices: list[tuple[int, int, int]] = []
+    matrices: list[Matrices] = []
     for linear in shape.adapted(recipe.lora.target_modules):
-        matrices += [(rank, linear.in_features, layers), (linear.out_features, rank, layers)]
+        matrices += [Matrices(rank, linear.in_features, layers), Matrices(linear.out_features, rank, layers)]
     for name in recipe.lora.modules_to_save:
         if name in ("lm_head", "embed_tokens"):
-            matrices.append((shape.vocab_size, shape.hidden_size, 1))
+            part: Literal["head", "embedding"] = "head" if name == "lm_head" else "embedding"
+            matrices.append(Matrices(shape.vocab_size, shape.hidden_size, 1, part))
         if name == "norm":  # as PEFT reads it: every module whose name ends so
-            matrices.append((shape.norm_parameters, 1, 1))
-        matrices += [(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
-    return Trained(sum(rows * columns * count for rows, columns, count in matrices), tuple(matrices))
+            matrices.append(Matrices(shape.norm_parameters, 1, 1, "vector"))
+        matrices += [Matrices(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
+    return Trained(sum(m.elements * m.count for m in matrices), tuple(matrices))
 
 
-def optimizer_state_bytes(optim: str, trained: Trained) -> int:
-    """Bytes of state that the optimizer keeps of what is trained."""
+def optimizer_state(optim: str, trained: Trained) -> OptimizerState:
+    """The state that the optimizer keeps of what is trained."""
     optimizer = optimizers.row(optim)
-    if optimizer.factored:
-        return sum(4 * (rows + columns) * count for rows, columns, count in trained.matrices)
-    return optimizer.state_bytes * trained.elements
+    if optimizer.state == "factored":
+        return OptimizerState(sum(4 * (m.rows + m.columns) * m.count for m in trained.matrices))
+    each = [(m, _bytes_of(optimizer, m) * m.count) for m in trained.matrices]
+    listed = sum(m.elements * m.count for m in trained.matrices)
+    paged = sum(size for m, size in each if m.elements >= _SMALLEST_PAGED) if optimizer.paged else 0
+    rest = optimizer.state_bytes * (trained.elements - listed)
+    return OptimizerState(sum(size for _, size in each) - paged + rest, paged)
+
+
+def optimizer_workspace(optim: str, trained: Trained, *, cuda: bool) -> int:
+    """Bytes that a step of the optimizer allocates: see :class:`ftcli.tables.optimizers.Optimizer`."""
+    workspace = optimizers.row(optim).workspace
+    if workspace == "none":
+        return 0
+    hidden = [m for m in trained.matrices if m.part == "hidden"] if workspace == "largest" else []
+    largest = (4 + 4 * 2) * max((m.elements for m in hidden), default=0)
+    others = trained.elements - sum(m.elements * m.count for m in hidden)
+    return max(largest, 4 * others if cuda else 0)
+
+
+def _bytes_of(optimizer: optimizers.Optimizer, matrix: Matrices) -> int:
+    """Bytes of state of one matrix."""
+    whole = optimizer.state_bytes * matrix.elements
+    if optimizer.state == "momentum" and matrix.part == "hidden":
+        return whole // 2
+    if optimizer.state == "blockwise" and matrix.part != "embedding" and matrix.elements >= _SMALLEST_IN_8_BITS:
+        return whole // 4 + whole // _BLOCK
+    return whole

@@ -77,6 +77,8 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
             "warmup_steps": 0.0,
+            "lr_scheduler_type": "constant",
+            "lr_scheduler_kwargs": {},
         }
     )
     logging = LoggingConfig(every_steps=options.steps + 1)

@@ -74,12 +74,13 @@ def fit(
         trainer.add_callback(callback)
         _train(trainer, context)
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
-        with _rescued(trainer, context):
+        with _rescued(trainer, context), trainer.evaluated_weights():
             context.save_result(
                 lambda folder: save_weights(model, folder),
                 lambda folder: check_saved(model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
             )
+        trainer.settle()
     summary = {"steps": trainer.state.global_step, "tokens": trainer.tokens_seen, **_last(callback, context)}
     context.opened.note_trained(summary)
     return _result(context, summary)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
-from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
+from ftcli.facts.trained import optimizer_state, trained_parameters
 from ftcli.paths import exists
+from ftcli.tables import optimizers
 
 #: Tokenizer, states of random generators, metrics and the report.
 _SMALL_FILES = 32 * 2**20
@@ -44,7 +45,9 @@ def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) 
     periodic = every is not None and (steps is None or every <= steps)
     count = recipe.checkpoint.keep_last + 1 if periodic else 1
     count += recipe.checkpoint.keep_best
-    state = optimizer_state_bytes(recipe.train.optim, trained)
+    state = optimizer_state(recipe.train.optim, trained).total
+    if optimizers.row(recipe.train.optim).schedule_free:  # its average is not what training goes on with
+        state += weights
     return DiskEstimate(weights + state + _SMALL_FILES, count, weights + _SMALL_FILES, free_bytes)
 
 

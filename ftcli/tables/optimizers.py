@@ -1,10 +1,11 @@
-"""Optimizers: what ``train.optim`` may name. transformers builds them by the same name."""
+"""Optimizers: what ``train.optim`` may name. transformers builds most of them by the same name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,28 +13,86 @@ class Optimizer:
     """What the rest of the program has to know of an optimizer.
 
     Attributes:
+        about: One sentence for the documentation.
         state_bytes: Bytes of state for each trained parameter.
-        factored: The state of a matrix is one float32 sum for each row and each column; ``state_bytes`` is 0.
-        foreach: On a GPU it updates all parameters at once, which needs a temporary float32 copy of them.
+        state: How the state is laid out, if not ``state_bytes`` for each parameter. ``factored``: one float32 sum for
+            each row and each column of a matrix. ``blockwise``: in 8 bits where a tensor has 4096 elements or more and
+            is no embedding. ``momentum``: one float32 moment for each element of a hidden matrix, two for all else.
+        paged: State of large tensors lies in managed memory, which the driver moves to the host when the GPU is full.
+        workspace: What a step allocates: ``copy`` of all parameters in float32 where they are updated at once (on a
+            GPU), ``largest`` matrix in float32 and four times in bfloat16, or nothing to speak of.
         reads: Which settings of the section ``train`` it reads, of those that not every optimizer reads.
+        package: The package that it comes from, if not torch or transformers.
+        install: What to install for it.
+        schedule_free: It averages the weights in place of a schedule: evaluated and saved is the average.
+        warms_up: It reads ``warmup_steps`` itself.
+        build: Code: a class of optimizer that transformers does not have, made from parameter groups and keyword
+            arguments; ``hidden`` in a group says that it holds hidden matrices. None: transformers builds it.
     """
 
+    about: str = ""
     state_bytes: int = 0
-    factored: bool = False
-    foreach: bool = False
+    state: Literal["whole", "factored", "blockwise", "momentum"] = "whole"
+    paged: bool = False
+    workspace: Literal["none", "copy", "largest"] = "none"
     reads: tuple[str, ...] = ()
+    package: str | None = None
+    install: str | None = None
+    schedule_free: bool = False
+    warms_up: bool = False
+    build: str | None = None
 
 
-_ADAM_SETTINGS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_BETAS = _ADAM[:2]
+_BITSANDBYTES = {"package": "bitsandbytes", "install": "ftcli[bitsandbytes]"}
+_SCHEDULE_FREE = {"package": "schedulefree", "install": "ftcli[schedulefree]"}
 
 TABLE: Mapping[str, Optimizer] = MappingProxyType(
     {
-        "adamw_torch": Optimizer(state_bytes=8, foreach=True, reads=_ADAM_SETTINGS),
-        "adamw_torch_fused": Optimizer(state_bytes=8, reads=_ADAM_SETTINGS),
-        "sgd": Optimizer(),
-        "adafactor": Optimizer(factored=True),
+        "adamw_torch": Optimizer("AdamW.", state_bytes=8, workspace="copy", reads=_ADAM),
+        "adamw_torch_fused": Optimizer("AdamW in one kernel.", state_bytes=8, reads=_ADAM),
+        "adamw_8bit": Optimizer(
+            "AdamW with its state in 8 bits.", state_bytes=8, state="blockwise", reads=_ADAM, **_BITSANDBYTES
+        ),
+        "paged_adamw_8bit": Optimizer(
+            "The same; the state of large tensors moves to the host when the GPU is full.",
+            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, **_BITSANDBYTES,
+        ),
+        "paged_adamw_32bit": Optimizer(
+            "AdamW; the state of large tensors moves to the host when the GPU is full.",
+            state_bytes=8, paged=True, reads=_ADAM, **_BITSANDBYTES,
+        ),
+        "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, **_BITSANDBYTES),
+        "lion_8bit": Optimizer(
+            "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, **_BITSANDBYTES
+        ),
+        "paged_lion_8bit": Optimizer(
+            "The same; the state of large tensors moves to the host when the GPU is full.",
+            state_bytes=4, state="blockwise", paged=True, reads=_BETAS, **_BITSANDBYTES,
+        ),
+        "muon": Optimizer(
+            "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
+            "AdamW for all else.",
+            state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
+            build="ftcli.trainers.muon:MuonWithAdamW",
+        ),
+        "schedule_free_adamw": Optimizer(
+            "AdamW that averages the weights in place of a schedule.",
+            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, **_SCHEDULE_FREE,
+        ),
+        "schedule_free_radam": Optimizer(
+            "RAdam that averages the weights in place of a schedule and needs no warm-up.",
+            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, **_SCHEDULE_FREE,
+        ),
+        "schedule_free_sgd": Optimizer(
+            "SGD that averages the weights in place of a schedule.",
+            state_bytes=4, schedule_free=True, warms_up=True, **_SCHEDULE_FREE,
+        ),
+        "sgd": Optimizer("SGD without momentum."),
+        "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),
     }
-)
+)  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

@@ -8,23 +8,22 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
+from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.best import Best, Stopping
+from ftcli.trainers.best import Best, Stopping, measured
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
+from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TRAINER_STATE = "trainer_state.json"
 #: What torch, numpy and pickle raise at content that is not what they wrote.
@@ -68,7 +67,7 @@ class TrainerHooks:
     stopping: Stopping | None = None
 
 
-class RunTrainerMixin:
+class RunTrainerMixin(OptimisationMixin):
     """Mixed into TRL's trainers, before them in the method resolution order.
 
     Loss and gradient norm are copied to the host without waiting, and looked at one step later, when they have arrived.
@@ -76,11 +75,10 @@ class RunTrainerMixin:
     """
 
     hooks: TrainerHooks
-    model: PreTrainedModel
 
-    def bind(self, hooks: TrainerHooks, row_origins: RowOrigins | None = None) -> None:
+    def bind(self, hooks: TrainerHooks, settings: TrainConfig, row_origins: RowOrigins | None = None) -> None:
         """Attaches the pipeline's hooks; called once, right after construction. ``row_origins`` names rows."""
-        self.hooks = hooks
+        self.hooks, self.settings = hooks, settings
         self.row_origins: RowOrigins = row_origins or (lambda _row: ())
         self.tokens_seen = 0
         self.window = LogWindow()
@@ -189,7 +187,7 @@ class RunTrainerMixin:
         training, states = model.training, RandomStates.now()
         model.eval()
         try:
-            with self.hooks.interruptible("evaluating"):
+            with self.evaluated_weights(), self.hooks.interruptible("evaluating"):
                 metrics = {f"eval_{name}": value for name, value in self.hooks.evaluate().items()}
         except StopRequested as stopped:
             self.stop_after_saving(stopped.signal_name)
@@ -201,6 +199,7 @@ class RunTrainerMixin:
         self.evaluation_due = False
         state = self.state
         stopping = self.hooks.stopping
+        self.schedule_by(measured(metrics))
         is_best = self.best.note(state.global_step, metrics, 0.0 if stopping is None else stopping.min_delta)
         if is_best and self.hooks.keep_best and state.global_step < state.max_steps:
             self.control.should_save = True  # type: ignore[has-type]
@@ -236,6 +235,7 @@ class RunTrainerMixin:
         self.saved_step = state.global_step
         if self._resume_from is not None:
             with _readable(str(self._resume_from)):
+                self.load_training_weights(self._resume_from)
                 self.load_more(self._resume_from)
                 self._restore(WindowState.read(self._resume_from))
         self.window.start()
@@ -287,7 +287,9 @@ class RunTrainerMixin:
         self.phase = "saving"
         state = self.state
         with self.hooks.checkpoints.staging(state.global_step) as folder:
-            save_weights(self.model, folder)
+            self.save_training_weights(folder)
+            with self.evaluated_weights():
+                save_weights(self.model, folder)
             self._save_optimizer_and_scheduler(str(folder))  # type: ignore[attr-defined]
             self._save_scaler(str(folder))  # type: ignore[attr-defined]
             self._save_rng_state(str(folder))  # type: ignore[attr-defined]

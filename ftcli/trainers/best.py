@@ -38,7 +38,7 @@ class Best:
         """Takes an evaluation into account; True when it is the best so far. One that is better by no more than
         ``min_delta`` counts as no improvement.
         """
-        value = _value(metrics)
+        value = measured(metrics)
         if value is None:
             return False
         best = self.value
@@ -53,7 +53,7 @@ class Best:
         return asdict(self)
 
 
-def _value(metrics: Mapping[str, Any]) -> float | None:
+def measured(metrics: Mapping[str, Any]) -> float | None:
     """What is to become smaller; None where nothing was measured, or where it is not a number."""
     loss = metrics.get("eval_loss")
     if loss is None:

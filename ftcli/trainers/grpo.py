@@ -137,7 +137,7 @@ def build_grpo_trainer(
         )
     trainer.plan = job.plan
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
-    trainer.bind(hooks)
+    trainer.bind(hooks, job.recipe.train)
     return trainer
 
 

@@ -21,7 +21,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.reporting import Reporter
-from ftcli.tables import policies
+from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.watch import ROWS_KEY
@@ -95,10 +95,9 @@ def training_arguments(job: Job, scratch_dir: str) -> dict[str, Any]:
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_type": train.lr_scheduler_type,
         "warmup_steps": train.warmup_steps,
         "weight_decay": train.weight_decay,
-        "optim": train.optim,
+        "optim": train.optim if optimizers.row(train.optim).build is None else "adamw_torch",
         "adam_beta1": train.adam_beta1,
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
@@ -185,5 +184,5 @@ def build_sft_trainer(
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
-    trainer.bind(hooks, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
+    trainer.bind(hooks, train, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
     return trainer

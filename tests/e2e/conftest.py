@@ -44,6 +44,10 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _without_times(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key not in ("tokens_per_second", "peak_memory_bytes")}
+
+
 @dataclass(frozen=True)
 class User:
     """Runs command lines in ``folder``."""
@@ -84,6 +88,22 @@ class User:
         status = json.loads((run / "status.json").read_text())
         (run / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
         return run
+
+    def goes_on_alike(self, name: str, recipe: str, command: str = "train") -> None:
+        """A finished run, cut off after its last checkpoint, ends with the same numbers and weights to the last bit."""
+        folder = self.folder / name
+        result = next(path for path in (folder / "adapter", folder / "model") if path.is_dir())
+        weights = {path.name: path.read_bytes() for path in result.glob("*.safetensors")}
+        lines = [_without_times(line) for line in self.metrics(name)]
+        assert weights
+        assert list((folder / "checkpoints").iterdir())
+        for file in ("adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"):
+            (result / file).unlink(missing_ok=True)
+        status = json.loads((folder / "status.json").read_text())
+        (folder / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
+        self.done(command, recipe)
+        assert [_without_times(line) for line in self.metrics(name)] == lines
+        assert {path.name: path.read_bytes() for path in result.glob("*.safetensors")} == weights
 
     def losses(self, name: str) -> list[float]:
         """The training losses of a run, by step."""

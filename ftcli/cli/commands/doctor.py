@@ -23,7 +23,8 @@ _REQUIRED = (
 
 #: Package, how to install it, and what it is for.
 _OPTIONAL = (
-    ("bitsandbytes", "ftcli[qlora]", "tests of NF4 against it; NF4 itself does not need it"),
+    ("bitsandbytes", "ftcli[bitsandbytes]", "optimizers with 8-bit and paged state; NF4 does not need it"),
+    ("schedulefree", "ftcli[schedulefree]", "schedule-free optimizers"),
     ("gguf", "ftcli[gguf]", "export to GGUF"),
     ("lm-eval", "ftcli[eval]", "public benchmarks"),
     ("vllm", "ftcli[vllm]", "generation in GRPO"),

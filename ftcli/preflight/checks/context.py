@@ -65,6 +65,12 @@ class Context:
         """Whether the command is a benchmark, which takes random weights and tokens."""
         return self.command in ("bench", "bench --eval")
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether ``train.max_steps`` comes from the command line."""
+        origin = self.origins.at("train.max_steps")
+        return origin is not None and origin.source.startswith("--")
+
     def says(self, path: str) -> bool:
         """Whether the recipe or an override sets this value, and not to its default.
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 
 from ftcli.config import RewardConfig, TaskConfig
+from ftcli.preflight.checks import optimisation
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.checks.user_functions import function_findings
-from ftcli.tables import exports, judges, layouts, optimizers, policies, quantizations
+from ftcli.tables import exports, judges, layouts, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT253 to FT259, FT264, FT266 to FT269; FT451, FT452 and FT767 of evaluation tasks."""
+    """FT253 to FT259, FT264, FT266 to FT269, FT272, FT273; FT451, FT452 and FT767 of evaluation tasks."""
     yield from _data(context)
     yield from _lengths(context)
-    yield from _schedule(context)
+    yield from optimisation.check(context, installed)
     yield from _tasks(context)
     yield from _harness(context, installed)
     yield from _without_effect(context)
@@ -76,26 +77,6 @@ def _lengths(context: Context) -> Findings:
                 f"eval.generate.max_new_tokens {new} leaves no room for a prompt in data.max_seq_len {longest}",
                 help=f"use less than {longest}, or a larger data.max_seq_len",
             )
-
-
-def _schedule(context: Context) -> Findings:
-    train, steps = context.recipe.train, context.recipe.train.max_steps
-    if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
-        # A run that is shortened on the command line is a trial: this is a warning then.
-        tell = context.warning if _is_trial(context) else context.error
-        yield tell(
-            "FT268",
-            "train.warmup_steps",
-            f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
-            "the learning rate would never reach its peak",
-            "use fewer, or a fraction such as 0.1",
-        )
-
-
-def _is_trial(context: Context) -> bool:
-    """Whether ``train.max_steps`` comes from the command line."""
-    origin = context.origins.at("train.max_steps")
-    return origin is not None and origin.source.startswith("--")
 
 
 def _tasks(context: Context) -> Findings:
@@ -173,13 +154,6 @@ def regex_findings(context: Context, path: str, pattern: str, *, group: bool = F
 def _without_effect(context: Context) -> Findings:
     recipe = context.recipe
     train, generate = recipe.train, recipe.eval.generate
-    if train.lr_scheduler_type == "constant" and train.warmup_steps > 0:
-        yield context.warning(
-            "FT259",
-            "train.warmup_steps",
-            "train.warmup_steps has no effect with lr_scheduler_type: constant",
-            help="use constant_with_warmup",
-        )
     if context.says("eval.generate.temperature") and not generate.do_sample:
         yield context.warning(
             "FT259",
@@ -201,15 +175,12 @@ def _without_effect(context: Context) -> Findings:
     if context.says("train.memory_budget_gib") and policy != "auto":
         path = "train.memory_budget_gib"
         yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")
-    for name in optimizers.settings():
-        if context.says(f"train.{name}") and name not in optimizers.row(train.optim).reads:
-            yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
     yield from _never_reached(context)
 
 
 def _never_reached(context: Context) -> Findings:
     recipe, steps = context.recipe, context.recipe.train.max_steps
-    if steps is None or _is_trial(context):
+    if steps is None or context.is_trial:
         return
     for path, every in (
         ("eval.every_steps", recipe.eval.every_steps),

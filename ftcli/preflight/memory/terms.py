@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
-from ftcli.facts.trained import optimizer_state_bytes
+from ftcli.facts.trained import optimizer_state, optimizer_workspace
 from ftcli.preflight.memory.activations import Setting, norm_bytes, plain_layers
 from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.setup import Setup
@@ -103,7 +103,9 @@ def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
     yield Term("gradients", 4 * trained.elements, _TRAINING if accumulates else (END, STEP), lasting=True)
-    yield Term("optimizer", optimizer_state_bytes(recipe.train.optim, trained), always, lasting=True)
+    yield Term("optimizer", optimizer_state(recipe.train.optim, trained).device, always, lasting=True)
+    if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
+        yield Term("weights in training", 4 * trained.elements, (EVALUATION,))
     if reference := setup.method_memory.reference_bytes:
         yield Term("reference model", reference, always, lasting=True)
 
@@ -124,8 +126,8 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     yield Term("backward workspace", workspace, (BACKWARD,))
     last = max(workspace + int(tokens * layer.kept), _embedding_gradient(setup))
     yield Term("last workspace", last, (END,))
-    foreach = optimizers.row(setup.recipe.train.optim).foreach and setup.device.kind == "cuda"
-    yield Term("optimizer workspace", 4 * setup.trained.elements if foreach else 0, (STEP,))
+    optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
+    yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if loss_of_method is None and setup.head_is_trained:
         yield Term("head gradient", 4 * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(setup):

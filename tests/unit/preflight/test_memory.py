@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.facts.device import GPUS
-from ftcli.facts.trained import optimizer_state_bytes, trained_parameters
+from ftcli.facts.trained import trained_parameters
 from ftcli.preflight.memory.estimate import estimate_memory
 from tests.estimates import Case, setup_of
 
@@ -266,28 +266,6 @@ def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Calla
     assert "reference model" in case(name, GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
     assert "reference model" not in case(name, GRPO).estimate(work="grpo").parts
     assert "reference model" not in case(name, LORA + GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
-def test_optimizer_state_is_what_the_optimizer_keeps(optim: str, load: Callable[..., Any]) -> None:
-    from transformers import Adafactor
-
-    rows, columns = 48, 80
-    weight = torch.nn.Parameter(torch.randn(rows, columns))
-    weight.grad = torch.randn(rows, columns)
-    optimizer: torch.optim.Optimizer
-    if optim == "adafactor":
-        optimizer = Adafactor([weight], lr=1e-3, relative_step=False, scale_parameter=False)
-    elif optim == "sgd":
-        optimizer = torch.optim.SGD([weight], lr=1e-3)
-    else:
-        optimizer = torch.optim.AdamW([weight], lr=1e-3)
-    optimizer.step()
-    state = optimizer.state[weight].values()
-    kept = sum(v.numel() * 4 for v in state if torch.is_tensor(v) and v.dim() > 0)
-    from ftcli.facts.trained import Trained
-
-    assert optimizer_state_bytes(optim, Trained(rows * columns, ((rows, columns, 1),))) == kept
 
 
 def test_modules_saved_whole_are_trained_parameters(case: Callable[..., Case]) -> None:

@@ -1,0 +1,148 @@
+"""Rules of the section `train` about schedule and optimizer."""
+
+from __future__ import annotations
+
+from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.support import Installed, is_installed
+from ftcli.tables import optimizers, schedules
+
+
+def check(context: Context, installed: Installed = is_installed) -> Findings:
+    """FT253, FT255, FT259, FT268, FT272 and FT273."""
+    if context.work != "train":
+        return
+    yield from _optimizer(context, installed)
+    yield from _schedule(context)
+    yield from _arguments(context)
+    yield from _warm_up(context)
+
+
+def _optimizer(context: Context, installed: Installed) -> Findings:
+    train = context.recipe.train
+    row = optimizers.row(train.optim)
+    if row.package is not None and not installed(row.package):
+        yield context.error(
+            "FT253",
+            "train.optim",
+            f"train.optim: {train.optim} needs the package {row.package}, which is not installed",
+            help=f"pip install '{row.install}'",
+        )
+    for name in optimizers.settings():
+        if context.says(f"train.{name}") and name not in row.reads:
+            yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
+    if not row.schedule_free:
+        return
+    if train.lr_scheduler_type != "constant":
+        yield context.error(
+            "FT273",
+            "train.lr_scheduler_type",
+            f"train.optim: {train.optim} takes the place of a schedule, and lr_scheduler_type is "
+            f"{train.lr_scheduler_type}",
+            help="set train.lr_scheduler_type: constant; train.warmup_steps still warms up",
+        )
+    if train.adam_beta1 == 0 and "adam_beta1" in row.reads:
+        yield context.error(
+            "FT273",
+            "train.adam_beta1",
+            f"train.optim: {train.optim} divides by adam_beta1 to find its average",
+            help="use a value above 0, such as 0.9",
+        )
+
+
+def _schedule(context: Context) -> Findings:
+    """FT255: a schedule that looks at evaluations, where there are none."""
+    recipe = context.recipe
+    name = recipe.train.lr_scheduler_type
+    if not schedules.row(name).by_evaluations or not context.trains:
+        return
+    if recipe.eval.every_steps is None:
+        yield context.error(
+            "FT255",
+            "train.lr_scheduler_type",
+            f"lr_scheduler_type: {name} needs evaluations during training, and eval.every_steps is not set",
+            help="set eval.every_steps, or use another schedule",
+        )
+    elif context.method.scores_tasks and not recipe.eval.tasks:
+        yield context.error(
+            "FT255",
+            "train.lr_scheduler_type",
+            f"lr_scheduler_type: {name} needs evaluations during training, and eval.tasks is empty",
+            help="add a task to eval.tasks, or use another schedule",
+        )
+
+
+def _arguments(context: Context) -> Findings:
+    """FT272: arguments that the schedule does not have, lacks, or cannot use."""
+    train = context.recipe.train
+    name, given = train.lr_scheduler_type, train.lr_scheduler_kwargs
+    row, key, usable = schedules.row(name), "train.lr_scheduler_kwargs", True
+    for argument, value in given.items():
+        known = row.arguments.get(argument)
+        usable = usable and known is not None and known.takes(value, train.learning_rate)
+        if known is None:
+            has = f"{name} takes: {', '.join(row.arguments)}" if row.arguments else f"{name} takes none"
+            yield context.error(
+                "FT272", f"{key}.{argument}", f"the schedule {name} has no argument {argument}", help=has
+            )
+        elif not known.takes(value, train.learning_rate):
+            yield context.error(
+                "FT272",
+                f"{key}.{argument}",
+                f"{argument} {value} cannot be used by the schedule {name}",
+                help=f"it must be {known.expected}",
+            )
+    for argument, known in row.arguments.items():
+        left_out = argument not in given and known.default is not None
+        if left_out and not known.takes(known.default, train.learning_rate):
+            yield context.error(
+                "FT272",
+                "train.learning_rate",
+                f"train.learning_rate {train.learning_rate:g} is not above {argument}, which is {known.default:g}",
+                help=f"set {key}.{argument} below it, or use a larger learning rate",
+            )
+    missing = [argument for argument in row.required if argument not in given]
+    if missing:
+        yield context.error(
+            "FT272", key, f"the schedule {name} needs {' and '.join(missing)}", help=f"as in {_example(row, missing)}"
+        )
+    if row.one_of and sum(argument in given for argument in row.one_of) != 1:
+        yield context.error(
+            "FT272",
+            key,
+            f"the schedule {name} needs exactly one of {' and '.join(row.one_of)}",
+            help=f"as in {_example(row, row.one_of[-1:])}",
+        )
+
+    if usable and train.max_steps is not None:
+        lengths = schedules.stages(name, given, train.warmup_steps, train.max_steps)
+        problem = schedules.too_long(name, lengths, train.max_steps)
+        if problem is not None:
+            yield context.error("FT272", key, problem, help=schedules.SHORTER)
+
+
+def _example(row: schedules.Schedule, arguments: list[str] | tuple[str, ...]) -> str:
+    values = ", ".join(f"{name}: {row.arguments[name].example:g}" for name in arguments)
+    return f"lr_scheduler_kwargs: {{{values}}}"
+
+
+def _warm_up(context: Context) -> Findings:
+    train, steps = context.recipe.train, context.recipe.train.max_steps
+    warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
+    if not warms_up and train.warmup_steps > 0:
+        constant = train.lr_scheduler_type == "constant" and not optimizers.row(train.optim).schedule_free
+        yield context.warning(
+            "FT259",
+            "train.warmup_steps",
+            f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}",
+            help="use constant_with_warmup" if constant else "remove it",
+        )
+    if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
+        # A run that is shortened on the command line is a trial: this is a warning then.
+        tell = context.warning if context.is_trial else context.error
+        yield tell(
+            "FT268",
+            "train.warmup_steps",
+            f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
+            "the learning rate would never reach its peak",
+            "use fewer, or a fraction such as 0.1",
+        )

@@ -1,0 +1,171 @@
+"""How a trainer's optimizer and learning-rate schedule are made from the recipe, and which weights are evaluated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.optimization import get_scheduler
+
+from ftcli.config.training import TrainConfig
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.backbone import base_of
+from ftcli.tables import code_of, optimizers, schedules
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel
+
+#: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
+#: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
+TRAINING_WEIGHTS = Path("training", "weights.safetensors")
+
+
+class OptimisationMixin:
+    """Mixed into transformers' Trainer. ``settings`` is set before training begins."""
+
+    settings: TrainConfig
+    model: PreTrainedModel
+    optimizer: Any
+    lr_scheduler: Any
+    args: Any
+    is_settled = False
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The recipe's optimizer; transformers' grouping of the parameters unless the optimizer needs another."""
+        row = optimizers.row(self.settings.optim)
+        if self.optimizer is None and row.build is not None:
+            adam = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
+            adam["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer_cls_and_kwargs = (code_of(row.build), {**adam, "params": self._groups()})
+        made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        return made
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The trained parameters by weight decay and by whether they are hidden matrices; none of them is empty."""
+        model: Any = self.model
+        decays = set(self.get_decay_parameter_names(model))  # type: ignore[attr-defined]
+        outer = _outer_parameters(model)
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hidden = parameter.dim() == 2 and id(parameter) not in outer
+                groups.setdefault((hidden, name in decays), []).append(parameter)
+        return [
+            {"params": found, "hidden": hidden, "weight_decay": self.settings.weight_decay if decay else 0.0}
+            for (hidden, decay), found in groups.items()
+        ]
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        """transformers' schedule with the recipe's arguments.
+
+        Raises FtcliError FT272 (exit 2) for stages of a schedule that are longer than training.
+        """
+        if self.lr_scheduler is None:
+            warm_up = schedules.steps_of(self.settings.warmup_steps, num_training_steps)
+            made = self.optimizer if optimizer is None else optimizer
+            for group in made.param_groups:  # schedule-free optimizers warm up by themselves
+                if "warmup_steps" in group:
+                    group["warmup_steps"] = warm_up
+            arguments = schedule_arguments(self.settings, num_training_steps)
+            with warnings.catch_warnings():  # of a stable stage that is given beside the number of all steps
+                warnings.filterwarnings("ignore", message="Both num_training_steps and num_stable_steps")
+                self.lr_scheduler = get_scheduler(
+                    self.settings.lr_scheduler_type, made, warm_up, num_training_steps, arguments
+                )
+            self._created_lr_scheduler = True
+        scheduler: LRScheduler = self.lr_scheduler
+        return scheduler
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # transformers steps schedules here by a metric that its own arguments name.
+        metrics: dict[str, float] = self.evaluate()  # type: ignore[attr-defined]
+        return metrics
+
+    def schedule_by(self, value: float | None) -> None:
+        """Tells a schedule that looks at evaluations what one has measured: the smaller the better."""
+        if schedules.row(self.settings.lr_scheduler_type).by_evaluations and value is not None:
+            self.lr_scheduler.step(value)
+
+    # -- weights that are evaluated --------------------------------------------------------------------------
+
+    @property
+    def _averages(self) -> bool:
+        row = optimizers.row(self.settings.optim)
+        return row.schedule_free and self.optimizer is not None and not self.is_settled
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Within the block the model has the weights that are to be evaluated and saved.
+
+        Schedule-free optimizers train at another point than the average that they find. It takes the place of the
+        weights, which come back afterwards as they were, bit for bit: no weight depends on when it was looked at.
+        """
+        if not self._averages:
+            yield
+            return
+        training = [(p, p.detach().clone()) for p in self.model.parameters() if p.requires_grad]
+        self.optimizer.eval()
+        try:
+            yield
+        finally:
+            self.optimizer.train()
+            with torch.no_grad():
+                for parameter, value in training:
+                    parameter.copy_(value)
+
+    def settle(self) -> None:
+        """Training is over: the model keeps the weights that are to be evaluated."""
+        if self._averages:
+            self.optimizer.eval()
+        self.is_settled = True
+
+    def save_training_weights(self, folder: Path) -> None:
+        """Writes the weights that training goes on with, where :meth:`evaluated_weights` are others."""
+        if self._averages:
+            from safetensors.torch import save_file
+
+            trained = {n: p.detach().contiguous() for n, p in self.model.named_parameters() if p.requires_grad}
+            (folder / TRAINING_WEIGHTS).parent.mkdir()
+            save_file(trained, folder / TRAINING_WEIGHTS)
+
+    def load_training_weights(self, folder: Path) -> None:
+        """Takes what :meth:`save_training_weights` wrote, if anything. Raises ValueError where it does not fit."""
+        path = folder / TRAINING_WEIGHTS
+        if not path.exists():
+            return
+        from safetensors.torch import load_file
+
+        saved = load_file(path)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if set(saved) != set(trained):
+            raise ValueError(f"{TRAINING_WEIGHTS} holds other parameters than are trained")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(saved[name])
+
+
+def schedule_arguments(settings: TrainConfig, all_steps: int) -> dict[str, Any]:
+    """`train.lr_scheduler_kwargs` with numbers of steps in place of fractions. Raises FtcliError FT272 (exit 2)."""
+    name, arguments = settings.lr_scheduler_type, dict(settings.lr_scheduler_kwargs)
+    stages = schedules.stages(name, arguments, settings.warmup_steps, all_steps)
+    problem = schedules.too_long(name, stages, all_steps)
+    if problem is not None:
+        raise FtcliError.single("FT272", problem, exit_code=ExitCode.RECIPE, help=schedules.SHORTER)
+    return {**arguments, **{stage: steps for stage, steps in stages.items() if stage in arguments}}
+
+
+def _outer_parameters(model: nn.Module) -> set[int]:
+    """Parameters of embedding and head, and adapters of stacks of experts, which are no matrices of one layer."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    base: Any = base_of(model)  # type: ignore[arg-type]
+    outer = [base.get_input_embeddings(), base.get_output_embeddings()]
+    outer += [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    return {id(parameter) for module in outer if module is not None for parameter in module.parameters()}

@@ -1,0 +1,88 @@
+"""Schedules and optimizers that a recipe cannot use are refused before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from ftcli.config.training import TrainConfig
+from ftcli.errors import FtcliError
+from ftcli.preflight.checks import optimisation
+from ftcli.preflight.checks.context import Context
+from ftcli.trainers.optimisation import schedule_arguments
+
+
+def found(context: Context, *missing: str) -> list[tuple[str, str]]:
+    findings: Iterable[Any] = optimisation.check(context, lambda package: package not in missing)
+    return [(finding.code, finding.message) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("lr_scheduler_type: cosine, lr_scheduler_kwargs: {min_lr: 1e-5}", "the schedule cosine has no argument min_lr"),
+        ("lr_scheduler_type: cosine_with_min_lr", "needs exactly one of min_lr and min_lr_rate"),
+        ("lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-5, min_lr_rate: 0.1}", "exactly one"),
+        ("lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0}", "min_lr 1.0 cannot be used"),
+        ("lr_scheduler_type: warmup_stable_decay", "needs num_decay_steps"),
+        ("lr_scheduler_type: greedy", "needs min_lr and max_lr"),
+        ("lr_scheduler_type: cosine_with_restarts, lr_scheduler_kwargs: {num_cycles: 1.5}", "num_cycles 1.5 cannot"),
+        ("lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 3, decay_type: exp}", "exp"),
+        ("lr_scheduler_type: polynomial, learning_rate: 1e-8", "is not above lr_end, which is 1e-07"),
+        (
+            "lr_scheduler_type: warmup_stable_decay, warmup_steps: 5, max_steps: 10, "
+            "lr_scheduler_kwargs: {num_decay_steps: 6}",
+            "are longer than training: warmup_steps 5, num_decay_steps 6, of 10 steps",
+        ),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_built(
+    settings: str, said: str, context: Callable[..., Context]
+) -> None:
+    text = f"data: {{train: [a.jsonl], eval: [b.jsonl]}}\neval: {{every_steps: 2}}\ntrain: {{{settings}}}\n"
+    codes = [(code, message) for code, message in found(context(text)) if code != "FT259"]
+    assert [code for code, _ in codes] == ["FT272"]
+    assert said in codes[0][1]
+
+
+def test_stages_that_turn_out_longer_than_an_epoch_are_refused() -> None:
+    kwargs = {"num_decay_steps": 60}
+    settings = TrainConfig(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs, warmup_steps=0.5)
+    with pytest.raises(FtcliError) as error:
+        schedule_arguments(settings, 100)
+    assert [finding.code for finding in error.value.findings] == ["FT272"]
+    assert schedule_arguments(settings, 200) == {"num_decay_steps": 60}
+
+
+def test_a_schedule_by_evaluations_needs_them(context: Callable[..., Context]) -> None:
+    text = "data: {train: [a.jsonl]}\ntrain: {lr_scheduler_type: reduce_lr_on_plateau}\n"
+    assert [code for code, _ in found(context(text))] == ["FT255"]
+    assert found(context(text + "eval: {every_steps: 2}\n")) == []
+
+
+SCHEDULE_FREE = "data: {train: [a.jsonl]}\ntrain: {optim: schedule_free_adamw, lr_scheduler_type: constant}\n"
+
+
+def test_schedule_free_optimizers_take_no_schedule(context: Callable[..., Context]) -> None:
+    assert found(context(SCHEDULE_FREE, "train.warmup_steps=0.1")) == []
+    with_schedule = found(context(SCHEDULE_FREE, "train.lr_scheduler_type=cosine"))
+    assert [code for code, _ in with_schedule] == ["FT273"]
+    assert "takes the place of a schedule, and lr_scheduler_type is cosine" in with_schedule[0][1]
+    assert [code for code, _ in found(context(SCHEDULE_FREE, "train.adam_beta1=0.0"))] == ["FT273"]
+
+
+def test_only_schedule_free_optimizers_that_warm_up_read_the_warm_up(context: Callable[..., Context]) -> None:
+    radam = found(context(SCHEDULE_FREE, "train.optim=schedule_free_radam", "train.warmup_steps=5"))
+    assert radam == [("FT259", "train.warmup_steps has no effect with lr_scheduler_type: constant")]
+
+
+@pytest.mark.parametrize(("optim", "package"), [("adamw_8bit", "bitsandbytes"), ("schedule_free_sgd", "schedulefree")])
+def test_an_optimizer_of_a_package_that_is_not_there_is_refused(
+    optim: str, package: str, context: Callable[..., Context]
+) -> None:
+    text = f"data: {{train: [a.jsonl]}}\ntrain: {{optim: {optim}, lr_scheduler_type: constant}}\n"
+    said = f"train.optim: {optim} needs the package {package}, which is not installed"
+    assert found(context(text), package) == [("FT253", said)]
+    assert found(context(text)) == []
