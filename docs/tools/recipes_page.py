@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.schema import Node, RecipeSchema
+from ftcli.facts.trained import Matrices, bytes_of
+from ftcli.tables import optimizers, schedules
 
 _INTRO = """\
 <!-- Generated from ftcli/config by `make docs` (python docs/tools/recipes_page.py). Edit the models, not this page. -->
@@ -71,7 +73,7 @@ YAML, and the result is validated like the file: `--set train.learning_rate=1e-4
 
 def page() -> str:
     """The text of docs/recipes.md."""
-    return "\n".join([_INTRO, *_keys(RecipeSchema())]) + "\n"
+    return "\n".join([_INTRO, *_keys(RecipeSchema()), *_schedules(), *_optimizers()]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,6 +127,44 @@ def _nested(schema: RecipeSchema, node: Node, path: str) -> Iterator[str]:
             yield from _rows(schema, variant, f"{path}.")
         elif variant.get("type") == "array":
             yield from _nested(schema, variant["items"], f"{path}[]")
+
+
+def _schedules() -> Iterator[str]:
+    """The table of schedules."""
+    yield "## Learning-rate schedules\n"
+    yield "What `train.lr_scheduler_type` may name and `train.lr_scheduler_kwargs` may say; all are transformers'.\n"
+    yield "| schedule | | arguments |"
+    yield "|---|---|---|"
+    for name in schedules.names():
+        row = schedules.row(name)
+        needed = dict.fromkeys(row.required, " (needed)")
+        needed |= {
+            argument: f" (this or {other})" for argument in row.one_of for other in row.one_of if other != argument
+        }
+        said = (f"`{argument}`{needed.get(argument, '')}: {kind.expected}" for argument, kind in row.arguments.items())
+        needs = " Needs `eval.every_steps`." if row.by_evaluations else ""
+        yield f"| `{name}` | {row.about}{needs} | {'; '.join(said)} |"
+    yield ""
+
+
+def _optimizers() -> Iterator[str]:
+    """The table of optimizers."""
+    yield "## Optimizers\n"
+    yield (
+        "What `train.optim` may name. The state is counted in the memory estimate: bytes for each trained parameter of "
+        "large matrices.\n"
+    )
+    yield "| optimizer | | state in bytes | needs |"
+    yield "|---|---|---|---|"
+    for name in optimizers.names():
+        row = optimizers.row(name)
+        state = "a sum for each row and column" if row.state == "factored" else f"{_state_bytes(row):.3g}"
+        yield f"| `{name}` | {row.about} | {state} | {f'`{row.package.install}`' if row.package else ''} |"
+
+
+def _state_bytes(row: optimizers.Optimizer) -> float:
+    matrix = Matrices(4096, 4096, 1)
+    return bytes_of(row, matrix) / matrix.elements
 
 
 def _about(node: Node) -> str:

@@ -32,12 +32,17 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "train.optim": {
             "adamw": "adamw_torch", "adam": "adamw_torch", "adamw_hf": "adamw_torch",
             "torch.optim.AdamW": "adamw_torch", "AdamW": "adamw_torch", "fused_adamw": "adamw_torch_fused",
-            "adamw_8bit": "adamw_torch",
-            "adamw_bnb_8bit": "adamw_torch", "paged_adamw_8bit": "adamw_torch", "paged_adamw_32bit": "adamw_torch",
+            "adamw_apex_fused": "adamw_torch_fused", "adamw_torch_npu_fused": "adamw_torch_fused",
+            "adamw_bnb_8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit", "adamw8bit": "adamw_8bit",
+            "bitsandbytes.optim.AdamW8bit": "adamw_8bit", "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit",
+            "PagedAdamW8bit": "paged_adamw_8bit", "paged_adamw": "paged_adamw_32bit", "PagedAdamW": "paged_adamw_32bit",
+            "lion": "lion_32bit", "lion_pytorch": "lion_32bit", "paged_lion_32bit": "paged_lion_8bit",
+            "schedule_free": "schedule_free_adamw", "schedulefree": "schedule_free_adamw",
         },
         "train.lr_scheduler_type": {
-            "cosine_annealing": "cosine", "cosine_with_warmup": "cosine", "warmup_stable_decay": "linear",
-            "none": "constant", "polynomial": "linear",
+            "cosine_annealing": "cosine", "cosine_with_warmup": "cosine", "one_cycle": "cosine", "none": "constant",
+            "wsd": "warmup_stable_decay", "cosine_with_hard_restarts": "cosine_with_restarts",
+            "reduce_on_plateau": "reduce_lr_on_plateau",
         },
         "train.gradient_checkpointing": {
             "unsloth": "offload", "offload_disk": "offload", "cpu": "offload", "offloaded": "offload",

@@ -37,6 +37,7 @@ _LENGTH = "data.max_seq_len"
 _BATCH = "train.per_device_train_batch_size"
 _NO_SPLIT = "nothing is split off silently: name a held-out file in data.eval"
 _ALL_LINEAR = "lora.target_modules: all-linear"
+_SCHEDULE_ARGUMENTS = "train.lr_scheduler_kwargs"
 _STEPS_ONLY = "counted in optimizer steps here, never in epochs"
 _WANDB = "its account and project come from `wandb login` and WANDB_PROJECT"
 _PACKING_NOTE = "rows never attend to one another across a pack"
@@ -232,8 +233,10 @@ _TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
     "lr": (_TUNE, "train.learning_rate"),
     "lr_scheduler": (f"{_AXOLOTL}, {_TUNE}", "train.lr_scheduler_type"),
     "scheduler": (_HF, "train.lr_scheduler_type"),
-    "min_lr": (_LITGPT, "train.lr_scheduler_type: cosine", "a lowest rate is not offered yet"),
-    "cosine_min_lr_ratio": (_AXOLOTL, "train.lr_scheduler_type: cosine", "a lowest rate is not offered yet"),
+    "min_lr": (_LITGPT, _SCHEDULE_ARGUMENTS, "min_lr, with lr_scheduler_type: cosine_with_min_lr"),
+    "cosine_min_lr_ratio": (_AXOLOTL, _SCHEDULE_ARGUMENTS, "min_lr_rate, with lr_scheduler_type: cosine_with_min_lr"),
+    "min_lr_ratio": (_HF, _SCHEDULE_ARGUMENTS, "min_lr_rate, with lr_scheduler_type: cosine_with_min_lr"),
+    "num_cycles": (_TUNE, _SCHEDULE_ARGUMENTS, "num_cycles"),
     "warmup_ratio": (f"{_AXOLOTL}, {_FACTORY}", "train.warmup_steps", "a value below 1 is a share of all steps"),
     "num_warmup_steps": (_TUNE, "train.warmup_steps"),
     "lr_warmup_steps": (_LITGPT, "train.warmup_steps"),

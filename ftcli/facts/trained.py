@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
@@ -16,7 +16,8 @@ _SMALLEST_PAGED = 100_000
 _BLOCK = 256
 
 
-class Matrices(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Matrices:
     """``count`` trained tensors of (rows, columns). A ``hidden`` one is a matrix of a layer, or of an adapter."""
 
     rows: int
@@ -77,7 +78,7 @@ def optimizer_state(optim: str, trained: Trained) -> OptimizerState:
     optimizer = optimizers.row(optim)
     if optimizer.state == "factored":
         return OptimizerState(sum(4 * (m.rows + m.columns) * m.count for m in trained.matrices))
-    each = [(m, _bytes_of(optimizer, m) * m.count) for m in trained.matrices]
+    each = [(m, bytes_of(optimizer, m) * m.count) for m in trained.matrices]
     listed = sum(m.elements * m.count for m in trained.matrices)
     paged = sum(size for m, size in each if m.elements >= _SMALLEST_PAGED) if optimizer.paged else 0
     rest = optimizer.state_bytes * (trained.elements - listed)
@@ -95,7 +96,7 @@ def optimizer_workspace(optim: str, trained: Trained, *, cuda: bool) -> int:
     return max(largest, 4 * others if cuda else 0)
 
 
-def _bytes_of(optimizer: optimizers.Optimizer, matrix: Matrices) -> int:
+def bytes_of(optimizer: optimizers.Optimizer, matrix: Matrices) -> int:
     """Bytes of state of one matrix."""
     whole = optimizer.state_bytes * matrix.elements
     if optimizer.state == "momentum" and matrix.part == "hidden":

@@ -9,6 +9,14 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class Package:
+    """A package that can be imported by ``name``, and what to ``install`` for it."""
+
+    name: str
+    install: str
+
+
+@dataclass(frozen=True, slots=True)
 class Optimizer:
     """What the rest of the program has to know of an optimizer.
 
@@ -22,8 +30,7 @@ class Optimizer:
         workspace: What a step allocates: ``copy`` of all parameters in float32 where they are updated at once (on a
             GPU), ``largest`` matrix in float32 and four times in bfloat16, or nothing to speak of.
         reads: Which settings of the section ``train`` it reads, of those that not every optimizer reads.
-        package: The package that it comes from, if not torch or transformers.
-        install: What to install for it.
+        package: Where it comes from, if not from torch or transformers.
         schedule_free: It averages the weights in place of a schedule: evaluated and saved is the average.
         warms_up: It reads ``warmup_steps`` itself.
         build: Code: a class of optimizer that transformers does not have, made from parameter groups and keyword
@@ -36,8 +43,7 @@ class Optimizer:
     paged: bool = False
     workspace: Literal["none", "copy", "largest"] = "none"
     reads: tuple[str, ...] = ()
-    package: str | None = None
-    install: str | None = None
+    package: Package | None = None
     schedule_free: bool = False
     warms_up: bool = False
     build: str | None = None
@@ -45,31 +51,31 @@ class Optimizer:
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _BETAS = _ADAM[:2]
-_BITSANDBYTES = {"package": "bitsandbytes", "install": "ftcli[bitsandbytes]"}
-_SCHEDULE_FREE = {"package": "schedulefree", "install": "ftcli[schedulefree]"}
+_BITSANDBYTES = Package("bitsandbytes", "ftcli[bitsandbytes]")
+_SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]")
 
 TABLE: Mapping[str, Optimizer] = MappingProxyType(
     {
         "adamw_torch": Optimizer("AdamW.", state_bytes=8, workspace="copy", reads=_ADAM),
         "adamw_torch_fused": Optimizer("AdamW in one kernel.", state_bytes=8, reads=_ADAM),
         "adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits.", state_bytes=8, state="blockwise", reads=_ADAM, **_BITSANDBYTES
+            "AdamW with its state in 8 bits.", state_bytes=8, state="blockwise", reads=_ADAM, package=_BITSANDBYTES
         ),
         "paged_adamw_8bit": Optimizer(
-            "The same; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, **_BITSANDBYTES,
+            "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, package=_BITSANDBYTES,
         ),
         "paged_adamw_32bit": Optimizer(
             "AdamW; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, paged=True, reads=_ADAM, **_BITSANDBYTES,
+            state_bytes=8, paged=True, reads=_ADAM, package=_BITSANDBYTES,
         ),
-        "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, **_BITSANDBYTES),
+        "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
         "lion_8bit": Optimizer(
-            "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, **_BITSANDBYTES
+            "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, package=_BITSANDBYTES
         ),
         "paged_lion_8bit": Optimizer(
-            "The same; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=4, state="blockwise", paged=True, reads=_BETAS, **_BITSANDBYTES,
+            "Lion with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+            state_bytes=4, state="blockwise", paged=True, reads=_BETAS, package=_BITSANDBYTES,
         ),
         "muon": Optimizer(
             "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
@@ -79,15 +85,15 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
         ),
         "schedule_free_adamw": Optimizer(
             "AdamW that averages the weights in place of a schedule.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, **_SCHEDULE_FREE,
+            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
         ),
         "schedule_free_radam": Optimizer(
             "RAdam that averages the weights in place of a schedule and needs no warm-up.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, **_SCHEDULE_FREE,
+            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, package=_SCHEDULE_FREE,
         ),
         "schedule_free_sgd": Optimizer(
             "SGD that averages the weights in place of a schedule.",
-            state_bytes=4, schedule_free=True, warms_up=True, **_SCHEDULE_FREE,
+            state_bytes=4, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
         ),
         "sgd": Optimizer("SGD without momentum."),
         "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),

@@ -243,7 +243,7 @@ class RunTrainerMixin(OptimisationMixin):
     def _restore(self, found: WindowState | None) -> None:
         if found is None:
             return
-        self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)  # type: ignore[attr-defined]
+        self._tr_loss = torch.tensor(found.loss_sum, device=self.args.device)
         self._globalstep_last_logged = found.logged_step
         self.window.tokens, self.window.seconds = found.tokens, found.seconds
         self.tokens_seen = self.state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen

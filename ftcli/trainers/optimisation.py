@@ -165,7 +165,7 @@ def _outer_parameters(model: nn.Module) -> set[int]:
     """Parameters of embedding and head, and adapters of stacks of experts, which are no matrices of one layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    base: Any = base_of(model)  # type: ignore[arg-type]
+    base: Any = base_of(model)
     outer = [base.get_input_embeddings(), base.get_output_embeddings()]
     outer += [module for module in model.modules() if isinstance(module, ParamWrapper)]
     return {id(parameter) for module in outer if module is not None for parameter in module.parameters()}

@@ -23,8 +23,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def require(name: str) -> None:
     package = optimizers.row(name).package
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if package is not None and importlib.util.find_spec(package.name) is None:
+        pytest.skip(f"{package.name} is not installed")
 
 
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes on a CPU
@@ -120,7 +120,9 @@ def test_muon_trains_hidden_matrices_only(user: User) -> None:
     state = torch.load(next((user.folder / "r" / "checkpoints").iterdir()) / "optimizer.pt", weights_only=True)
     model = load_file(user.folder / "r" / "model" / "model.safetensors")
     hidden = [t for name, t in model.items() if t.dim() == 2 and "embed_tokens" not in name and "lm_head" not in name]
-    assert sorted(s["momentum_buffer"].shape for s in state["muon"]["state"].values()) == sorted(t.shape for t in hidden)
+    assert sorted(s["momentum_buffer"].shape for s in state["muon"]["state"].values()) == sorted(
+        t.shape for t in hidden
+    )
     assert len(state["adamw"]["state"]) == len(model) - len(hidden)
 
 

@@ -20,12 +20,12 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
 def _optimizer(context: Context, installed: Installed) -> Findings:
     train = context.recipe.train
     row = optimizers.row(train.optim)
-    if row.package is not None and not installed(row.package):
+    if row.package is not None and not installed(row.package.name):
         yield context.error(
             "FT253",
             "train.optim",
-            f"train.optim: {train.optim} needs the package {row.package}, which is not installed",
-            help=f"pip install '{row.install}'",
+            f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed",
+            help=f"pip install '{row.package.install}'",
         )
     for name in optimizers.settings():
         if context.says(f"train.{name}") and name not in row.reads:

@@ -22,7 +22,10 @@ def found(context: Context, *missing: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("lr_scheduler_type: cosine, lr_scheduler_kwargs: {min_lr: 1e-5}", "the schedule cosine has no argument min_lr"),
+        (
+            "lr_scheduler_type: cosine, lr_scheduler_kwargs: {min_lr: 1e-5}",
+            "the schedule cosine has no argument min_lr",
+        ),
         ("lr_scheduler_type: cosine_with_min_lr", "needs exactly one of min_lr and min_lr_rate"),
         ("lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-5, min_lr_rate: 0.1}", "exactly one"),
         ("lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0}", "min_lr 1.0 cannot be used"),
