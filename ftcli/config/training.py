@@ -73,6 +73,16 @@ class TrainConfig(Section):
         description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
         "same. `auto` chooses it.",
     )
+    train_sampling_strategy: Literal["random", "group_by_length"] = Field(
+        default="random",
+        description="`group_by_length` puts rows of similar length into one batch, which pads less: random within a "
+        "span of at most 50 batches, each row once an epoch.",
+    )
+    neftune_noise_alpha: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        default=None,
+        description="NEFTune: uniform noise on the embeddings in training, of at most this over the root of sequence "
+        "length times width. 5 to 15 are usual.",
+    )
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations get no better; never when absent."
     )

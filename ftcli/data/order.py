@@ -61,13 +61,14 @@ class Epochs:
     """Training sequences: single rows, or packs of them.
 
     A pack has the same rows in every epoch; what changes is the order. ``mix`` is over rows without ``packs``, and over
-    packs (one source) with them.
+    packs (one source) with them. With ``grouped`` above 1, batches of so many rows of a table are of similar length.
     """
 
     sequences: Sequence[Tokens]
     mix: Mixture
     packs: Packs | None = None
     seed: int = 0
+    grouped: int = 1
 
     def __len__(self) -> int:
         return sum(self.mix.counts)
@@ -85,22 +86,55 @@ class Epochs:
     def order(self, epoch: int) -> list[int]:
         """The sequences of an epoch, by their number."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        if not self.mix.weighted:
-            return [int(i) for i in torch.randperm(len(self), generator=generator)]
-        return rows_of(self.mix, generator)
+        if self.mix.weighted:
+            order = rows_of(self.mix, generator)
+        else:
+            order = [int(i) for i in torch.randperm(len(self), generator=generator)]
+        if self.grouped == 1 or self.packs is not None or not isinstance(self.sequences, TokenTable):
+            return order
+        return by_length(order, self.sequences.lengths, self.grouped, generator)
 
 
-def epochs_of(table: TokenTable, weights: Sequence[float] | None, *, packing: bool, capacity: int, seed: int) -> Epochs:
+#: Rows of similar length are looked for among those of so many batches.
+_SPAN = 50
+
+
+def by_length(order: Sequence[int], lengths: Ints, batch_size: int, generator: torch.Generator) -> list[int]:
+    """``order`` with the rows of each batch of similar length.
+
+    Every span of 50 batches (fewer, where there would be fewer than four spans) is sorted by length and cut into
+    batches, which then come in random order: short and long ones alternate, and mixtures keep their shares from span
+    to span. What fills no batch stays at the end. The batch with the longest row comes first, so that memory runs out
+    at once or not at all.
+    """
+    whole = len(order) - len(order) % batch_size
+    span = batch_size * max(1, min(_SPAN, whole // batch_size // 4))
+    batches: list[list[int]] = []
+    for start in range(0, whole, span):
+        rows = np.asarray(order[start : min(start + span, whole)])
+        rows = rows[np.argsort(-lengths[rows], kind="stable")]
+        cut = rows.reshape(-1, batch_size)
+        batches += [cut[int(i)].tolist() for i in torch.randperm(len(cut), generator=generator)]
+    longest = max(range(len(batches)), key=lambda i: int(lengths[batches[i][0]]), default=0)
+    if batches:
+        batches[0], batches[longest] = batches[longest], batches[0]
+    return [row for batch in batches for row in batch] + list(order[whole:])
+
+
+def epochs_of(
+    table: TokenTable, weights: Sequence[float] | None, *, packing: bool, capacity: int, seed: int, grouped: int = 1
+) -> Epochs:
     """The training sequences of prepared sources.
 
     Args:
         weights: One for each source, or None to see every row once.
         capacity: Longest sequence, in tokens.
+        grouped: Rows of a batch, which are to be of similar length; 1 leaves them in random order.
     """
     sizes = [b - a for a, b in zip(table.starts[:-1], table.starts[1:], strict=True)]
     mix = mixture(sizes, weights)
     if not packing:
-        return Epochs(table, mix, None, seed)
+        return Epochs(table, mix, None, seed, grouped)
     repeated = sum(mix.counts) > len(table)
     rows = rows_of(mix, torch.Generator().manual_seed(seed)) if repeated else None
     packs = best_fit(table.lengths, capacity, rows)

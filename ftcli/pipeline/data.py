@@ -50,6 +50,9 @@ def training_epochs(job: Job, prepared: Prepared) -> Epochs:
         packing=recipe.data.packing,
         capacity=recipe.data.max_seq_len,
         seed=recipe.run.seed,
+        grouped=recipe.train.per_device_train_batch_size
+        if recipe.train.train_sampling_strategy == "group_by_length"
+        else 1,
     )
     untrained = mostly_untrained(prepared.ledgers, recipe.data.loss_on)
     if untrained is not None:

@@ -114,6 +114,9 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "model.kernels": ("auto", "off"),
                     # TRL switches checkpointing off for generation, and back on in transformers' form.
                     "train.gradient_checkpointing": ("auto", True, False),
+                    # Completions would be sampled under noise as well; rows are grouped by prompt.
+                    "train.neftune_noise_alpha": (None,),
+                    "train.train_sampling_strategy": ("random",),
                 }
             ),
         ),

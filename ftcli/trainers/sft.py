@@ -102,6 +102,7 @@ def training_arguments(job: Job, scratch_dir: str) -> dict[str, Any]:
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
+        "neftune_noise_alpha": train.neftune_noise_alpha,
         # The other policies are set on the layers: see ftcli.model.checkpointing.
         "gradient_checkpointing": policies.row(train.checkpointing).by_transformers,
         "logging_steps": recipe.logging.every_steps,

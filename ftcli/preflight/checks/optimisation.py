@@ -15,6 +15,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _schedule(context)
     yield from _arguments(context)
     yield from _warm_up(context)
+    yield from _grouping(context)
 
 
 def _optimizer(context: Context, installed: Installed) -> Findings:
@@ -145,4 +146,15 @@ def _warm_up(context: Context) -> Findings:
             f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
             "the learning rate would never reach its peak",
             "use fewer, or a fraction such as 0.1",
+        )
+
+
+def _grouping(context: Context) -> Findings:
+    recipe, path = context.recipe, "train.train_sampling_strategy"
+    why = "data.packing" if recipe.data.packing else "per_device_train_batch_size: 1"
+    if recipe.train.train_sampling_strategy == "group_by_length" and (
+        recipe.data.packing or recipe.train.per_device_train_batch_size == 1
+    ):
+        yield context.warning(
+            "FT259", path, f"{path}: group_by_length has no effect with {why}: nothing is padded", help="remove it"
         )
