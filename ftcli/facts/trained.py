@@ -38,6 +38,11 @@ class Trained:
     elements: int
     matrices: tuple[Matrices, ...]
 
+    @property
+    def by_autocast(self) -> int:
+        """Elements of linear layers, which autocast casts: of all but embedding, head and vectors."""
+        return sum(m.elements * m.count for m in self.matrices if m.part == "hidden")
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:

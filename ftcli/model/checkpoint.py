@@ -177,6 +177,8 @@ def differences(told: Mapping[str, Any]) -> list[str]:
 def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """The model with the adapter saved in ``folder`` attached, not trainable.
 
+    Modules that were trained whole are in the dtype that they are stored in.
+
     Raises:
         FtcliError: FT334 (exit 3) when the adapter is damaged, is not this model's, or lacks a tensor: PEFT would go on
             with random numbers in its place.
@@ -186,7 +188,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     from safetensors.torch import load_file
 
     try:
-        stored = {name: tensor.shape for path in _weights(folder) for name, tensor in load_file(path).items()}
+        stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below, with their names
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
@@ -198,13 +200,27 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     problems = [f"it lacks {name}" for name in sorted(set(held) - set(stored))]
     problems += [f"{name} belongs to nothing in this model" for name in sorted(set(stored) - set(held))]
     problems += [
-        f"{name} has shape {tuple(stored[name])} and must have {tuple(tensor.shape)}"
+        f"{name} has shape {tuple(stored[name].shape)} and must have {tuple(tensor.shape)}"
         for name, tensor in held.items()
-        if name in stored and stored[name] != tensor.shape
+        if name in stored and stored[name].shape != tensor.shape
     ]
     if problems:
         raise _unusable(folder, problems)
+    _take_saved_modules(adapted, stored)
     return adapted
+
+
+def _take_saved_modules(adapted: PeftModel, stored: Mapping[str, torch.Tensor]) -> None:
+    """Modules that were trained whole as they are stored: PEFT rounds them to the base's dtype."""
+    from ftcli.model.lora import hold_saved_modules
+
+    marker = f".modules_to_save.{adapted.active_adapter}"
+    trained = {name.replace(marker, ""): p for name, p in adapted.named_parameters() if marker in name}
+    if not trained:
+        return
+    hold_saved_modules(adapted, next(stored[name].dtype for name in trained))
+    for name, parameter in trained.items():
+        parameter.data.copy_(stored[name])
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -51,7 +51,13 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""
-        return rms_norm(hidden_states, self.weight, self.eps, form=self._form, backend=self._backend)
+        weight = _weight_for(self.weight, hidden_states, self._form)
+        return rms_norm(hidden_states, weight, self.eps, form=self._form, backend=self._backend)
+
+
+def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
+    """The weight in a dtype that keeps the norm's output in ``x``'s: one that is trained whole is held in float32."""
+    return weight if form == "gemma" else weight.to(x.dtype)
 
 
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
@@ -136,9 +142,11 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _mlp_half(self, hidden_states: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
         if self._family.block == "sandwich":
-            mlp, residual = self._mlp(hidden_states, self._norm(self.pre_feedforward_layernorm), "return")
+            mlp, residual = self._mlp(
+                hidden_states, self._norm(self.pre_feedforward_layernorm, hidden_states), "return"
+            )
             return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
-        summed: Tensor = self._mlp(hidden_states, self._norm(self.post_attention_layernorm), "add")
+        summed: Tensor = self._mlp(hidden_states, self._norm(self.post_attention_layernorm, hidden_states), "add")
         return summed
 
     def _mlp_save(self) -> Save:
@@ -170,7 +178,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             projection_of(attention.k_proj),
             projection_of(attention.v_proj),
             head_dim=attention.head_dim,
-            norm=self._norm(self.input_layernorm),
+            norm=self._norm(self.input_layernorm, hidden_states),
             rope=None if head_norm else position_embeddings,
             backend=self._backend,
         )
@@ -205,19 +213,21 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             backend=self._backend,
         )
 
-    def _norm(self, norm: Any) -> Norm:
-        return Norm(norm.weight, norm_eps(norm), self._family.norm)
+    def _norm(self, norm: Any, x: Tensor) -> Norm:
+        return Norm(_weight_for(norm.weight, x, self._family.norm), norm_eps(norm), self._family.norm)
 
     def _head_norm(self, heads: Tensor, norm: Any) -> Tensor:
         """(B, heads, S, D), by token in memory as the projection wrote it, and handed on like that: rows of it need no
         copy, and attention, which writes as it is given queries, leaves what the output projection reads as it is.
         """
         by_token = heads.transpose(1, 2)
-        normed = rms_norm(by_token, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+        weight = _weight_for(norm.weight, by_token, self._family.norm)
+        normed = rms_norm(by_token, weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
         return normed.transpose(1, 2)
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
-        return rms_norm_add(x, residual, norm.weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
+        weight = _weight_for(norm.weight, x, self._family.norm)
+        return rms_norm_add(x, residual, weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
 
 
 def window_of(attention: Any) -> int | None:

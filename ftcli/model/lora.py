@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def apply_lora(
     model: PreTrainedModel, lora: LoraConfig, plan: DtypePlan, *, seed: int
 ) -> tuple[peft.PeftModel, Targets]:
-    """Freezes ``model`` and adds adapters of dtype ``plan.adapter`` to it.
+    """Freezes ``model`` and adds adapters of dtype ``plan.adapter``, which modules trained whole are held in, too.
 
     Returns:
         The model with its adapters, and what they are on.
@@ -38,6 +39,8 @@ def apply_lora(
     except ValueError as error:
         raise _refused(error) from error
     _require_adapted(adapted, targets)
+    if plan.adapter is not None:
+        hold_saved_modules(adapted, getattr(torch, plan.adapter))
     # PEFT keeps names in sets, whose order differs from process to process, and writes them into the adapter's file.
     config.target_modules = sorted(config.target_modules or ())
     if config.target_parameters is not None:
@@ -62,6 +65,26 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
+
+
+def hold_saved_modules(adapted: peft.PeftModel, dtype: torch.dtype) -> None:
+    """Holds the modules that are trained whole in ``dtype``; what they hand on stays in the dtype of the base.
+
+    PEFT copies them in the base's dtype, where most updates would be rounded away.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for wrapper in adapted.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for module in wrapper.modules_to_save.values():
+                module.to(dtype)
+                if not isinstance(module, torch.nn.Linear):  # autocast sees to linear layers
+                    module.register_forward_hook(partial(_hand_on, wrapper.original_module))
+
+
+def _hand_on(original: torch.nn.Module, _module: torch.nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
+    """The output in the dtype that the frozen module's would have."""
+    return output.to(next(original.parameters()).dtype)
 
 
 def _require_possible(lora: LoraConfig, targets: Targets) -> None:

@@ -126,8 +126,7 @@ def build_grpo_trainer(
     rewards = build_rewards(grpo.rewards, columns)
     args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
     use_one_gpu(args, job.reporter)
-    # Its forward passes rely on the cache that the constructor turns off.
-    with config_kept(model, "output_router_logits", "router_aux_loss_coef"):
+    with config_kept(model):
         trainer = GrpoTrainer(
             model=model,
             reward_funcs=[reward.function for reward in rewards],

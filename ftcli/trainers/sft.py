@@ -125,22 +125,17 @@ def use_one_gpu(args: TrainingArguments, reporter: Reporter) -> None:
 
 
 @contextmanager
-def config_kept(model: PreTrainedModel | PeftModel, *names: str) -> Iterator[None]:
+def config_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Takes back what a trainer's constructor writes into the model's config.
 
     It turns caches off and, in models with experts, the router's logits on. Generation then fails or is slow, and a
-    full fine-tune would be saved with another config than its base has.
-
-    Args:
-        names: Take back these values alone; all where there are none.
+    full fine-tune would be saved with another config than its base has. Training itself asks for no cache in each call.
     """
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     before = [(config, dict(vars(config))) for config in configs]
     yield
     for config, values in before:
         for name in set(vars(config)) | set(values):
-            if names and name not in names:
-                continue
             if name in values:
                 setattr(config, name, values[name])
             else:

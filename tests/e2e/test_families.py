@@ -102,6 +102,32 @@ def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, u
     assert user.run("train", path)[0] == 0
     assert user.run("export", str(user.folder / "r"))[0] == 0
     saved = user.folder / "r" / "export" / "safetensors"
+    assert_same_config(base, saved)
+    tensors, originals = load_file(saved / "model.safetensors"), load_file(base / "model.safetensors")
+    for name in originals:
+        if "vision" in name or "multi_modal" in name:
+            assert torch.equal(tensors[name], originals[name]), name
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_full_fine_tune_by_grpo_keeps_its_config(model_type: str, user: User, tmp_path: Path) -> None:
+    """Issue 11: `use_cache: false` was saved, with which generation is slow wherever the model is loaded."""
+    base = folder_of(model_type, tmp_path / "base")
+    grpo = {"num_generations": 4, "max_prompt_length": 48, "max_completion_length": 4}
+    path = recipe(
+        user,
+        base,
+        data={"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 8}], "eval": []},
+        train={"max_steps": 1, "per_device_train_batch_size": 4},
+        grpo={**grpo, "rewards": [{"use": "regex", "pattern": "[0-9]"}]},
+    )
+    Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
+    assert user.run("grpo", path)[0] == 0
+    assert_same_config(base, user.folder / "r" / "model")
+
+
+def assert_same_config(base: Path, saved: Path) -> None:
+    """All but the special tokens, which are the tokenizer's, and what transformers writes of itself."""
     ours = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "dtype"}
 
     def told(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,10 +135,6 @@ def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, u
 
     before, after = (told(json.loads((folder / "config.json").read_text())) for folder in (base, saved))
     assert after == before
-    tensors, originals = load_file(saved / "model.safetensors"), load_file(base / "model.safetensors")
-    for name in originals:
-        if "vision" in name or "multi_modal" in name:
-            assert torch.equal(tensors[name], originals[name]), name
 
 
 def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User, tmp_path: Path) -> None:

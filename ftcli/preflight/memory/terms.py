@@ -184,7 +184,9 @@ def _copies_run_again(setup: Setup) -> bool:
 
 
 def _cast_elements(setup: Setup) -> int:
-    return setup.trained.elements if setup.recipe.lora is not None else setup.shape.linear_parameters
+    if setup.recipe.lora is None:
+        return setup.shape.linear_parameters
+    return setup.trained.by_autocast
 
 
 def _at_once(setup: Setup) -> int:
@@ -240,7 +242,7 @@ def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = setup.shape, setup.plan.compute_bytes
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
-    if setup.plan.parameter_bytes != element:
+    if setup.plan.parameter_bytes != element or (setup.plan.autocast and setup.head_is_trained):
         needed += shape.vocab_size * shape.hidden_size * element  # the head, cast
     if training and setup.head_is_trained:
         needed += 4 * shape.hidden_size * (shape.vocab_size + min(shape.vocab_size, LOSS_VOCABULARY_SLAB))
