@@ -34,6 +34,9 @@ class TaskConfig(Section):
     )
     name: str | None = Field(default=None, description="Name in the results; `use`, or the function's, when absent.")
     data: Items[Dataset] = Field(default=(), description="Rows of the task; `data.eval` when absent.")
+    extract: str | None = Field(
+        default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
+    )
     pattern: str | None = Field(default=None, description="regex: what a completion must match.")
     args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of your function.")
     max_rows: Count | None = Field(default=None, description="Judge the first rows only.")

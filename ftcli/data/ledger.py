@@ -76,11 +76,11 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     return {"min": ordered[0], "p50": rank(50), "p90": rank(90), "p99": rank(99), "max": ordered[-1]}
 
 
-def skipped_finding(ledger: DatasetLedger, examples: Sequence[Finding]) -> Finding:
-    """FT441: rows that were skipped under ``max_bad_rows``, with the first few reasons."""
-    kinds = ", ".join(f"{count:,} of {code}" for code, count in sorted(ledger.bad_codes.items()))
+def skipped_finding(name: str, rows: int, codes: Mapping[str, int], examples: Sequence[Finding]) -> Finding:
+    """FT441: rows of a source that were skipped under ``max_bad_rows``, by code, with the first few reasons."""
+    kinds = ", ".join(f"{count:,} of {code}" for code, count in sorted(codes.items()))
     first = "\n".join(f"{f.origin}: {f.code}: {f.message}" for f in examples[:3])
-    message = f"{ledger.name}: {ledger.bad_rows:,} of {ledger.rows:,} rows are broken and skipped ({kinds})"
+    message = f"{name}: {sum(codes.values()):,} of {rows:,} rows are broken and skipped ({kinds})"
     return Finding("FT441", message, None, f"data.max_bad_rows allows it; fix or remove them\n{first}", "warning")
 
 

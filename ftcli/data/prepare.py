@@ -90,7 +90,9 @@ def prepare(
         raise FtcliError(dict.fromkeys(finding for error in failures for finding in error.findings), worst)
     ledgers = [ledger_of({**store.facts["ledger"], "name": s.path}) for store, s in zip(stores, sources, strict=True)]
     findings = [
-        skipped_finding(ledger, [_finding(values) for values in store.facts["skipped"]])
+        skipped_finding(
+            ledger.name, ledger.rows, ledger.bad_codes, [_finding(values) for values in store.facts["skipped"]]
+        )
         for ledger, store in zip(ledgers, stores, strict=True)
         if ledger.bad_rows
     ]

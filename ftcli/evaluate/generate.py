@@ -30,8 +30,13 @@ def generate(
     device: torch.device,
     reporter: Reporter,
     stops: Sequence[int],
+    max_length: int | None = None,
 ) -> list[str]:
     """One completion for each prompt text, special tokens removed, in the order given.
+
+    Args:
+        max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
+            shorter.
 
     The longest prompts come first. A batch that does not fit into memory is halved, with the warning FT764; raises
     FtcliError FT761 (exit 5) when one prompt alone does not fit.
@@ -39,21 +44,27 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions = [""] * len(prompts)
 
-    def step(chosen: Sequence[int]) -> list[str]:
-        return _complete(model, tokenizer, [prompts[i] for i in chosen], config, plan, device, stops)
+    ended = 0
+
+    def step(chosen: Sequence[int]) -> tuple[list[str], int]:
+        texts = [prompts[i] for i in chosen]
+        return _complete(model, tokenizer, texts, config, plan, device, stops, max_length)
 
     was_training = model.training
     model.eval()
     try:
         with reporter.progress(len(prompts), "generating") as progress:
-            for chosen, texts in in_batches(
+            for chosen, (texts, cut) in in_batches(
                 order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
             ):
                 for index, text in zip(chosen, texts, strict=True):
                     completions[index] = text
+                ended += cut
                 progress.advance(len(chosen))
     finally:
         model.train(was_training)
+    if ended:
+        reporter.warn(f"{ended:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
     return completions
 
 
@@ -65,7 +76,9 @@ def _complete(
     plan: DtypePlan,
     device: torch.device,
     stops: Sequence[int],
-) -> list[str]:
+    max_length: int | None,
+) -> tuple[list[str], int]:
+    """The completions, and how many of them ``max_length`` has ended."""
     # Padding on the left puts every answer at the same place; the mask keeps the padding out of attention.
     batch = tokenizer(list(texts), add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
         device
@@ -75,15 +88,21 @@ def _complete(
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         extra["output_router_logits"] = False
     sampling = {"do_sample": True, "temperature": config.temperature} if config.do_sample else {"do_sample": False}
+    rooms = [config.max_new_tokens] * len(texts)
+    if max_length is not None:
+        rooms = [min(config.max_new_tokens, max_length - int(n)) for n in batch["attention_mask"].sum(dim=1).tolist()]
     with compute_context(device, plan.compute, plan.autocast):
         output = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=max(rooms),
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=list(stops),
             **sampling,
             **extra,
         )
-    new = output[:, batch["input_ids"].shape[1] :]
-    return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+    new = output[:, batch["input_ids"].shape[1] :].tolist()
+    kept = [ids[:room] for ids, room in zip(new, rooms, strict=True)]
+    ends = {*stops}
+    cut = sum(room < config.max_new_tokens and not ends & set(ids) for ids, room in zip(kept, rooms, strict=True))
+    return [str(text) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)], cut

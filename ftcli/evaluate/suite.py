@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import TaskConfig
-from ftcli.data.template import renderer_of
+from ftcli.config import DataConfig, DatasetConfig, TaskConfig
+from ftcli.data.asked import Asked, asked_rows, room_of_task
 from ftcli.data.tokens import Tokens
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import LossResult, combine, evaluate_loss
 from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
 from ftcli.job import Job
 from ftcli.judges import Function
-from ftcli.rows.prompts import Prompt, prompts_of
-from ftcli.rows.reading import read_rows
+from ftcli.rows.row import raise_findings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,6 +55,22 @@ class Evaluator:
     job: Job
     sequences: Sequence[Tokens]
     functions: Mapping[str, Function] = field(default_factory=dict)
+    _asked: dict[str, list[Asked]] = field(default_factory=dict, repr=False)
+
+    def read_tasks(self) -> None:
+        """Reads the rows of every task, so that what is wrong with them is said before a model is loaded.
+
+        Raises FtcliError as :func:`ftcli.data.asked.asked_rows`, with the faults of all tasks.
+        """
+        findings: list[Finding] = []
+        for task in self.job.recipe.eval.tasks:
+            try:
+                self._of_task(task)
+            except FtcliError as error:
+                if error.exit_code != ExitCode.DATA:
+                    raise
+                findings += error.findings
+        raise_findings(list(dict.fromkeys(findings)))
 
     def measure(self, model: PreTrainedModel | PeftModel) -> ModelScores:
         """All that the recipe asks to be measured of one model."""
@@ -77,7 +93,7 @@ class Evaluator:
         results = {}
         for task in self.job.recipe.eval.tasks:
             function = self.functions[task.file] if task.file is not None else None
-            result = judge(task, self._answered(model, task), function)
+            result = judge(task, self._answered(model, self._of_task(task)), function)
             results[result.name] = result
         return results
 
@@ -99,8 +115,9 @@ class Evaluator:
         )
 
     def samples(self, model: PreTrainedModel | PeftModel, count: int) -> list[JudgedRow]:
-        """The first held-out rows with the model's answers, not judged."""
-        answered = self._answered(model, TaskConfig(max_rows=count, data=self.job.recipe.data.eval[:1]))
+        """The first held-out rows with the model's answers, not judged; those that are too long are left out."""
+        data = self.job.recipe.data.model_copy(update={"overlong": "drop"})
+        answered = self._answered(model, self._read(data, data.eval[:1], count)[0])
         return [
             JudgedRow(text, prompt.reference, completion)
             for prompt, text, completion in zip(answered.prompts, answered.texts, answered.completions, strict=True)
@@ -120,10 +137,8 @@ class Evaluator:
             pack_length=self.job.recipe.data.max_seq_len,
         )
 
-    def _answered(self, model: PreTrainedModel | PeftModel, task: TaskConfig) -> Answered:
-        prompts = self._prompts(task)
-        renderer = renderer_of(self.job.tokenizer, self.job.recipe.data)
-        texts = [renderer.prompt(prompt) for prompt in prompts]
+    def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[Asked]) -> Answered:
+        texts = [one.text for one in asked]
         completions = generate(
             model,
             self.job.tokenizer,
@@ -134,11 +149,23 @@ class Evaluator:
             device=self.job.device,
             reporter=self.job.reporter,
             stops=self.job.stops,
+            max_length=self.job.recipe.data.max_seq_len,
         )
-        return Answered(prompts, texts, completions)
+        return Answered([one.prompt for one in asked], texts, completions)
 
-    def _prompts(self, task: TaskConfig) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        for source in task.data or self.job.recipe.data.eval:
-            prompts += prompts_of(read_rows(source), self.job.recipe.data.format)
-        return prompts[: task.max_rows]
+    def _of_task(self, task: TaskConfig) -> list[Asked]:
+        """A task's rows, read once for all models."""
+        if task.label not in self._asked:
+            data = self.job.recipe.data
+            asked, warnings = self._read(data, task.data or data.eval, task.max_rows)
+            for warning in warnings:
+                self.job.reporter.finding(warning)
+            self._asked[task.label] = asked
+        return self._asked[task.label]
+
+    def _read(
+        self, data: DataConfig, sources: Sequence[DatasetConfig], max_rows: int | None
+    ) -> tuple[list[Asked], list[Finding]]:
+        room = room_of_task(data, self.job.recipe.eval.generate.max_new_tokens)
+        offline = self.job.session.offline
+        return asked_rows(sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows)

@@ -61,7 +61,7 @@ def judge(task: TaskConfig, answered: Answered, function: Function | None = None
     references = [prompt.reference for prompt in answered.prompts]
     scores: list[float | None]
     if function is None:
-        scores = list(built_in(task, task.kind)(answered.completions, [text or "" for text in references]))
+        scores = built_in(task, task.kind)(answered.completions, [text or "" for text in references])
     else:
         # Names that the function is called with anyway cannot be columns; every task has answers, known or not.
         lent = columns_of(answered.prompts)

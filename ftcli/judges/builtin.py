@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ftcli.config import RewardConfig, TaskConfig
 from ftcli.errors import Finding
+from ftcli.judges.patterns import Pattern, TookTooLong
 from ftcli.tables import code_of, judges
-
-#: Regular expressions see only this much of a completion, so that a slow one cannot hold up training.
-MAX_MATCHED_CHARS = 20_000
 
 
 class BuiltIn(Protocol):
-    """Scores each completion: 1.0 where it passes, else 0.0. ``answers`` has one known answer for each completion."""
+    """Scores each completion: 1.0 where it passes, else 0.0; None where an expression was given up.
 
-    def __call__(self, completions: Sequence[str], answers: Sequence[str], **options: str) -> list[float]: ...
+    ``answers`` has one known answer for each completion.
+    """
+
+    def __call__(self, completions: Sequence[str], answers: Sequence[str], **options: str) -> list[float | None]: ...
 
 
 class Bound(Protocol):
     """A built-in judge whose options are those of a recipe."""
 
-    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[float]: ...
+    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[float | None]: ...
 
 
 def built_in(config: RewardConfig | TaskConfig, name: str) -> Bound:
@@ -47,35 +47,49 @@ def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | 
     )
 
 
-def exact_match(completions: Sequence[str], answers: Sequence[str], extract: str | None = None) -> list[float]:
+def exact_match(completions: Sequence[str], answers: Sequence[str], extract: str | None = None) -> list[float | None]:
     """Passes where a completion is the answer, surrounding space aside.
 
     With ``extract``, a regular expression, only its first group is compared (all that matches, where it has no group).
     """
-    if extract is not None:
-        expression = re.compile(extract, re.DOTALL)
-        completions = [_extracted(expression, completion) for completion in completions]
-    return [float(text.strip() == answer.strip()) for text, answer in zip(completions, answers, strict=True)]
+    expression = Pattern(extract) if extract is not None else None
+    return [_matches(text, answer, expression) for text, answer in zip(completions, answers, strict=True)]
 
 
-def contains(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+def contains(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
     """Passes where the answer, without surrounding space, is somewhere in the completion."""
     return [float(answer.strip() in text) for text, answer in zip(completions, answers, strict=True)]
 
 
-def regex(completions: Sequence[str], answers: Sequence[str], pattern: str) -> list[float]:
-    """Passes where ``pattern`` is found in the first 20,000 characters; ``.`` matches line breaks too."""
-    expression = re.compile(pattern, re.DOTALL)
-    return [float(expression.search(text[:MAX_MATCHED_CHARS]) is not None) for text in completions]
+def regex(completions: Sequence[str], answers: Sequence[str], pattern: str) -> list[float | None]:
+    """Passes where ``pattern`` is found (:meth:`ftcli.judges.patterns.Pattern.search`)."""
+    expression = Pattern(pattern)
+    return [_found(text, expression) for text in completions]
 
 
-def json_valid(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+def json_valid(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
     """Passes for one JSON value and nothing else; NaN and Infinity are not JSON."""
     return [float(_is_json(text)) for text in completions]
 
 
-def _extracted(expression: re.Pattern[str], text: str) -> str:
-    found = expression.search(text[:MAX_MATCHED_CHARS])
+def _found(text: str, expression: Pattern) -> float | None:
+    try:
+        return float(expression.search(text) is not None)
+    except TookTooLong:
+        return None
+
+
+def _matches(text: str, answer: str, expression: Pattern | None) -> float | None:
+    if expression is not None:
+        try:
+            text = _extracted(expression, text)
+        except TookTooLong:
+            return None
+    return float(text.strip() == answer.strip())
+
+
+def _extracted(expression: Pattern, text: str) -> str:
+    found = expression.search(text)
     if found is None:
         return ""
     return (found.group(1) if found.groups() else found.group(0)) or ""  # a group may take no part in the match

@@ -48,6 +48,7 @@ def evaluate_recipe(
     functions = judges_of(report.recipe)
     job = open_job(report, session)
     evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
+    evaluator.read_tasks()
     base, tuned = _base_and_run(job, evaluator, directory, weights)
     result: dict[str, Any] = {"recipe": str(loaded.path), "base": base.as_dict(), "run": None}
     if directory is None or tuned is None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ftcli.config import GrpoConfig, Recipe
+from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
@@ -14,12 +14,12 @@ from ftcli.pipeline.fit import fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
 from ftcli.pipeline.results import complete_result, tasks_before, write_tasks
 from ftcli.reporting import Session
-from ftcli.rows.prompts import Prompt, prompts_of
-from ftcli.rows.reading import read_rows
 
 if TYPE_CHECKING:
+    from ftcli.data.asked import Asked
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
+    from ftcli.job import Job
 
 
 def train_grpo(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
@@ -51,11 +51,12 @@ def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str,
     functions = judges_of(context.recipe)
     with context.phase("preparing data"):
         job = open_job(context.report, session)
-        prompts = _prompts(job.recipe)
+        prompts = _prompts(job, grpo)
         session.reporter.info(f"data.train: {len(prompts)} prompts, {grpo.num_generations} completions each")
+        evaluator = Evaluator(job, [], functions)
+        evaluator.read_tasks()
     with context.phase("loading the model"):
         model = build.build_trainable(job)
-        evaluator = Evaluator(job, [], functions)
     keep_inputs(context, build.inputs_of(job, model))
     if context.opened.resume_step:
         before = tasks_before(context.directory)
@@ -75,11 +76,14 @@ def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str,
     return {**summary, **found, "seconds": time.perf_counter() - started}
 
 
-def _prompts(recipe: Recipe) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    for source in recipe.data.train:
-        prompts += prompts_of(read_rows(source), recipe.data.format)
-    return prompts
+def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:
+    from ftcli.data.asked import asked_rows, room_of_grpo
+
+    data = job.recipe.data
+    asked, warnings = asked_rows(data.train, data, job.tokenizer, room_of_grpo(grpo), offline=job.session.offline)
+    for warning in warnings:
+        job.reporter.finding(warning)
+    return asked
 
 
 def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:

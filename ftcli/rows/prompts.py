@@ -1,35 +1,16 @@
-"""Rows as examples to train on, and as prompts to answer."""
+"""Rows as prompts to answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from ftcli.errors import Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.messages import switches_of, tools_of
 from ftcli.rows.layouts.prompted import asked, is_bare
 from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, raise_findings
-
-T = TypeVar("T")
-
-
-def to_examples(rows: Sequence[Row], requested: str) -> tuple[str, list[Example]]:
-    """All rows as examples, and the layout that was used: under `auto` the first row's.
-
-    Raises FtcliError: FT411 when no layout fits, FT412 naming every row that does not fit it.
-    """
-    layout = layout_of(rows[0], requested)
-    findings: list[Finding] = []
-    examples: list[Example] = []
-    for row in rows:
-        try:
-            examples.append(understand(row, layout))
-        except Misfit as misfit:
-            findings.append(misfit_finding(row, misfit, layout))
-    raise_findings(findings)
-    return layout, examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +48,32 @@ def to_prompt(example: Example) -> Prompt:
 def prompts_of(rows: Sequence[Row], requested: str) -> list[Prompt]:
     """Prompts for generation and GRPO: rows with only ``prompt`` (string or messages), or any trainable layout.
 
-    Raises FtcliError as :func:`to_examples`, FT413 as :func:`to_prompt`, and FT414 for a prompt that is neither string
-    nor messages; every such row is named.
+    Raises FtcliError: FT411 when no layout fits, FT412 for rows that do not fit it, FT413 as :func:`to_prompt`, and
+    FT414 for a prompt that is neither string nor messages; every such row is named.
     """
-    if is_bare(rows[0], requested):
-        return _collected(rows, _bare_prompt)
-    return _collected(to_examples(rows, requested)[1], to_prompt)
+    return _collected(rows, prompt_maker(rows[0], requested))
 
 
-def _collected(items: Sequence[T], convert: Callable[[T], Prompt]) -> list[Prompt]:
+def prompt_maker(first: Row, requested: str) -> Callable[[Row], Prompt]:
+    """What makes a prompt of a row, by the columns of the first one; it raises FtcliError as :func:`prompts_of`.
+
+    Raises FtcliError FT411 when no layout fits.
+    """
+    if is_bare(first, requested):
+        return _bare_prompt
+    layout = layout_of(first, requested)
+
+    def made(row: Row) -> Prompt:
+        try:
+            example = understand(row, layout)
+        except Misfit as misfit:
+            raise FtcliError([misfit_finding(row, misfit, layout)], ExitCode.DATA) from misfit
+        return to_prompt(example)
+
+    return made
+
+
+def _collected(items: Sequence[Row], convert: Callable[[Row], Prompt]) -> list[Prompt]:
     """Every item as a prompt. Raises FtcliError with what is wrong with all of them."""
     prompts: list[Prompt] = []
     findings: list[Finding] = []

@@ -12,21 +12,19 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config.training import GrpoConfig
-from ftcli.data.template import renderer_of
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.data.asked import Asked
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
-from ftcli.rows.prompts import Prompt
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 #: Lies in a checkpoint that was written between two uses of the same completions.
@@ -111,18 +109,15 @@ def build_grpo_trainer(
     job: Job,
     grpo: GrpoConfig,
     model: PreTrainedModel | PeftModel,
-    prompts: Sequence[Prompt],
+    asked: Sequence[Asked],
     hooks: TrainerHooks,
     scratch_dir: str,
 ) -> GrpoTrainer:
-    """A trainer over ``prompts``, rendered by the chat template, which must fit ``grpo.max_prompt_length``.
+    """A trainer over ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
-    Raises FtcliError: FT781 (exit 4) for prompts that are too long; whatever :func:`build_rewards` raises.
+    Raises FtcliError as :func:`build_rewards`.
     """
-    renderer = renderer_of(job.tokenizer, job.recipe.data)
-    texts = [renderer.prompt(prompt) for prompt in prompts]
-    _check_lengths(prompts, texts, job.tokenizer, grpo.max_prompt_length)
-    columns = columns_of(prompts)
+    columns = columns_of([one.prompt for one in asked])
     rewards = build_rewards(grpo.rewards, columns)
     args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
     use_one_gpu(args, job.reporter)
@@ -131,7 +126,7 @@ def build_grpo_trainer(
             model=model,
             reward_funcs=[reward.function for reward in rewards],
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": texts, **columns}),
+            train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], **columns}),
             processing_class=job.tokenizer,
         )
     trainer.plan = job.plan
@@ -157,21 +152,3 @@ def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence
         "reward_weights": [reward.weight for reward in rewards],
         "generation_kwargs": {"eos_token_id": list(stops)},
     }
-
-
-def _check_lengths(
-    prompts: Sequence[Prompt], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int
-) -> None:
-    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    findings = [
-        Finding(
-            "FT781",
-            f"the prompt has {len(ids)} tokens, more than grpo.max_prompt_length {limit}",
-            prompt.row.origin,
-            help="raise grpo.max_prompt_length or remove the row",
-        )
-        for prompt, ids in zip(prompts, encoded, strict=True)
-        if len(ids) > limit
-    ]
-    if findings:
-        raise FtcliError(findings[:20], ExitCode.DATA)

@@ -101,6 +101,7 @@ def _tasks(context: Context) -> Findings:
                 help="name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval",
             )
         yield from pattern_findings(context, path, task)
+        yield from extract_findings(context, path, task)
         yield from _judge(context, path, task)
 
 
@@ -138,6 +139,18 @@ def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardCon
         yield context.error("FT264", f"{path}.pattern", f"a pattern is only read by {readers}", help="remove it")
     elif judged.pattern is not None:
         yield from regex_findings(context, f"{path}.pattern", judged.pattern)
+
+
+def extract_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
+    """FT264 for an `extract` that is no expression with a group; FT767 where a task's judge does not read it."""
+    if judged.extract is None:
+        return
+    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
+    if judged.file is None and use is not None and "extract" in judges.row(use).reads:
+        yield from regex_findings(context, f"{path}.extract", judged.extract, group=True)
+    elif isinstance(judged, TaskConfig):
+        readers = " and ".join(f"`use: {name}`" for name in judges.readers("extract"))
+        yield context.error("FT767", f"{path}.extract", f"`extract` is only read by {readers}", help="remove it")
 
 
 def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:

@@ -9,7 +9,7 @@ from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
 from ftcli.judges import missing_answer
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.crossfield import pattern_findings, regex_findings
+from ftcli.preflight.checks.crossfield import extract_findings, pattern_findings
 from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import judges, layouts
@@ -105,9 +105,8 @@ def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
         )
         return
     yield from pattern_findings(context, path, reward)
+    yield from extract_findings(context, path, reward)
     reads = ("args",) if reward.use is None else judges.row(reward.use).reads
-    if reward.extract is not None and "extract" in reads:
-        yield from regex_findings(context, f"{path}.extract", reward.extract, group=True)
     yield from _unread(context, path, reward, reads)
     if reward.file is not None:
         yield from function_findings(context, f"{path}.file", reward.file)

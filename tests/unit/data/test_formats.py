@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 
 from ftcli.errors import FtcliError
-from ftcli.rows.layouts import layout_of
-from ftcli.rows.prompts import prompts_of, to_examples
-from ftcli.rows.row import Row
+from ftcli.rows.layouts import layout_of, understand
+from ftcli.rows.prompts import prompts_of
+from ftcli.rows.row import Example, Misfit, Row
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
 def rows(*fields: dict[str, Any]) -> list[Row]:
     return [Row("d.jsonl", i + 1, f) for i, f in enumerate(fields)]
+
+
+def example_of(fields: dict[str, Any], layout: str = "auto") -> Example:
+    (row,) = rows(fields)
+    return understand(row, layout_of(row, layout))
 
 
 @pytest.mark.parametrize(
@@ -31,21 +36,19 @@ def rows(*fields: dict[str, Any]) -> list[Row]:
 )
 def test_layouts_are_detected(fields: dict[str, Any], layout: str) -> None:
     assert layout_of(rows(fields)[0], "auto") == layout
-    assert to_examples(rows(fields), "auto")[0] == layout
+    assert example_of(fields).row.fields == fields
 
 
 def test_chat_layouts_agree() -> None:
-    same = rows(
-        {"messages": CHAT, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    )
+    same = {"messages": CHAT, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
     expected = tuple(CHAT)
-    assert to_examples(same, "messages")[1][0].messages == expected
-    assert to_examples(same, "sharegpt")[1][0].messages == expected
-    assert to_examples(rows({"instruction": "q", "output": "a"}), "auto")[1][0].messages == expected
+    assert example_of(same, "messages").messages == expected
+    assert example_of(same, "sharegpt").messages == expected
+    assert example_of({"instruction": "q", "output": "a"}).messages == expected
 
 
 def test_alpaca_input_and_system() -> None:
-    example = to_examples(rows({"instruction": "q", "input": "ctx", "output": "a", "system": "s"}), "auto")[1][0]
+    example = example_of({"instruction": "q", "input": "ctx", "output": "a", "system": "s"})
     assert example.messages is not None
     assert [m["content"] for m in example.messages] == ["s", "q\n\nctx", "a"]
 
@@ -73,9 +76,12 @@ def test_unknown_columns_name_what_was_expected() -> None:
     ],
 )
 def test_misfits_are_named(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(FtcliError, match="FT412") as caught:
-        to_examples(rows(fields), "auto")
-    assert words in caught.value.findings[0].message
+    with pytest.raises(Misfit) as misfit:
+        example_of(fields)
+    assert words in str(misfit.value)
+    with pytest.raises(FtcliError) as caught:  # as a prompt, which is refused with its place
+        prompts_of(rows(fields), "auto")
+    assert caught.value.findings[0].code in ("FT412", "FT414")
     assert str(caught.value.findings[0].origin) == "d.jsonl:1"
 
 

@@ -105,3 +105,30 @@ def test_a_prompt_that_does_not_fit_alone_ends_it(loaded: tuple[Any, Any]) -> No
             completions(loaded, PROMPTS, 2)
     finally:
         handle.remove()
+
+
+def test_an_answer_ends_where_the_longest_sequence_does_and_that_is_told(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    told: list[str] = []
+
+    class Heard(SilentReporter):
+        def warn(self, text: str) -> None:
+            told.append(text)
+
+    sizes = [len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) for prompt in PROMPTS]
+    longest = max(sizes) + 5
+
+    def answers(max_length: int | None, stops: tuple[int, ...] = (-1,)) -> list[str]:
+        return generate(
+            model, tokenizer, PROMPTS, GenerateConfig(max_new_tokens=NEW), batch_size=5, plan=PLAN,
+            device=torch.device("cpu"), reporter=Heard(), stops=stops, max_length=max_length,
+        )  # fmt: skip
+
+    free, bounded = answers(None), answers(longest)
+    expected = [min(NEW, longest - size) for size in sizes]
+    assert min(expected) == 5
+    for whole, cut, room in zip(free, bounded, expected, strict=True):
+        assert whole.startswith(cut.rstrip("\ufffd"))
+        assert (cut == whole) == (room == NEW)
+    ended = sum(room < NEW for room in expected)
+    assert told == [f"{ended} of 5 answers were ended by data.max_seq_len {longest}"]

@@ -1,0 +1,204 @@
+"""What a model is asked in tasks and in GRPO: rows as rendered prompts that fit the length they may have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ftcli.config import DataConfig, DatasetConfig, GrpoConfig
+from ftcli.data.ledger import skipped_finding
+from ftcli.data.presence import split_reasoning
+from ftcli.data.template import Renderer, renderer_of
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.rows.prompts import Prompt, prompt_maker
+from ftcli.rows.reading import iterate, no_rows
+from ftcli.rows.row import data_error, raise_findings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Prompts that are tokenized at a time.
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and its text as the model sees it."""
+
+    prompt: Prompt
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How long a prompt may be, in tokens, and what is said of one that is longer.
+
+    ``cut_to`` is what ``data.overlong: truncate`` leaves of it, from its end; None where prompts are never cut.
+    """
+
+    tokens: int
+    code: str
+    limit: str
+    help: str
+    cut_to: int | None = None
+
+
+def room_of_task(data: DataConfig, max_new_tokens: int) -> Room:
+    """A prompt of a task and at least one token of its answer fit ``data.max_seq_len``."""
+    longest = data.max_seq_len
+    help = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
+    return Room(
+        longest - 1, "FT431", f"which leaves no room for an answer in data.max_seq_len {longest}", help,
+        max(1, longest - max_new_tokens),
+    )  # fmt: skip
+
+
+def room_of_grpo(grpo: GrpoConfig) -> Room:
+    """Prompts of GRPO are never cut."""
+    limit, help = grpo.max_prompt_length, "raise grpo.max_prompt_length, choose data.overlong: drop, or remove the row"
+    return Room(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
+
+
+def asked_rows(
+    sources: Sequence[DatasetConfig],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    room: Room,
+    *,
+    offline: bool,
+    max_rows: int | None = None,
+) -> tuple[list[Asked], list[Finding]]:
+    """Prompts of all sources (the first ``max_rows`` of them), and warnings about rows that are skipped or cut.
+
+    What ``data.max_bad_rows``, ``data.overlong`` and ``data.reasoning`` say of rows to train on holds for these, too.
+
+    Raises:
+        FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411 to
+            FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
+    """
+    reader = _Reader(data, tokenizer, room, offline)
+    asked: list[Asked] = []
+    warnings: list[Finding] = []
+    failures: list[Finding] = []
+    for source in sources:
+        left = None if max_rows is None else max_rows - len(asked)
+        if left == 0:
+            break
+        try:
+            found, told = reader.read(source, left)
+        except FtcliError as error:
+            if error.exit_code != ExitCode.DATA:
+                raise
+            failures += error.findings
+        else:
+            asked += found
+            warnings += told
+    raise_findings(list(dict.fromkeys(failures)))
+    return asked, warnings
+
+
+class _Reader:
+    """What is the same for all sources of one call."""
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, room: Room, offline: bool) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._room = room
+        self._offline = offline
+        self._renderer: Renderer = renderer_of(tokenizer, data)
+
+    def read(self, source: DatasetConfig, most: int | None) -> tuple[list[Asked], list[Finding]]:
+        asked, bad, rows = self._rendered(source, most)
+        if not rows:
+            raise no_rows(source)
+        kept, overlong, told = self._fitting(source, asked)
+        allowed = self._data.max_bad_rows
+        refused = bad if len(bad) > (allowed if allowed >= 1 else allowed * rows) else []
+        raise_findings(sorted([*refused, *overlong], key=lambda finding: (finding.origin and finding.origin.line) or 0))
+        if not kept:
+            message = f"no prompt of {source.path} is left: {len(asked):,} too long, {len(bad):,} broken"
+            raise data_error("FT404", message, Origin(source.path), "raise data.max_seq_len, or fix the broken rows")
+        if bad:
+            told.append(skipped_finding(source.path, rows, Counter(finding.code for finding in bad), bad))
+        return kept, told
+
+    def _rendered(self, source: DatasetConfig, most: int | None) -> tuple[list[Asked], list[Finding], int]:
+        """Prompts, what is wrong with other rows, and how many rows were read."""
+        asked: list[Asked] = []
+        bad: list[Finding] = []
+        make, rows = None, 0
+        for item in iterate(source, offline=self._offline):
+            rows += 1
+            if isinstance(item, Finding):
+                bad.append(item)
+                continue
+            make = make or prompt_maker(item, self._data.format)
+            try:
+                prompt = self._referenced(make(item))
+                text = self._renderer.prompt(prompt)
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                reason = f"a lone surrogate at character {error.start + 1} of its text: broken UTF-16"
+                bad.append(Finding("FT412", reason, item.origin))
+            except FtcliError as error:
+                if error.findings[0].code == "FT421":
+                    raise
+                bad += error.findings
+            else:
+                asked.append(Asked(prompt, text))
+                if len(asked) == most:
+                    break
+        return asked, bad, rows
+
+    def _referenced(self, prompt: Prompt) -> Prompt:
+        """The prompt, the reasoning in its known answer treated as ``data.reasoning`` says."""
+        if prompt.messages is None or prompt.reference is None or self._data.reasoning == "keep":
+            return prompt
+        _, reasoning, _, answer = split_reasoning(prompt.reference)
+        if self._data.reasoning == "refuse" and reasoning.strip():
+            message = "the known answer holds reasoning, which data.reasoning: refuse does not allow"
+            help = "remove it from the row, or choose data.reasoning: keep or drop"
+            raise data_error("FT427", message, prompt.row.origin, help)
+        return replace(prompt, reference=answer)
+
+    def _fitting(self, source: DatasetConfig, asked: list[Asked]) -> tuple[list[Asked], list[Finding], list[Finding]]:
+        """Prompts that fit, errors about those that do not, and what was done about them."""
+        room, overlong = self._room, self._data.overlong
+        lengths = [length for start in range(0, len(asked), _BATCH) for length in self._lengths(asked[start:][:_BATCH])]
+        long = sum(length > room.tokens for length in lengths)
+        if not long:
+            return asked, [], []
+        pairs = list(zip(asked, lengths, strict=True))
+        fitting = [one for one, length in pairs if length <= room.tokens]
+        if overlong == "drop":
+            return fitting, [], [self._told(source, long, len(asked), "left out")]
+        if overlong == "truncate" and room.cut_to is not None:
+            cut = [one if length <= room.tokens else self._cut(one, room.cut_to) for one, length in pairs]
+            return cut, [], [self._told(source, long, len(asked), "asked without their beginning")]
+        errors = [
+            Finding(room.code, f"the prompt has {length:,} tokens, {room.limit}", one.prompt.row.origin, room.help)
+            for one, length in pairs
+            if length > room.tokens
+        ]
+        return fitting, errors, []
+
+    def _told(self, source: DatasetConfig, count: int, rows: int, fate: str) -> Finding:
+        message = f"{source.path}: {count:,} of {rows:,} prompts are too long and {fate} (data.overlong: "
+        return Finding("FT441", f"{message}{self._data.overlong})", None, self._room.help, "warning")
+
+    def _lengths(self, asked: Sequence[Asked]) -> list[int]:
+        encoded = self._tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
+        return [len(ids) for ids in encoded]
+
+    def _cut(self, one: Asked, tokens: int) -> Asked:
+        """The end of a prompt, after the token that begins every text."""
+        bos = str(self._tokenizer.bos_token or "")
+        head = bos if bos and one.text.startswith(bos) else ""
+        offsets = self._tokenizer(one.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        for count in range(tokens - bool(head), 0, -1):  # what is left may be tokenized otherwise than it was
+            found = replace(one, text=f"{head}{one.text[offsets[-count][0] :]}")
+            if self._lengths([found])[0] <= tokens:
+                return found
+        return replace(one, text=head)

@@ -1,0 +1,70 @@
+"""What a recipe says holds in every command that reads it: nothing is dropped on one of the ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import User
+
+GRPO: dict[str, Any] = {
+    "num_generations": 4,
+    "max_prompt_length": 48,
+    "max_completion_length": 4,
+    "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+}
+
+
+def rows(path: Path, *fields: dict[str, Any] | str) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in fields))
+    return str(path)
+
+
+def refusal(answer: tuple[int, dict[str, Any]]) -> tuple[int, str, str]:
+    status, document = answer
+    error = next(finding for finding in document["findings"] if finding["severity"] == "error")
+    return status, error["code"], error["message"]
+
+
+@pytest.mark.parametrize("way", ["train", "grpo", "a task"])
+def test_offline_asks_no_network_whoever_reads_the_rows(user: User, way: str) -> None:
+    hub = [{"path": "hub:nobody/nothing"}]
+    if way == "a task":
+        answer = user.run("eval", user.recipe(eval={"tasks": [{"data": hub}]}))
+    elif way == "grpo":
+        answer = user.run("grpo", user.recipe(data={"train": hub, "eval": []}, grpo=GRPO, train={"max_steps": 1}))
+    else:
+        answer = user.run("train", user.recipe(data={"train": hub}))
+    status, code, message = refusal(answer)
+    assert (status, code) == (4, "FT406")
+    assert "told to use no network" in message
+
+
+def test_grpo_and_tasks_skip_broken_rows_as_train_does(user: User) -> None:
+    good = {"prompt": "pick 1", "answer": "1"}
+    path = rows(user.folder / "p.jsonl", good, "{", good, {"prompt": 5, "answer": "1"}, good, good)
+    train = {"max_steps": 1, "per_device_train_batch_size": 4}
+    data = {"train": [path], "eval": []}
+    assert refusal(user.run("grpo", user.recipe(data=data, grpo=GRPO, train=train)))[:2] == (4, "FT403")
+    recipe = user.recipe(data={**data, "max_bad_rows": 2}, grpo=GRPO, train=train, eval={"tasks": [{"data": [path]}]})
+    status, document = user.run("grpo", recipe)
+    assert status == 0, document["findings"]
+    skipped = [f["message"] for f in document["findings"] if f["code"] == "FT441"]
+    assert len(skipped) == 2, "one for data.train, one for the task"
+    assert all("2 of 6 rows are broken and skipped" in message for message in skipped)
+    result = user.done("eval", recipe, "--set", "data.eval=[bundled:smoke-eval]", "--set", "data.train=[]")
+    assert result["base"]["tasks"]["exact_match"]["rows"] == 4
+
+
+def test_long_prompts_of_tasks_are_treated_as_overlong_says_before_the_model_is_loaded(user: User) -> None:
+    path = rows(user.folder / "t.jsonl", {"prompt": "q", "answer": "a"}, {"prompt": "x" * 5000, "answer": "a"})
+    change = {"eval": {"tasks": [{"data": [path]}]}}
+    status, code, message = refusal(user.run("eval", user.recipe(**change)))
+    assert (status, code) == (4, "FT431")
+    assert "no room for an answer in data.max_seq_len 64" in message
+    for overlong, judged in (("drop", 1), ("truncate", 2)):
+        result = user.done("eval", user.recipe(**change, data={"overlong": overlong}))
+        assert result["base"]["tasks"]["exact_match"]["rows"] == judged

@@ -1,0 +1,94 @@
+"""A judge means the same as a reward of GRPO and as a task of evaluation: one engine, the same flags and bounds."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ftcli.config import RewardConfig, TaskConfig
+from ftcli.evaluate.tasks import Answered, judge
+from ftcli.judges import patterns
+from ftcli.preflight.checks import crossfield, grpo
+from ftcli.rows.prompts import Prompt
+from ftcli.rows.row import Row
+from ftcli.trainers.rewards import build_rewards
+
+COMPLETIONS = [
+    "7", " 7\n", "seven", "", "A\nb", "a" * 20_001 + "7", "answer: 7.", "answer: 8\nanswer: 7", '{"a": 7}', "７", "AB",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use": "exact_match"},
+        {"use": "exact_match", "extract": r"answer: (\d)"},
+        {"use": "exact_match", "extract": r"^(\d)?"},
+        {"use": "contains"},
+        {"use": "json_valid"},
+        *({"use": "regex", "pattern": p} for p in ("7", "^7$", "A.b", "(?i)ab", r"\d", r"(?a)\d", "(?m)7$", "7.*7")),
+    ],
+)
+def test_a_reward_and_a_task_say_the_same(options: dict[str, Any]) -> None:
+    (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
+    count = len(COMPLETIONS)
+    rewarded = reward.function(prompts=["p"] * count, completions=COMPLETIONS, answer=["7"] * count)
+    prompt = Prompt(Row("d", 1, {}), None, "p", "7")
+    judged = [judge(TaskConfig.model_validate(options), Answered([prompt], ["p"], [c])).score for c in COMPLETIONS]
+    assert rewarded == judged
+    assert 0 < sum(judged) < count or options == {"use": "regex", "pattern": "7.*7"}
+
+
+@pytest.mark.parametrize("expression", ["(a+)+$", "(x+x+)+y", "(a|aa)+$"])
+def test_an_expression_that_never_ends_is_given_up_in_both(expression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    handler = signal.getsignal(signal.SIGALRM)
+    evil = ("x" if "x" in expression else "a") * 5000 + "!"
+    for options in ({"use": "regex", "pattern": expression}, {"use": "exact_match", "extract": expression}):
+        (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
+        began = time.monotonic()
+        assert reward.function(prompts=["p"], completions=[evil], answer=["7"]) == [None]
+        result = judge(
+            TaskConfig.model_validate(options), Answered([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [evil])
+        )
+        assert (result.rows, result.samples[0].score) == (0, None), "it is not judged, and that shows"
+        assert time.monotonic() - began < 5
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_another_alarm_comes_in_its_time() -> None:
+    before = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        assert patterns.Pattern("a").search("a") is not None
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"extract": "7"}, "FT264"),
+        ({"extract": "("}, "FT264"),
+        ({"extract": "(7)"}, None),
+    ],
+)
+def test_preflight_says_the_same_of_both(
+    context: Callable[..., Any], options: dict[str, str], code: str | None
+) -> None:
+    judge_ = f"{{use: exact_match, extract: '{options['extract']}'}}"
+    asked = context(f"data: {{train: [d.jsonl], eval: [e.jsonl]}}\neval: {{tasks: [{judge_}]}}\n", command="eval")
+    rewarded = context(f"data: {{train: [d.jsonl]}}\ngrpo: {{rewards: [{judge_}]}}\n", command="grpo")
+    expected = [code] if code else []
+    assert [f.code for f in crossfield.check(asked)] == expected
+    assert [f.code for f in grpo.check(rewarded) if f.code != "FT261"] == expected
+
+
+def test_a_task_that_does_not_read_extract_is_refused(context: Callable[..., Any]) -> None:
+    ready = context("data: {eval: [e.jsonl]}\neval: {tasks: [{use: contains, extract: '(a)'}]}\n", command="eval")
+    assert [f.code for f in crossfield.check(ready)] == ["FT767"]
