@@ -39,6 +39,14 @@ def dump_recipe(recipe: Recipe) -> str:
     return text
 
 
+def flow_text(value: Any) -> str:
+    """One value as YAML in a single line, as it may stand behind a key."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def _float_text(value: float) -> str:
     """The shortest decimal that reads back as the same float, here and in YAML 1.1 (which wants a point: 1.0e-08)."""
     text = repr(value)

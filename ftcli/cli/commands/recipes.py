@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ftcli.cli import options, render
+from ftcli.cli.commands import convert
 from ftcli.cli.request import Request
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.reporting import Result, Session
@@ -21,6 +22,7 @@ _EPILOG = (
     "  ftcli recipes show gemma2-9b\n"
     "  ftcli recipes copy gemma2-9b my-recipe.yaml\n"
     "  ftcli recipes schema > recipe.schema.json\n"
+    "  ftcli recipes convert axolotl.yml > mine.yaml\n"
 )
 
 NameArgument = Annotated[
@@ -31,7 +33,7 @@ NameArgument = Annotated[
 def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
     """The subcommands of `ftcli recipes`."""
     app = typer.Typer(
-        help="List, show and copy shipped recipes.",
+        help="Shipped recipes, new ones, and those of other tools.",
         epilog=_EPILOG,
         rich_markup_mode=None,
         context_settings=dict(context_settings),
@@ -43,7 +45,7 @@ def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    for command in (list_, show, copy, schema):
+    for command in (list_, show, copy, schema, convert.convert):
         app.command(command.__name__.rstrip("_"), context_settings=dict(context_settings))(command)
     return app
 

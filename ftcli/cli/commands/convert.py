@@ -1,0 +1,61 @@
+"""`ftcli recipes convert`: another tool's recipe in, ours out."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ftcli.cli import options
+from ftcli.cli.request import Request
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import expanded
+from ftcli.reporting import Result, Session
+from ftcli.tables import dialects
+
+
+def convert(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The other tool's recipe: YAML, JSON or a command line.")],
+    dialect: Annotated[
+        str | None,
+        typer.Option("--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}."),
+    ] = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    debug: options.DebugOption = False,
+) -> Request:
+    """Turn another tool's recipe into one of ftcli.
+
+    Writes the recipe to stdout. What has no counterpart, and what means something else here, is listed on stderr.
+
+    \b
+    Examples:
+      ftcli recipes convert axolotl.yml > mine.yaml
+      ftcli recipes convert train.sh --from trl > mine.yaml
+    """
+
+    def action(session: Session) -> Result:
+        from ftcli.config.conversion import convert as converted
+
+        _require_known(dialect)
+        made = converted(expanded(file), dialect)
+        for finding in made.findings:
+            session.reporter.finding(finding)
+        return {"dialect": made.dialect, "recipe": made.text}
+
+    def shown(result: Result) -> str:
+        return str(result["recipe"]).rstrip("\n")
+
+    return Request("recipes convert", options.common(json, quiet, False, debug), action, shown)
+
+
+def _require_known(dialect: str | None) -> None:
+    if dialect is None or dialect in dialects.names():
+        return
+    raise FtcliError.single(
+        "FT150",
+        f"no tool `{dialect}` is known",
+        exit_code=ExitCode.RECIPE,
+        origin=Origin(f"--from {dialect}"),
+        help=f"there are: {', '.join(dialects.names())}",
+    )

@@ -1,0 +1,151 @@
+"""From another tool's file to the text of a recipe of ours, which passes our schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config.conversion.draft import Draft, Drafted
+from ftcli.config.conversion.rules import Rules, apply
+from ftcli.config.conversion.source import Given, Source, names_in, read, settings
+from ftcli.config.conversion.write import recipe_text
+from ftcli.config.findings import validate
+from ftcli.config.origins import Origins
+from ftcli.config.secrets import is_secret_key
+from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.tables import code_of, dialects
+
+#: Each round leaves out what the schema refuses; what depends on what was left out may be refused next.
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A recipe of ours, the tool whose recipe it was, and what has to be said about it."""
+
+    text: str
+    dialect: str
+    findings: tuple[Finding, ...]
+
+
+def convert(path: Path, dialect: str | None = None) -> Converted:
+    """Reads ``path`` as a recipe of ``dialect``, a name of :mod:`ftcli.tables.dialects`; None finds out which.
+
+    Raises:
+        FtcliError: FT101 to FT119 for files that cannot be read, FT164 where it is not clear whose recipe it is, FT163
+            for one that cannot become one of ours.
+    """
+    source = read(path)
+    name = dialect or _detected(source)
+    row = dialects.row(name)
+    rules: Rules = code_of(row.code)
+    draft = Draft(row.title, _given(source, flatten=rules.flatten))
+    draft.findings += source.findings
+    apply(rules, draft)
+    _require_model(draft, path)
+    _settle(draft)
+    _leave_out_what_is_refused(draft)
+    return Converted(
+        recipe_text(draft.values, row.title, path.name, draft.keys), name, tuple(dict.fromkeys(draft.findings))
+    )
+
+
+def _detected(source: Source) -> str:
+    names = names_in(source.tree)
+    if "version" in source.tree.entries and isinstance(_section(source.tree, "model"), MapNode):
+        raise _unclear(source, "this is a recipe of ftcli already", "`ftcli check` says whether it is right")
+    scores = {name: len(dialects.row(name).marks & set(names)) for name in dialects.names()}
+    if "_component_" in names:
+        scores["torchtune"] += len(dialects.names())
+    best = max(scores.values())
+    found = [name for name, score in scores.items() if score == best]
+    known = ", ".join(dialects.names())
+    if best == 0:
+        raise _unclear(source, "no tool's recipe that ftcli knows", f"say whose it is with --from: {known}")
+    if len(found) > 1:
+        raise _unclear(source, f"it may be a recipe of {' or '.join(found)}", f"say which with --from {found[0]}")
+    return found[0]
+
+
+def _section(tree: MapNode, name: str) -> Tree | None:
+    entry = tree.entries.get(name)
+    return None if entry is None else entry.value
+
+
+def _unclear(source: Source, message: str, help: str) -> FtcliError:
+    origin = Origin(str(source.path))
+    return FtcliError([*source.findings, Finding("FT164", message, origin, help)], ExitCode.RECIPE)
+
+
+def _given(source: Source, *, flatten: bool) -> dict[str, Given]:
+    """What the file says, by name. Keys without a value say nothing; secrets are not read."""
+    found = {}
+    for given in settings(source.tree):
+        blank = isinstance(given.tree, Leaf) and given.tree.value in (None, "")
+        empty = isinstance(given.tree, ListNode) and not given.tree.items
+        if not blank and not empty and not is_secret_key(given.leaf):
+            name = given.leaf if flatten else given.name
+            found[name] = Given(name, given.tree, given.origin)
+    return found
+
+
+def _require_model(draft: Draft, path: Path) -> None:
+    if draft.get("model.name_or_path") is None:
+        origin = Origin(str(path))
+        finding = Finding(
+            "FT163", f"no model is named in this recipe of {draft.tool}", origin, "name the base model in it"
+        )
+        raise FtcliError([*draft.findings, finding], ExitCode.RECIPE)
+
+
+def _settle(draft: Draft) -> None:
+    """What our keys need of one another."""
+    if "lora.r" not in draft.values:
+        for key in [key for key in draft.values if key.startswith(("lora.", "quantization."))]:
+            del draft.values[key]
+    if "data.eval" in draft.values:
+        return
+    for key in ("eval.every_steps", "train.early_stopping", "checkpoint.keep_best"):
+        drafted = draft.values.pop(key, None)
+        if drafted is not None:
+            help = "name held-out rows in data.eval, and set it again"
+            draft.findings.append(Finding("FT160", f"`{key}` needs held-out rows", drafted.origin, help, "warning"))
+
+
+def _leave_out_what_is_refused(draft: Draft) -> None:
+    for _ in range(_ROUNDS):
+        tree = _tree(draft.values)
+        _, findings = validate(tree, Origins(tree))
+        refused = [key for key in draft.values if any(f"{key} " in f"{f.message} " for f in findings)]
+        if not findings:
+            return
+        if not refused:
+            raise FtcliError([*draft.findings, *findings], ExitCode.RECIPE)
+        for key in refused:
+            finding = next(f for f in findings if f"{key} " in f"{f.message} ")
+            left_out = f"{finding.message}; it is left out"
+            draft.findings.append(Finding("FT162", left_out, draft.values[key].origin, finding.help, "warning"))
+            del draft.values[key]
+
+
+def _tree(values: Mapping[str, Drafted]) -> MapNode:
+    """The draft as the loader would have read it."""
+    top: dict[str, dict[str, Entry]] = {}
+    nowhere = Origin("recipe")
+    for key, drafted in values.items():
+        section, _, name = key.partition(".")
+        origin = drafted.origin or nowhere
+        top.setdefault(section, {})[name] = Entry(origin, _as_tree(drafted.value, origin))
+    entries = {section: Entry(nowhere, MapNode(nowhere, inner)) for section, inner in top.items()}
+    return MapNode(nowhere, {"version": Entry(nowhere, Leaf(nowhere, 1, "1")), **entries})
+
+
+def _as_tree(value: object, origin: Origin) -> Tree:
+    if isinstance(value, Mapping):
+        return MapNode(origin, {str(key): Entry(origin, _as_tree(item, origin)) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return ListNode(origin, tuple(_as_tree(item, origin) for item in value))
+    assert value is None or isinstance(value, str | int | float | bool)  # what YAML holds
+    return Leaf(origin, value, str(value), quoted=isinstance(value, str))

@@ -1,0 +1,136 @@
+"""A recipe of ours in the making: values with their places in the other tool's file, and what has to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ftcli.config.conversion.source import Given
+from ftcli.config.dialect_values import VALUES
+from ftcli.config.scalars import resolve
+from ftcli.config.schema import Node, RecipeSchema
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
+
+#: Keys whose words are replaced by the nearest that there is. Those of other keys are other names of the same thing.
+_APPROXIMATE = ("train.optim", "train.lr_scheduler_type", "quantization.method")
+_TRUE = frozenset(("true", "yes", "on", "y", "1"))
+_FALSE = frozenset(("false", "no", "off", "n", "0"))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A value of the new recipe. ``comment`` stands behind it; ``origin`` is where the other file says it."""
+
+    value: Any
+    comment: str | None = None
+    origin: Origin | None = None
+
+
+@dataclass
+class Draft:
+    """What becomes the recipe.
+
+    Attributes:
+        given: The other tool's settings by dotted name, those that say nothing left out.
+        values: Ours, by dotted key.
+        findings: What has no counterpart (FT160), means something else (FT161) or could not be used (FT162).
+    """
+
+    tool: str
+    given: Mapping[str, Given]
+    schema: RecipeSchema = field(default_factory=RecipeSchema)
+    values: dict[str, Drafted] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Every key of ours, dotted."""
+        return tuple(self.schema.keys())
+
+    def put(self, key: str, value: Any, given: Given | None = None, comment: str | None = None) -> None:
+        """Sets one of our keys."""
+        self.values[key] = Drafted(value, comment, None if given is None else given.origin)
+
+    def default(self, key: str, value: Any) -> None:
+        """A default of the tool that is not ours, where the file says nothing."""
+        if key not in self.values:
+            self.values[key] = Drafted(value, f"{self.tool}'s default")
+
+    def get(self, key: str) -> Any:
+        """One of our keys as drafted so far; None where it is not."""
+        drafted = self.values.get(key)
+        return None if drafted is None else drafted.value
+
+    def said(self, name: str) -> Any:
+        """The value of the tool's setting; None where the file does not have it."""
+        given = self.given.get(name)
+        return None if given is None else given.value
+
+    def lost(self, given: Given, why: str, *, harmless: bool = False) -> None:
+        """FT160: a setting without a counterpart. A harmless one changes nothing of what is learnt."""
+        self._find("FT160", given, f"`{given.name}` has no counterpart here", why, "note" if harmless else "warning")
+
+    def differs(self, given: Given, what: str, help: str) -> None:
+        """FT161: it is converted, and does not mean quite the same."""
+        self._find("FT161", given, what, help, "warning")
+
+    def unusable(self, given: Given, what: str, help: str) -> None:
+        """FT162: a value that cannot be used here; the setting is left out."""
+        self._find("FT162", given, what, help, "warning")
+
+    def remark(self, what: str, help: str) -> None:
+        """FT161 about what the file does not say."""
+        self.findings.append(Finding("FT161", what, None, help, "warning"))
+
+    def refuse(self, given: Given | None, why: str, help: str) -> FtcliError:
+        """FT163: there is nothing here that the recipe could become."""
+        origin = None if given is None else given.origin
+        return FtcliError([*self.findings, Finding("FT163", why, origin, help)], ExitCode.RECIPE)
+
+    def _find(self, code: str, given: Given, message: str, help: str, severity: Severity) -> None:
+        self.findings.append(Finding(code, message, given.origin, help, severity))
+
+    def take(self, given: Given, key: str) -> None:
+        """Sets our key from a setting whose value means the same, in our words and types."""
+        value = coerced(given.value, self.schema.at(key.split(".")), self.schema)
+        words = VALUES.get(key, {})
+        choices = self.schema.choices(self.schema.at(key.split(".")) or {})
+        if isinstance(value, str) and choices and value not in choices:
+            ours = words.get(value) or words.get(value.lower())
+            if ours is None:
+                there_are = f"there are: {', '.join(choices)}"
+                self.unusable(given, f"`{given.name}: {value}` is unknown here", there_are)
+                return
+            resolved = resolve(ours)
+            self.put(key, resolved if isinstance(resolved, bool) else ours, given, f"{self.tool}: {value}")
+            if key in _APPROXIMATE and not ours.startswith(value.lower()):
+                what = f"`{given.name}: {value}` became `{key}: {ours}`"
+                self.differs(given, what, "look whether that is what you want")
+            return
+        self.put(key, value, given)
+
+
+def truth(value: object) -> bool | None:
+    """What a switch says: YAML 1.1's and command lines' words as well; None for what is no switch."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:
+    """``value`` in the type that our key has, where it is the same otherwise written: ``"1e-4"``, ``yes``."""
+    kinds = set() if node is None else {variant.get("type") for variant in schema.variants(node)}
+    if isinstance(value, str) and kinds & {"integer", "number"}:
+        number = resolve(value.strip())
+        value = number if isinstance(number, int | float) and not isinstance(number, bool) else value
+    if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
+        return int(value)
+    if "boolean" in kinds and kinds <= {"boolean", "null"}:
+        switch = truth(value)
+        return value if switch is None else switch
+    if "array" in kinds and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value

@@ -1,0 +1,136 @@
+"""Reads another tool's recipe: YAML, JSON, or the words of a command line in a file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.config import scalars
+from ftcli.config.recipe_file import lines_of, read_text
+from ftcli.config.secrets import mask_lines
+from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, plain
+from ftcli.config.yaml import parse_file
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+
+_FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One setting of the file: its dotted name, what it says, and where."""
+
+    name: str
+    tree: Tree
+    origin: Origin
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def section(self) -> str:
+        """The name without its last part."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def value(self) -> object:
+        """The value as Python has it."""
+        return plain(self.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recipe of another tool, and the faults in it that did not stop the reading."""
+
+    path: Path
+    tree: MapNode
+    findings: tuple[Finding, ...]
+
+
+def read(path: Path) -> Source:
+    """Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours."""
+    text = read_text(path)
+    words = _words(text)
+    if words is not None:
+        return Source(path, _of_words(words, text, path), ())
+    if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
+        text = text.expandtabs()  # JSON indented by tabs, which YAML refuses; inside its texts there are none
+    parsed = parse_file(text, str(path))
+    assert isinstance(parsed.tree, MapNode)  # parse_file promises it
+    return Source(path, parsed.tree, parsed.findings)
+
+
+def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[Given]:
+    """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
+    for name, entry in tree.entries.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(entry.value, MapNode) and entry.value.entries:
+            yield from settings(entry.value, lists=lists, prefix=f"{dotted}.")
+            continue
+        if lists and isinstance(entry.value, ListNode):
+            for item in entry.value.items:
+                if isinstance(item, MapNode):
+                    yield from settings(item, lists=lists, prefix=f"{dotted}.")
+        yield Given(dotted, entry.value, entry.key)
+
+
+def _words(text: str) -> list[str] | None:
+    """The words of a command line such as ``trl sft --lora_r 16 \\``; None for a file that is none."""
+    joined = re.sub(r"\\\r?\n", " ", text)
+    first = next((line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")), "")
+    if not re.search(r"(^|\s)--[A-Za-z]", first) or re.match(r"[A-Za-z_][\w.]*:(\s|$)", first):
+        return None
+    try:
+        return shlex.split(joined, comments=True)
+    except ValueError as error:
+        help = "quotes of a command line come in pairs; or write the settings as YAML"
+        origin = Origin("command line in the file")
+        raise FtcliError([Finding("FT163", f"not a command line: {error}", origin, help)], ExitCode.RECIPE) from None
+
+
+def _of_words(words: list[str], text: str, path: Path) -> MapNode:
+    lines = mask_lines(lines_of(text))
+    found: dict[str, tuple[Origin, list[Leaf]]] = {}
+    current: list[Leaf] = []
+    origin = Origin(str(path))
+    for word in words:
+        flag = _FLAG.fullmatch(word)
+        if flag is None:
+            current.append(Leaf(origin, scalars.resolve(word), word))
+            continue
+        name, value = flag[1].replace("-", "_"), flag[2]
+        origin, current = _place(flag[1], lines, path), []
+        found[name] = (origin, current)
+        if value is not None:
+            current.append(Leaf(origin, scalars.resolve(value), value))
+    return MapNode(
+        Origin(str(path)), {name: Entry(where, _tree(where, leaves)) for name, (where, leaves) in found.items()}
+    )
+
+
+def _tree(origin: Origin, leaves: list[Leaf]) -> Tree:
+    if not leaves:
+        return Leaf(origin, True, "true")
+    return leaves[0] if len(leaves) == 1 else ListNode(origin, tuple(leaves))
+
+
+def _place(flag: str, lines: list[str], path: Path) -> Origin:
+    pattern = re.compile(rf"--{re.escape(flag)}(?![\w-])")
+    for number, line in enumerate(lines, 1):
+        found = pattern.search(line)
+        if found is not None:
+            return Origin(str(path), number, found.start() + 1, line, len(found.group()))
+    return Origin(str(path))
+
+
+def names_in(tree: MapNode) -> Mapping[str, int]:
+    """How often each key stands in the file, at any depth, maps in lists included."""
+    counts: dict[str, int] = {}
+    for given in settings(tree, lists=True):
+        for part in given.name.split("."):
+            counts[part] = counts.get(part, 0) + 1
+    return counts

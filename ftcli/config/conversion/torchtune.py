@@ -1,0 +1,246 @@
+"""torchtune's YAML. Its components are named by Python paths; what each of them does stands here."""
+
+from __future__ import annotations
+
+import re
+
+from ftcli.config.conversion import rules as r
+from ftcli.config.conversion import sources
+from ftcli.config.conversion.draft import Draft, truth
+from ftcli.config.conversion.source import Given
+from ftcli.tables.dialects import words
+
+#: Builders of data sets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
+_DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
+    "alpaca_dataset": ("hub:tatsu-lab/alpaca", "alpaca", True),
+    "alpaca_cleaned_dataset": ("hub:yahma/alpaca-cleaned", "alpaca", True),
+    "slimorca_dataset": ("hub:Open-Orca/SlimOrca-Dedup", "sharegpt", False),
+    "chat_dataset": (None, None, False),
+    "instruct_dataset": (None, None, False),
+    "text_completion_dataset": (None, "text", False),
+}
+_STYLES = {"openai": "messages", "sharegpt": "sharegpt"}
+_OPTIMIZERS = {"AdamW": "adamw_torch", "SGD": "sgd"}
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
+#: torchtune's names of projections in the layers of transformers.
+_MODULES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_UNCLIPPED = 1e9
+
+
+def _before(draft: Draft) -> None:
+    builder = str(draft.said("model._component_") or "").rpartition(".")[2]
+    recipe_of_others = next((name for name in ("reward_fn", "rl_loss", "ref_checkpointer") if _any(draft, name)), None)
+    if recipe_of_others is not None:
+        raise draft.refuse(
+            None, "recipes of preferences and rewards are not converted", "those of SFT, LoRA and QLoRA are"
+        )
+    if re.match(r"(q?lora|dora)_", builder):
+        draft.put("lora.r", 8, comment="torchtune's default")
+        draft.put("lora.alpha", 16, comment="torchtune's default")
+    if builder.startswith("qlora_") or truth(draft.said("model.quantize_base")):
+        draft.put("quantization.method", "nf4", draft.given.get("model._component_"))
+
+
+def _any(draft: Draft, name: str) -> bool:
+    return any(given.partition(".")[0] == name for given in draft.given)
+
+
+def _model(draft: Draft, given: Given) -> None:
+    if str(given.value).rpartition(".")[2].startswith("dora_"):
+        draft.lost(given, "DoRA's magnitude vectors are not converted; plain LoRA is")
+
+
+def _attention_modules(draft: Draft, given: Given) -> None:
+    names = [str(name) for name in given.value] if isinstance(given.value, list) else [str(given.value)]
+    ours = list(dict.fromkeys(_MODULES.get(name, name) for name in names))
+    if truth(draft.said("model.apply_lora_to_mlp")):
+        ours += ["gate_proj", "up_proj", "down_proj"]
+    draft.put("lora.target_modules", "all-linear" if len(ours) == 7 else ours, given)
+
+
+def _head(draft: Draft, given: Given) -> None:
+    if truth(given.value):
+        draft.lost(given, "the head has no adapter; lora.modules_to_save: [lm_head] trains it whole")
+
+
+def _dataset(key: str) -> r.Rule:
+    def rule(draft: Draft, given: Given) -> None:
+        section = given.section
+        builder = str(given.value).rpartition(".")[2]
+        if builder not in _DATASETS:
+            draft.unusable(given, f"the data set `{builder}`", f"name its rows in {key}: a file, or hub:ORG/NAME")
+            return
+        where, layout, prompts = _DATASETS[builder]
+        source, files = draft.said(f"{section}.source"), draft.said(f"{section}.data_files")
+        path = str(files or where or source or "")
+        column = draft.said(f"{section}.column")
+        columns = {"text": str(column)} if column and layout == "text" else {}
+        columns |= _column_map(draft, section)
+        split = draft.said(f"{section}.split")
+        name = draft.said(f"{section}.name")
+        item = sources.source(draft, given, path.removeprefix("hub:"), columns=columns, split=split, name=name)
+        sources.put(draft, key, [item], given)
+        if key != "data.train":
+            return
+        sources.layouts(
+            draft, {_STYLES.get(str(draft.said(f"{section}.conversation_style")), layout or "") or None}, given
+        )
+        if layout == "alpaca":
+            sources.alpaca_remark(draft, given)
+        trained = draft.said(f"{section}.train_on_input")
+        if truth(trained) if trained is not None else prompts:
+            draft.put("data.loss_on", "all", draft.given.get(f"{section}.train_on_input"), _if(trained is None))
+
+    return rule
+
+
+def _if(default: bool) -> str | None:
+    return "torchtune's default for these rows" if default else None
+
+
+def _column_map(draft: Draft, section: str) -> dict[str, str]:
+    start = f"{section}.column_map."
+    found = {
+        name.removeprefix(start): str(given.value) for name, given in draft.given.items() if name.startswith(start)
+    }
+    ours = {"input": "prompt", "output": "completion"} if "output" in found else {"conversations": "conversations"}
+    return {ours.get(theirs, theirs): column for theirs, column in found.items() if ours.get(theirs, theirs) != column}
+
+
+def _optimizer(draft: Draft, given: Given) -> None:
+    name = str(given.value).rpartition(".")[2]
+    known = _OPTIMIZERS.get(name)
+    if known is None:
+        near = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()  # PagedAdamW8bit: paged_adam_w8bit
+        word = {
+            "paged_adam_w8bit": "paged_adamw_8bit",
+            "adam_w8bit": "adamw_bnb_8bit",
+            "paged_adam_w": "paged_adamw_32bit",
+        }.get(near)
+        choices = draft.schema.choices(draft.schema.at(("train", "optim")) or {})
+        if word in choices:
+            draft.put("train.optim", word, given)
+        else:
+            draft.unusable(
+                given, f"the optimizer `{name}`", f"AdamW is used; train.optim is one of {', '.join(choices)}"
+            )
+        return
+    draft.put(
+        "train.optim",
+        f"{known}_fused" if known == "adamw_torch" and truth(draft.said("optimizer.fused")) else known,
+        given,
+    )
+
+
+def _betas(draft: Draft, given: Given) -> None:
+    if isinstance(given.value, list) and len(given.value) == 2:
+        draft.put("train.adam_beta1", given.value[0], given)
+        draft.put("train.adam_beta2", given.value[1], given)
+
+
+def _schedule(draft: Draft, given: Given) -> None:
+    name = str(given.value).rpartition(".")[2]
+    known = next((ours for word, ours in _SCHEDULES.items() if word in name), None)
+    if known is None:
+        draft.unusable(given, f"the schedule `{name}`", "the rate falls linearly; see train.lr_scheduler_type")
+    else:
+        draft.put("train.lr_scheduler_type", known, given)
+
+
+def _checkpoint(draft: Draft, given: Given) -> None:
+    draft.put("model.name_or_path", str(given.value).rstrip("/") or "/", given)
+
+
+def _dtype(draft: Draft, given: Given) -> None:
+    draft.take(given, "model.dtype")
+    if str(given.value) in ("bf16", "bfloat16") and not any(key.startswith("lora.") for key in draft.values):
+        help = "that takes 16 bytes a parameter for AdamW, there 8; lora trains less"
+        draft.differs(given, "torchtune keeps weights and optimizer in bf16, ftcli in float32", help)
+
+
+def _length(draft: Draft, given: Given) -> None:
+    draft.take(given, "data.max_seq_len")
+    draft.put("data.overlong", "truncate", given, "as torchtune does")
+
+
+def _limit(draft: Draft, given: Given) -> None:
+    if isinstance(given.value, int) and given.value > 0:
+        if draft.said("epochs") in (None, 1):
+            draft.put("train.max_steps", given.value, given)
+        else:
+            draft.unusable(given, "a limit for each epoch", "train.max_steps is one of the whole run")
+
+
+def _logger(draft: Draft, given: Given) -> None:
+    name = str(given.value).rpartition(".")[2]
+    if "WandB" in name:
+        r.wandb(draft, given)
+    elif "TensorBoard" in name:
+        draft.put("logging.tensorboard", True, given)
+
+
+def _output(draft: Draft, given: Given) -> None:
+    if "${" not in str(given.value):
+        r.output_dir(draft, given)
+
+
+def _after(draft: Draft) -> None:
+    draft.default("train.weight_decay", 0.01)
+    draft.default("train.lr_scheduler_type", "constant")
+    if "train.max_grad_norm" not in draft.values:
+        draft.put("train.max_grad_norm", _UNCLIPPED, comment="torchtune does not clip unless told to; 1.0 is usual")
+    if "data.max_seq_len" not in draft.values:
+        draft.remark(
+            "torchtune sets no length: rows over data.max_seq_len (2048) are an error here", "set data.max_seq_len"
+        )
+    if any(key.startswith("lora.") for key in draft.values) and draft.get("lora.target_modules") is None:
+        draft.remark("no LoRA modules are named: all linear layers are adapted", "list them in lora.target_modules")
+
+
+RULES = r.Rules(
+    rules={
+        "model._component_": _model,
+        "model.lora_attn_modules": _attention_modules,
+        "model.apply_lora_to_mlp": r.ignored,
+        "model.apply_lora_to_output": _head,
+        "model.quantize_base": r.ignored,
+        "model.use_dora": r.missing("DoRA is not converted; plain LoRA is"),
+        "checkpointer.checkpoint_dir": _checkpoint,
+        "tokenizer.max_seq_len": _length,
+        "dataset._component_": _dataset("data.train"),
+        "dataset_val._component_": _dataset("data.eval"),
+        "dataset.packed": r.to("data.packing"),
+        "dataset.max_seq_len": _length,
+        "dataset.new_system_prompt": r.missing("write the system turn into the rows"),
+        "optimizer._component_": _optimizer,
+        "optimizer.lr": r.to("train.learning_rate"),
+        "optimizer.betas": _betas,
+        "optimizer.eps": r.to("train.adam_epsilon"),
+        "optimizer.weight_decay": r.to("train.weight_decay"),
+        "lr_scheduler._component_": _schedule,
+        "lr_scheduler.num_warmup_steps": r.to("train.warmup_steps"),
+        "metric_logger._component_": _logger,
+        "metric_logger.name": r.run_name,
+        "dtype": _dtype,
+        "output_dir": _output,
+        "seed": r.seed,
+        "max_steps_per_epoch": _limit,
+        "enable_activation_checkpointing": r.checkpointing,
+        "enable_activation_offloading": r.offloading,
+        "compile": r.kernels,
+        "run_val_every_n_steps": r.steps("eval.every_steps", "evaluations"),
+        "resume_from_checkpoint": r.ignored,
+    },
+    before=_before,
+    after=_after,
+    # Parts of components that are read with them, and settings of the process that nothing learnt depends on.
+    silent=words(
+        "_component_ path source data_files split name column conversation_style train_on_input "
+        "input output conversations fused checkpoint_files recipe_checkpoint model_type "
+        "adapter_checkpoint filename_format max_filename safe_serialization log_dir project "
+        "log_peak_memory_stats log_level device shuffle low_cpu_ram save_adapter_weights_only "
+        "enabled cpu cuda profile_memory with_stack record_shapes with_flops wait_steps "
+        "warmup_steps active_steps num_cycles num num_output_chunks optimizer_in_bwd ignore_index "
+        "keep_last_n_checkpoints save_last_epoch_only prompt_template output_dir"
+    ),
+)

@@ -1,0 +1,89 @@
+"""Tools whose recipes `ftcli recipes convert` turns into ours. One row each.
+
+What their keys are called here stands once, in :mod:`ftcli.config.dialects`; the code of a row says what needs more
+than another name, and which defaults of the tool are not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the converter has to know of a tool.
+
+    Attributes:
+        title: Its name in messages, as in :mod:`ftcli.config.dialects`.
+        marks: Keys that only its recipes have, at any depth: the tool with the most marks in a file is taken.
+        code: The dialect's rules: a :class:`ftcli.config.conversion.rules.Rules`.
+    """
+
+    title: str
+    marks: frozenset[str]
+    code: str
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+TABLE: Mapping[str, Dialect] = MappingProxyType(
+    {
+        "axolotl": Dialect(
+            "axolotl",
+            words(
+                "base_model sequence_len micro_batch_size num_epochs datasets val_set_size "
+                "lora_target_linear sample_packing evals_per_epoch saves_per_epoch dataset_prepared_path "
+                "test_datasets lr_scheduler"
+            ),
+            "ftcli.config.conversion.axolotl:RULES",
+        ),
+        "llama-factory": Dialect(
+            "LLaMA-Factory",
+            words(
+                "finetuning_type stage cutoff_len template lora_target lora_rank dataset_dir do_train "
+                "overwrite_cache preprocessing_num_workers plot_loss quantization_bit flash_attn"
+            ),
+            "ftcli.config.conversion.llama_factory:RULES",
+        ),
+        "torchtune": Dialect(
+            "torchtune",
+            words(
+                "_component_ checkpointer batch_size max_steps_per_epoch metric_logger lora_attn_modules "
+                "enable_activation_checkpointing checkpoint_dir"
+            ),
+            "ftcli.config.conversion.torchtune:RULES",
+        ),
+        "trl": Dialect(
+            "TRL",
+            words(
+                "dataset_name use_peft max_length dataset_train_split dataset_test_split "
+                "lora_target_modules dataset_text_field completion_only_loss assistant_only_loss "
+                "packing_strategy attn_implementation"
+            ),
+            "ftcli.config.conversion.trl:RULES",
+        ),
+        "unsloth": Dialect(
+            "Unsloth",
+            words(
+                "max_seq_length model_name use_gradient_checkpointing training_type format_type "
+                "random_state random_seed local_dataset train_on_completions load_in_4bit"
+            ),
+            "ftcli.config.conversion.unsloth:RULES",
+        ),
+    }
+)
+
+
+def names() -> tuple[str, ...]:
+    """What ``--from`` may say."""
+    return tuple(TABLE)
+
+
+def row(name: str) -> Dialect:
+    """The row of a tool."""
+    return TABLE[name]
