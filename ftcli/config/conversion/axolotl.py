@@ -179,6 +179,16 @@ def _total_batch(draft: Draft, given: Given) -> None:
         draft.differs(given, "batch_size is rows a step, which became train.gradient_accumulation_steps", help)
 
 
+def _lowest_rate(draft: Draft, given: Given) -> None:
+    draft.put("train.lr_scheduler_type", "cosine_with_min_lr", given)
+    draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": given.value}, given)
+
+
+def _schedule(draft: Draft, given: Given) -> None:
+    if "cosine_min_lr_ratio" not in draft.given:
+        draft.take(given, "train.lr_scheduler_type")
+
+
 def _patience(draft: Draft, given: Given) -> None:
     if isinstance(given.value, int) and given.value > 0:
         draft.put("train.early_stopping", {"patience": given.value}, given)
@@ -219,6 +229,8 @@ RULES = r.Rules(
         "chat_template_jinja": _template_text,
         "train_on_inputs": _inputs,
         "batch_size": _total_batch,
+        "lr_scheduler": _schedule,
+        "cosine_min_lr_ratio": _lowest_rate,
         "early_stopping_patience": _patience,
         "flash_attention": r.attention,
         "sdp_attention": r.attention,

@@ -13,8 +13,8 @@ from ftcli.config.scalars import resolve
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
 
-#: Keys whose words are replaced by the nearest that there is. Those of other keys are other names of the same thing.
-_APPROXIMATE = ("train.optim", "train.lr_scheduler_type", "quantization.method")
+#: Words for which the tables have the nearest that there is. All others are names of the same thing.
+_APPROXIMATE = frozenset(("one_cycle", "paged_lion_32bit", "fp4", "adamw_torch_npu_fused"))
 _TRUE = frozenset(("true", "yes", "on", "y", "1"))
 _FALSE = frozenset(("false", "no", "off", "n", "0"))
 
@@ -105,7 +105,7 @@ class Draft:
                 return
             resolved = resolve(ours)
             self.put(key, resolved if isinstance(resolved, bool) else ours, given, f"{self.tool}: {value}")
-            if key in _APPROXIMATE and not ours.startswith(value.lower()):
+            if value.lower() in _APPROXIMATE:
                 what = f"`{given.name}: {value}` became `{key}: {ours}`"
                 self.differs(given, what, "look whether that is what you want")
             return

@@ -15,6 +15,14 @@ from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, plain
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
+#: Maps that are one setting.
+_WHOLE = (
+    "lr_scheduler_kwargs",
+    "gradient_checkpointing_kwargs",
+    "fsdp_config",
+    "bnb_config_kwargs",
+    "model_init_kwargs",
+)
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -68,7 +76,7 @@ def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterato
     """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
     for name, entry in tree.entries.items():
         dotted = f"{prefix}{name}"
-        if isinstance(entry.value, MapNode) and entry.value.entries:
+        if isinstance(entry.value, MapNode) and entry.value.entries and name not in _WHOLE:
             yield from settings(entry.value, lists=lists, prefix=f"{dotted}.")
             continue
         if lists and isinstance(entry.value, ListNode):

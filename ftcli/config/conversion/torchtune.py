@@ -8,6 +8,7 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import Given
+from ftcli.config.dialect_values import VALUES
 from ftcli.tables.dialects import words
 
 #: Builders of data sets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
@@ -20,7 +21,6 @@ _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
     "text_completion_dataset": (None, "text", False),
 }
 _STYLES = {"openai": "messages", "sharegpt": "sharegpt"}
-_OPTIMIZERS = {"AdamW": "adamw_torch", "SGD": "sgd"}
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
 #: torchtune's names of projections in the layers of transformers.
 _MODULES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -108,28 +108,16 @@ def _column_map(draft: Draft, section: str) -> dict[str, str]:
 
 
 def _optimizer(draft: Draft, given: Given) -> None:
-    name = str(given.value).rpartition(".")[2]
-    known = _OPTIMIZERS.get(name)
+    """By its Python path, or by the name of its class."""
+    path = str(given.value)
+    words = VALUES["train.optim"]
+    known = words.get(path) or words.get(path.rpartition(".")[2]) or {"SGD": "sgd"}.get(path.rpartition(".")[2])
     if known is None:
-        near = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()  # PagedAdamW8bit: paged_adam_w8bit
-        word = {
-            "paged_adam_w8bit": "paged_adamw_8bit",
-            "adam_w8bit": "adamw_bnb_8bit",
-            "paged_adam_w": "paged_adamw_32bit",
-        }.get(near)
         choices = draft.schema.choices(draft.schema.at(("train", "optim")) or {})
-        if word in choices:
-            draft.put("train.optim", word, given)
-        else:
-            draft.unusable(
-                given, f"the optimizer `{name}`", f"AdamW is used; train.optim is one of {', '.join(choices)}"
-            )
+        draft.unusable(given, f"the optimizer `{path}`", f"AdamW is used; train.optim is one of {', '.join(choices)}")
         return
-    draft.put(
-        "train.optim",
-        f"{known}_fused" if known == "adamw_torch" and truth(draft.said("optimizer.fused")) else known,
-        given,
-    )
+    fused = known == "adamw_torch" and truth(draft.said("optimizer.fused"))
+    draft.put("train.optim", "adamw_torch_fused" if fused else known, given)
 
 
 def _betas(draft: Draft, given: Given) -> None:

@@ -54,6 +54,7 @@ micro_batch_size: 2
 num_epochs: 3
 optimizer: adamw_bnb_8bit
 lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
 learning_rate: "2e-4"
 warmup_ratio: 0.1
 weight_decay: 0.01
@@ -243,7 +244,8 @@ def test_axolotl(made: Callable[..., Made]) -> None:
     assert (recipe.data.packing, recipe.data.chat_template) == (True, "chatml")
     train = recipe.train
     assert (train.per_device_train_batch_size, train.gradient_accumulation_steps, train.num_train_epochs) == (2, 4, 3)
-    assert (train.learning_rate, train.lr_scheduler_type, train.warmup_steps) == (2e-4, "cosine", 0.1)
+    assert (train.learning_rate, train.lr_scheduler_type, train.warmup_steps) == (2e-4, "cosine_with_min_lr", 0.1)
+    assert (train.optim, train.lr_scheduler_kwargs) == ("adamw_8bit", {"min_lr_rate": 0.1})
     assert train.gradient_checkpointing == "offload"
     assert train.early_stopping is not None
     assert train.early_stopping.patience == 2
@@ -307,6 +309,7 @@ def test_torchtune(made: Callable[..., Made]) -> None:
     train = recipe.train
     assert (train.learning_rate, train.adam_beta2, train.weight_decay, train.max_grad_norm) == (2e-5, 0.95, 0.01, 0.5)
     assert (train.max_steps, train.warmup_steps, train.gradient_checkpointing) == (40, 100, True)
+    assert train.optim == "paged_adamw_8bit"
     assert recipe.logging.loggers == ("wandb",)
     assert not any("profiler" in message for _, message, _ in found.said)
 
