@@ -20,8 +20,10 @@ was trained, and a merged export answers as base and adapter did.
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `parts` has norms and attention on them; `none`
   trains on transformers' own layers.
 - **Packing** (`data.packing`): `no` where a document would see the one before it; that is FT443, found by trial.
-- `all-linear` is every linear layer of the decoder's layers, experts included. PEFT 0.21 cannot name the dense layers
-  that stand beside experts in Qwen3-Next, GLM-4-MoE and DeepSeek-V3; a run says so.
+- `all-linear` is every linear layer of the decoder's layers, experts included. Experts are adapted as PEFT does it: the
+  adapter is added to the weights in their own dtype. So are the dense layers beside them in Qwen3-Next, GLM-4-MoE and
+  DeepSeek-V3, whose names PEFT 0.21 takes for those of experts; on a quantised base those have no adapter, which
+  a run and `ftcli check` say.
 - Multimodal checkpoints are trained on text. Their other parts are frozen and exported as they were.
 
 Refused by name: other multimodal checkpoints (FT309), encoder-decoders (FT309), checkpoints stored in other packed

@@ -59,7 +59,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         lora_alpha=lora.alpha,  # PEFT annotates int and computes with any number
         lora_dropout=lora.dropout,
         target_modules=[*shortest(model, targets.modules), *targets.by_peft],
-        target_parameters=list(targets.experts) or None,
+        target_parameters=list(targets.parameters) or None,
         modules_to_save=saved or None,
         use_rslora=lora.use_rslora,
         fan_in_fan_out=transposed,
@@ -88,7 +88,7 @@ def _hand_on(original: torch.nn.Module, _module: torch.nn.Module, _args: object,
 
 
 def _require_possible(lora: LoraConfig, targets: Targets) -> None:
-    if not targets.modules and not targets.experts and not targets.by_peft:
+    if not targets.adapted and not targets.by_peft:
         raise FtcliError.single(
             "FT311",
             "lora.target_modules matches no layer of this model",
@@ -120,7 +120,7 @@ def _require_adapted(adapted: peft.PeftModel, targets: Targets) -> None:
             found.add(f"{name.replace('.base_layer', '')}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
             found.add(name)
-    wanted = {name for name in (*targets.modules, *targets.experts) if name not in whole}
+    wanted = {name for name in (*targets.modules, *targets.parameters) if name.removesuffix(".weight") not in whole}
     problem = next(iter(sorted(wanted - found)), None) or next(iter(sorted(found - wanted)), None)
     if problem is not None and not targets.by_peft:
         said = "got an adapter unasked" if problem in found else "got no adapter"

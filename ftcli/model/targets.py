@@ -8,7 +8,7 @@ model and PEFT is given what was found, so that it has nothing left to guess.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -37,18 +37,36 @@ class Targets:
     Attributes:
         modules: Linear layers.
         experts: Stacks of expert weights: parameters (experts, in, out) or (experts, out, in).
-        left: Linear layers that ``all-linear`` means and PEFT cannot name in this family.
+        weights: Weights of linear layers whose names PEFT takes for those of experts: they are adapted as parameters,
+            which experts are, too.
+        left: Linear layers that ``all-linear`` means and PEFT cannot adapt: such layers where they are quantised.
         by_peft: Names of the recipe that PEFT itself turns into stacks of experts.
     """
 
     modules: tuple[str, ...]
     experts: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     by_peft: tuple[str, ...] = ()
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """What PEFT adapts as parameters."""
+        return (*self.experts, *self.weights)
 
-def resolve_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targets:
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Names of all layers and stacks of experts."""
+        return (*self.modules, *self.experts, *(name.removesuffix(".weight") for name in self.weights))
+
+
+def resolve_targets(
+    model: PreTrainedModel, wanted: str | Sequence[str], quantized: Collection[str] = frozenset()
+) -> Targets:
     """The layers that ``lora.target_modules`` names in ``model``.
+
+    Args:
+        quantized: Layers that are to be quantised and are not yet.
 
     Raises:
         FtcliError: FT311 (exit 3) for a name that matches no linear layer of the decoder, FT312 for the head or the
@@ -57,7 +75,7 @@ def resolve_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targ
     linears = {name: module for name, module in _decoder_modules(model) if _is_linear(module)}
     experts = tuple(_expert_stacks(model))
     if isinstance(wanted, str):
-        return _all_linear(model, linears, experts)
+        return _all_linear(model, linears, experts, quantized)
     modules: list[str] = []
     stacks: list[str] = []
     by_peft: list[str] = []
@@ -74,12 +92,20 @@ def resolve_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> Targ
     return Targets(tuple(dict.fromkeys(modules)), tuple(dict.fromkeys(stacks)), by_peft=tuple(by_peft))
 
 
-def _all_linear(model: PreTrainedModel, linears: dict[str, nn.Module], experts: tuple[str, ...]) -> Targets:
+def _all_linear(
+    model: PreTrainedModel, linears: dict[str, nn.Module], experts: tuple[str, ...], quantized: Collection[str]
+) -> Targets:
     wanted = [name for name in linears if not is_router(name) and not is_read_by_mixer(model, name)]
     leaves = {name.rpartition(".")[2] for name in wanted}
     lost = {leaf for leaf in leaves if experts and not _peft_keeps(model, leaf)}
-    left = tuple(name for name in wanted if name.rpartition(".")[2] in lost)
-    return Targets(tuple(name for name in wanted if name not in left), experts, left)
+    others = [name for name in wanted if name.rpartition(".")[2] in lost]
+    left = tuple(name for name in others if name in quantized or not isinstance(linears[name].weight, nn.Parameter))
+    return Targets(
+        modules=tuple(name for name in wanted if name not in others),
+        experts=experts,
+        weights=tuple(f"{name}.weight" for name in others if name not in left),
+        left=left,
+    )
 
 
 def shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -126,19 +152,22 @@ class Planned:
     parameters: int | None
 
 
-def planned(model: PreTrainedModel, lora: LoraConfig) -> Planned:
+def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()) -> Planned:
     """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
+
+    Args:
+        quantized: Layers that are to be quantised and are not yet.
 
     Raises:
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
     """
-    targets, saved = resolve_targets(model, lora.target_modules), resolve_saved(model, lora.modules_to_save)
+    targets, saved = resolve_targets(model, lora.target_modules, quantized), resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}
     shapes = [model.get_submodule(name).weight.shape for name in targets.modules if not name.endswith(tuple(saved))]
-    shapes += [model.get_parameter(name).shape for name in targets.experts]
+    shapes += [model.get_parameter(name).shape for name in targets.parameters]
     adapters = sum(lora.r * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) for shape in shapes)
     return Planned(
-        layers=dict(Counter(name.rpartition(".")[2] for name in (*targets.modules, *targets.experts))),
+        layers=dict(Counter(name.rpartition(".")[2] for name in targets.adapted)),
         left=dict(Counter(".".join(name.split(".")[-2:]) for name in targets.left)),
         parameters=None if targets.by_peft else adapters + (sum(trained.values()) if saved else 0),
     )
@@ -161,7 +190,7 @@ def summary(model: Any, targets: Targets) -> str:
     Args:
         model: With its adapters.
     """
-    adapted = Counter(name.rpartition(".")[2] for name in (*targets.modules, *targets.experts))
+    adapted = Counter(name.rpartition(".")[2] for name in targets.adapted)
     parts = [f"{count} {leaf}" for leaf, count in adapted.items()] or [", ".join(targets.by_peft)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for n, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in n)
@@ -171,7 +200,7 @@ def summary(model: Any, targets: Targets) -> str:
     if targets.left:
         leaves = Counter(".".join(name.split(".")[-2:]) for name in targets.left)
         text += f"; not adapted: {', '.join(f'{count} {leaf}' for leaf, count in leaves.items())}"
-        text += " (PEFT takes their names for those of the experts)"
+        text += " (PEFT takes their names for those of the experts, and they are quantized)"
     return text
 
 

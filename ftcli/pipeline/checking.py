@@ -49,7 +49,8 @@ def _adapters(report: PreflightReport) -> dict[str, Any] | None:
     """How many layers of each name would have adapters, those that cannot, and how many parameters would be trained.
 
     None for full fine-tuning. Where the family's arithmetic is not known, the model is built without memory.
-    Raises FtcliError FT311 to FT314 for names that mean nothing in it, FT305 where it cannot be built.
+    Raises FtcliError FT311 to FT314 for names that mean nothing in it, FT305 where it cannot be built, FT336 where it
+    has nothing to quantise.
     """
     lora, shape = report.recipe.lora, report.facts.shape
     if lora is None:
@@ -60,9 +61,13 @@ def _adapters(report: PreflightReport) -> dict[str, Any] | None:
         return {"layers": layers, "left": {}, "parameters": trained}
     from ftcli.model.checkpoint import hollow
     from ftcli.model.load import config_of
+    from ftcli.model.quantize import layers_to_quantize
     from ftcli.model.targets import planned
+    from ftcli.tables import quantizations
 
-    return asdict(planned(hollow(config_of(report.facts.raw)), lora))
+    model = hollow(config_of(report.facts.raw))
+    packs = quantizations.row(report.recipe.quantization.method).quantize is not None
+    return asdict(planned(model, lora, layers_to_quantize(model) if packs else frozenset()))
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> list[dict[str, Any]]:

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ftcli.config import LoraConfig
+from ftcli.config import LoraConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
-from ftcli.model.targets import summary
+from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.model.targets import planned, summary
 from ftcli.trainers.base import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
 from tests.unit.conftest import Load
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
-#: What PEFT 0.21 cannot name in these families: it takes the names for those of their experts.
+#: PEFT 0.21 takes the names of dense layers in these families for those of their experts.
 UNNAMEABLE = {"qwen3_next", "glm4_moe", "deepseek_v3"}
 
 
@@ -52,8 +53,6 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
     }
     if model_type in ("mamba", "mamba2", "falcon_h1", "jamba"):
         wanted = {n for n in wanted if not re.search(r"(mixer|mamba)\.(out_proj|dt_proj)$", n)}
-    if model_type in UNNAMEABLE:
-        wanted = {n for n in wanted if not n.endswith(("gate_proj", "up_proj", "down_proj"))}
     stacks = {
         name.rpartition(".")[0]
         for name, parameter in model.named_parameters()
@@ -61,7 +60,8 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
     }
     model, targets = apply_lora(model, lora(), PLAN, seed=0)
     assert {n.replace(".experts.base_layer", ".experts") for n in adapted_names(model)} == wanted | stacks
-    assert bool(targets.left) == (model_type in UNNAMEABLE)
+    assert bool(targets.weights) == (model_type in UNNAMEABLE)
+    assert not targets.left
 
     ids = torch.randint(5, VOCABULARY - 8, (1, 12))
     model(input_ids=ids).logits.pow(2).mean().backward()
@@ -71,9 +71,16 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
     assert f"{trained:,} parameters trained" in summary(model, targets)
 
 
-def test_what_peft_cannot_name_is_said() -> None:
-    model, targets = apply_lora(build("deepseek_v3"), lora(), PLAN, seed=0)
+def test_what_peft_cannot_adapt_is_said() -> None:
+    """It adapts weights as parameters, and quantised ones are none."""
+    base = build("deepseek_v3")
+    settings = QuantizationConfig.model_validate({"method": "nf4"})
+    for name in layers_to_quantize(base):
+        base.set_submodule(name, quantize_linear(base.get_submodule(name), settings, name))
+    model, targets = apply_lora(base, lora(), PLAN, seed=0)
     assert "not adapted: 1 mlp.gate_proj, 1 mlp.up_proj" in summary(model, targets)
+    plain = build("deepseek_v3")
+    assert planned(plain, lora(), layers_to_quantize(plain)).left == planned(base, lora()).left
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma3", "opt"])
