@@ -12,12 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from ftcli.errors import Finding
-
-#: What a command answers: values that JSON can hold, or that become such, under text keys.
-Result = dict[str, Any]
 
 
 class Progress(Protocol):

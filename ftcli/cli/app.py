@@ -22,10 +22,9 @@ from ftcli.cli.environment import (
     results_only_on_stdout,
     style_for,
 )
-from ftcli.cli.request import Request
+from ftcli.cli.request import AnyRequest, Request
 from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
 from ftcli.errors import ExitCode, Finding, first_line
-from ftcli.reporting import Result
 from ftcli.tables import methods
 
 _PLAIN_HELP = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
@@ -70,7 +69,7 @@ def build_app() -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    commands: tuple[tuple[str, Callable[..., Request]], ...] = (
+    commands: tuple[tuple[str, Callable[..., AnyRequest]], ...] = (
         *((name, training_command(method)) for name, method in methods.of_commands().items()),
         ("eval", evaluate.evaluate),
         ("export", export.export),
@@ -94,7 +93,7 @@ class _Answer:
     exit_code: int
     findings: tuple[Finding, ...] = ()
     told: tuple[Finding, ...] = ()
-    result: Result | None = None
+    result: object = None
     text: str | None = None
 
 
@@ -133,7 +132,7 @@ def _main(words: list[str]) -> int:
     return answer.exit_code
 
 
-def _parse(words: list[str]) -> Request | _Answer | int:
+def _parse(words: list[str]) -> AnyRequest | _Answer | int:
     """The request; or the answer to a usage error; or a status when everything is printed already (help, version)."""
     command = typer.main.get_command(build_app())
     names = getattr(command, "commands", {})
@@ -146,7 +145,7 @@ def _parse(words: list[str]) -> Request | _Answer | int:
     return made if isinstance(made, Request) else int(made or 0)
 
 
-def _run(request: Request, words: list[str]) -> _Answer:
+def _run(request: AnyRequest, words: list[str]) -> _Answer:
     session, reporter = open_session(request.options, words)
     try:
         with results_only_on_stdout(), library_environment(session), fewer_library_warnings(session):
@@ -159,7 +158,7 @@ def _run(request: Request, words: list[str]) -> _Answer:
     return _Answer(status, (), tuple(reporter.findings), result, text)
 
 
-def _text_of(result: Result, request: Request) -> str | None:
+def _text_of(result: object, request: AnyRequest) -> str | None:
     if request.options.json and not request.raw:
         return None
     return request.render(result) if request.render is not None else render.result_text(result)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
-import math
 import unicodedata
-from collections.abc import Iterable, Mapping
-from pathlib import PurePath
+from collections.abc import Iterable
 from typing import Any
 
 from ftcli.errors import Finding, Origin
-from ftcli.reporting import Result
+from ftcli.plain import JsonObject, plain
 from ftcli.units import size
 
 _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
@@ -88,7 +84,7 @@ def _cells(text: str) -> int:
     return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)
 
 
-def finding_dict(finding: Finding) -> dict[str, Any]:
+def finding_dict(finding: Finding) -> JsonObject:
     """A finding as plain data."""
     origin = finding.origin
     return {
@@ -103,41 +99,21 @@ def finding_dict(finding: Finding) -> dict[str, Any]:
     }
 
 
-def jsonable(value: Any) -> Any:
-    """`value` with dicts, lists, text, numbers, booleans and None only; NaN and infinity become None."""
-    if isinstance(value, enum.Enum):
-        return jsonable(value.value)
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [jsonable(item) for item in value]
-    if isinstance(value, PurePath):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    item = getattr(value, "item", None)  # numpy and torch scalars
-    return jsonable(item()) if callable(item) else str(value)
-
-
-def document(command: str | None, exit_code: int, findings: Iterable[Finding], result: Result | None) -> str:
+def document(command: str | None, exit_code: int, findings: Iterable[Finding], result: object | None) -> str:
     """The one JSON document of ``--json``."""
-    content: dict[str, Any] = {"ok": exit_code == 0, "exit_code": exit_code, "command": command}
+    content: JsonObject = {"ok": exit_code == 0, "exit_code": exit_code, "command": command}
     content["findings"] = [finding_dict(finding) for finding in findings]
     if result is not None:
-        content["result"] = jsonable(result)
+        content["result"] = plain(result)
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def result_text(result: Result) -> str:
+def result_text(result: object) -> str:
     """Any result as aligned keys and values; nested results are indented, lists of flat records become tables."""
-    return "\n".join(_lines(jsonable(result), 0))
+    return "\n".join(_lines(plain(result), 0))
 
 
-def _lines(record: dict[str, Any], depth: int) -> list[str]:
+def _lines(record: JsonObject, depth: int) -> list[str]:
     indent = "  " * depth
     width = max((len(_label(key)) for key, value in record.items() if not _is_nested(value)), default=0)
     lines = []
@@ -160,7 +136,7 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
-def table(records: list[dict[str, Any]], indent: str = "") -> list[str]:
+def table(records: list[JsonObject], indent: str = "") -> list[str]:
     """Records of the same keys as aligned columns under their names."""
     keys = list(dict.fromkeys(key for record in records for key in record))
     rows = [[_label(key) for key in keys]]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from ftcli.reporting import Result, Session
+from ftcli.reporting import Session
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,8 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One invocation: `action` does the work when it is called with a session.
+class Request(Generic[R]):
+    """One invocation: `action` does the work when it is called with a session, and gives a value of the command's type.
 
     ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
     printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
@@ -29,7 +32,11 @@ class Request:
 
     command: str
     options: CommonOptions
-    action: Callable[[Session], Result]
-    render: Callable[[Result], str] | None = None
+    action: Callable[[Session], R]
+    render: Callable[[R], str] | None = None
     raw: bool = False
-    exit_code: Callable[[Result], int] | None = None
+    exit_code: Callable[[R], int] | None = None
+
+
+#: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.
+AnyRequest: TypeAlias = Request[Any]

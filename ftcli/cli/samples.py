@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ftcli.cli.render import Style, clean
+
+if TYPE_CHECKING:
+    from ftcli.data.sample import SampledRow
 
 _TRAINED = "1;32"
 _MASKED = "2"
@@ -14,7 +17,7 @@ _MASKED = "2"
 _MARKS = ("[[", "]]")
 
 
-def samples_text(samples: Sequence[dict[str, Any]], style: Style) -> str:
+def samples_text(samples: Sequence[SampledRow], style: Style) -> str:
     """Each row under a line that names and counts it; line breaks of the text are shown as ``\\n`` and kept."""
     if not samples:
         return ""
@@ -27,17 +30,16 @@ def _legend(style: Style) -> str:
     return f"{style.paint('trained', _TRAINED)}, {style.paint('masked', _MASKED)}"
 
 
-def _row(sample: dict[str, Any], style: Style, *, plain: bool) -> Iterator[str]:
-    fate = "" if sample["fate"] == "kept" else f", {sample['fate']}"
+def _row(sample: SampledRow, style: Style, *, plain: bool) -> Iterator[str]:
+    fate = "" if sample.fate == "kept" else f", {sample.fate}"
     yield style.paint(
-        f"{sample['origin']}: {sample['layout']}, {sample['trained']:,} of {len(sample['tokens']):,} tokens "
-        f"trained{fate}",
+        f"{sample.origin}: {sample.layout}, {sample.trained:,} of {len(sample.tokens):,} tokens trained{fate}",
         "1",
     )
-    if sample["template"] is not None:
-        yield f"rendered by {sample['template']}"
-    runs = groupby(sample["tokens"], key=lambda token: bool(token["trained"]))
-    text = "".join(_run("".join(token["text"] for token in tokens), style, on, plain) for on, tokens in runs)
+    if sample.template is not None:
+        yield f"rendered by {sample.template}"
+    runs = groupby(sample.tokens, key=lambda token: token.trained)
+    text = "".join(_run("".join(token.text for token in tokens), style, on, plain) for on, tokens in runs)
     yield text.rstrip("\n")
 
 

@@ -2,80 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ftcli.cli.render import result_text, table
-from ftcli.reporting import Result
 from ftcli.units import gib, size
 
+if TYPE_CHECKING:
+    from ftcli.cli.commands.doctor import Examination
+    from ftcli.evaluate.suite import ModelScores
+    from ftcli.facts.execution import Part
+    from ftcli.facts.trained import PlannedAdapters
+    from ftcli.pipeline.bench_result import BenchResult, Predicted
+    from ftcli.pipeline.checking import CheckResult
+    from ftcli.pipeline.evaluation import EvaluationResult
+    from ftcli.preflight.memory.advice import Verdict
+    from ftcli.preflight.memory.policy import CheckpointingChoice
+    from ftcli.preflight.report import PreflightReport
 
-def check_text(result: Result) -> str:
+
+def check_text(result: CheckResult) -> str:
     """The verdict, then what it rests on, then what was not checked."""
-    lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(result.get("kernel_table") or ())]
-    memory = result.get("memory")
+    report = result.report
+    lines = [_verdict_line(report), "", *_facts(result), *_kernel_lines(report.parts)]
+    memory, disk = report.memory, report.disk
     if memory is not None:
-        lines += ["", f"memory  {_of(result['verdict'])} at its peak ({memory['peak']})"]
-        lines += _sizes(memory["parts"])
-        lines += _sizes({"pinned, on the host": memory.get("pinned_host_bytes", 0)})
-    disk = result.get("disk")
+        lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak})"]
+        lines += _sizes(memory.parts)
+        lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
     if disk is not None:
-        free = "" if disk["free_bytes"] is None else f", {size(disk['free_bytes'])} free"
-        lines += ["", f"disk    {size(disk['total_bytes'])}{free}"]
-        lines += _sizes({f"checkpoints ({disk['checkpoints']})": disk["checkpoint_bytes"] * disk["checkpoints"]})
-        lines += _sizes({"result": disk["result_bytes"]})
-    if result.get("not_made"):
+        free = "" if disk.free_bytes is None else f", {size(disk.free_bytes)} free"
+        lines += ["", f"disk    {size(disk.total_bytes)}{free}"]
+        lines += _sizes({f"checkpoints ({disk.checkpoints})": disk.checkpoint_bytes * disk.checkpoints})
+        lines += _sizes({"result": disk.result_bytes})
+    if report.not_made:
         lines += ["", "not checked"]
-        lines += [f"  {item['check']}: {item['reason']}" for item in result["not_made"]]
+        lines += [f"  {item.check}: {item.reason}" for item in report.not_made]
     return "\n".join(lines)
 
 
-def _verdict_line(result: Result) -> str:
-    verdict, device = result.get("verdict"), result["device"]["name"]
+def _verdict_line(report: PreflightReport) -> str:
+    verdict, device = report.verdict, report.device.name
     if verdict is None:
         return f"no problem found on {device}; memory could not be estimated"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
-    return f"{words.get(verdict['level'], verdict['level'])} on {device}"
+    return f"{words.get(verdict.level, verdict.level)} on {device}"
 
 
-def _facts(result: Result) -> list[str]:
-    model, dtypes = result["model"], result["dtypes"]
-    count = model.get("parameters")
+def _facts(result: CheckResult) -> list[str]:
+    report = result.report
+    model, dtypes = report.facts, report.plan
+    count = model.parameters
     parameters = f", {_millions(count)} parameters" if count else ""
-    adapter = f", adapters {dtypes['adapter']}" if dtypes.get("adapter") else ""
+    adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
     return [
-        f"model      {model['name']} ({model['source']}){parameters}",
-        f"dtype      {dtypes['compute']}: {dtypes['reason']}; weights {dtypes['parameter']}{adapter}",
-        f"attention  {result['attention']}",
-        *_adapters(result.get("adapters")),
-        *_checkpointing(result.get("checkpointing")),
+        f"model      {model.name} ({model.source}){parameters}",
+        f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
+        f"attention  {report.setup.execution.attention}",
+        *_adapters(result.adapters),
+        *_checkpointing(report.checkpointing),
     ]
 
 
-def _adapters(planned: dict[str, Any] | None) -> list[str]:
+def _adapters(planned: PlannedAdapters | None) -> list[str]:
     """What would have adapters; nothing for full fine-tuning."""
     if planned is None:
         return []
-    layers = ", ".join(f"{count} {name}" for name, count in planned["layers"].items())
-    count = planned["parameters"]
-    trained = "" if count is None else f"; {count:,} parameters trained"
-    left = ", ".join(f"{count} {name}" for name, count in planned["left"].items())
+    layers = ", ".join(f"{count} {name}" for name, count in planned.layers.items())
+    trained = "" if planned.parameters is None else f"; {planned.parameters:,} parameters trained"
+    left = ", ".join(f"{count} {name}" for name, count in planned.left.items())
     return [f"adapters   {layers}{trained}" + (f"; not adapted: {left}" if left else "")]
 
 
-def _checkpointing(choice: dict[str, Any] | None) -> list[str]:
+def _checkpointing(choice: CheckpointingChoice) -> list[str]:
     """What `auto` chose, and why. Nothing where the recipe names the policy itself."""
-    if choice is None or choice["requested"] != "auto":
-        return []
-    count = choice["uncheckpointed_layers"]
+    return [] if choice.requested != "auto" else [f"recompute  gradient_checkpointing: {_chosen(choice)}"]
+
+
+def _chosen(choice: CheckpointingChoice) -> str:
+    count = choice.uncheckpointed_layers
     but = f" but in the last {count} layers" if count else ""
-    return [f"recompute  gradient_checkpointing: {str(choice['policy']).lower()}{but}, {choice['reason']}"]
+    return f"{str(choice.policy).lower()}{but}, {choice.reason}"
 
 
-def _kernel_lines(rows: Sequence[dict[str, str]]) -> list[str]:
+def _kernel_lines(parts: Sequence[Part]) -> list[str]:
     """What computes each part of the model on the device, and why."""
-    width = max((len(row["part"]) for row in rows), default=0)
-    lines = [f"  {row['part']:<{width}}  {row['runs']}: {row['reason']}" for row in rows]
+    width = max((len(row.part) for row in parts), default=0)
+    lines = [f"  {row.part:<{width}}  {row.runs}: {row.reason}" for row in parts]
     return ["", "kernels", *lines] if lines else []
 
 
@@ -83,55 +96,55 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 10**8 else f"{count / 1e6:.2f} million"
 
 
-def _of(verdict: dict[str, Any]) -> str:
-    needed = gib(verdict["needed_bytes"])
-    available = verdict.get("available_bytes")
-    return f"{needed} of {gib(available)} GiB" if available is not None else f"{needed} GiB"
+def _of(needed: int, verdict: Verdict | None) -> str:
+    available = None if verdict is None else verdict.available_bytes
+    return f"{gib(needed)} of {gib(available)} GiB" if available is not None else f"{gib(needed)} GiB"
 
 
-def _sizes(parts: dict[str, float]) -> list[str]:
+def _sizes(parts: Mapping[str, int]) -> list[str]:
     shown = {name: count for name, count in parts.items() if count}
     width = max((len(name) for name in shown), default=0)
     return [f"  {name:<{max(width, 20)}}  {size(count):>10}" for name, count in shown.items()]
 
 
-def evaluation_text(result: Result) -> str:
+def evaluation_text(result: EvaluationResult) -> str:
     """One column for the base model and one for the run; a row for each measure and each task."""
-    columns = {name: _measures(result[name]) for name in ("base", "run") if result.get(name)}
+    models = {"base": result.base, "run": result.run}
+    columns = {name: _measures(scores) for name, scores in models.items() if scores is not None}
     rows = dict.fromkeys(measure for values in columns.values() for measure in values)
     records = [{"measure": row, **{name: values.get(row) for name, values in columns.items()}} for row in rows]
     return "\n".join(table(records))
 
 
-def _measures(scores: dict[str, Any]) -> dict[str, Any]:
-    names = ("loss", "perplexity", "token_accuracy", "tokens")
-    shown = {name.replace("_", " "): scores.get(name) for name in names}
-    datasets = scores.get("datasets") or {}
-    if len(datasets) > 1:
-        for name, part in datasets.items():
-            shown |= {f"loss of {name}": part["loss"], f"accuracy of {name}": part["token_accuracy"]}
-    for name, task in (scores.get("tasks") or {}).items():
-        shown[name] = f"{task['score']:.1%} of {task['rows']}"
-    for name, metrics in (scores.get("lm_eval") or {}).items():
+def _measures(scores: ModelScores) -> dict[str, str | float]:
+    shown: dict[str, str | float] = {}
+    if scores.loss is not None:
+        names = ("loss", "perplexity", "token_accuracy", "tokens")
+        shown |= {name.replace("_", " "): getattr(scores.loss, name) for name in names}
+    if len(scores.datasets) > 1:
+        for name, part in scores.datasets.items():
+            shown |= {f"loss of {name}": part.loss, f"accuracy of {name}": part.token_accuracy}
+    for name, task in scores.tasks.items():
+        shown[name] = f"{task.score:.1%} of {task.rows}"
+    for name, metrics in scores.lm_eval.items():
         shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
-    return {name: value for name, value in shown.items() if value is not None}
+    return shown
 
 
-def bench_text(result: Result) -> str:
+def bench_text(result: BenchResult) -> str:
     """The numbers that count, then everything."""
-    share = result.get("share_of_bound")
+    timing, share = result.measured.timing, result.bound.share_of_bound
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
-    first = " in the first step, with all that is set up in it" if result.get("first_step_only") else " a step"
-    head = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms{first}{bound}"
-    return "\n".join([head, *_peaks(result), "", result_text(result)])
+    first = " in the first step, with all that is set up in it" if timing.first_step_only else " a step"
+    head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
+    return "\n".join([head, *_peaks(timing.peak_memory_bytes, result.predicted), "", result_text(result)])
 
 
-def _peaks(result: Result) -> list[str]:
+def _peaks(peak: int | None, predicted: Predicted) -> list[str]:
     """The measured peak and its prediction: of torch's allocator on a GPU, of the whole process on a CPU."""
-    peak, whole = result.get("peak_memory_bytes"), result.get("predicted_peak_bytes")
+    whole, allocated = predicted.predicted_peak_bytes, predicted.predicted_allocated_bytes
     if peak is None or whole is None:
         return []
-    allocated = result.get("predicted_allocated_bytes")
     if allocated is None:
         return [f"{size(peak)} resident at the peak, {size(whole)} predicted"]
     return [
@@ -139,27 +152,25 @@ def _peaks(result: Result) -> list[str]:
     ]
 
 
-def doctor_text(result: Result) -> str:
+def doctor_text(result: Examination) -> str:
     """The machine first, then what runs on it, then versions."""
-    lines = [f"ftcli {result['ftcli']}, Python {result['python']}, {result['platform']}", ""]
-    if result["device"] is None:
-        lines.append(f"device  unknown: {result['device_problem']}")
+    lines = [f"ftcli {result.ftcli}, Python {result.python}, {result.platform}", ""]
+    if result.device is None:
+        lines.append(f"device  unknown: {result.device_problem}")
     else:
-        lines += result_text({"device": result["device"]}).splitlines()
-    lines.append(f"disk    {size(result['disk_free_bytes'])} free here")
-    for title in ("attention", "kernels"):
-        rows = result.get(title, ())
-        width = max((len(row["name"]) for row in rows), default=0)
+        lines += result_text({"device": result.device}).splitlines()
+    lines.append(f"disk    {size(result.disk_free_bytes)} free here")
+    for title, rows in (("attention", result.attention), ("kernels", result.kernels)):
+        width = max((len(row.name) for row in rows), default=0)
         lines += ["", title] if rows else []
-        lines += [f"  {row['name']:<{width}}  {'on ' if row['runs'] else 'off'}  {row['reason']}" for row in rows]
-    packages = result["packages"]
-    missing = [name for name, found in packages.items() if found is None]
-    lines += ["", "packages", "  " + ", ".join(f"{name} {found}" for name, found in packages.items() if found)]
+        lines += [f"  {row.name:<{width}}  {'on ' if row.runs else 'off'}  {row.reason}" for row in rows]
+    missing = [name for name, found in result.packages.items() if found is None]
+    lines += ["", "packages", "  " + ", ".join(f"{name} {found}" for name, found in result.packages.items() if found)]
     lines += [f"  missing: {', '.join(missing)}"] if missing else []
     lines += ["", "extras"]
-    for extra in result["extras"]:
-        state = extra["version"] or f"not installed: {extra['install']}"
-        lines.append(f"  {extra['package']:<12}  {extra['for']:<26}  {state}")
-    if result["environment"]:
-        lines += ["", *result_text({"environment": result["environment"]}).splitlines()]
+    for extra in result.extras:
+        state = extra.version or f"not installed: {extra.install}"
+        lines.append(f"  {extra.package:<12}  {extra.use:<26}  {state}")
+    if result.environment:
+        lines += ["", *result_text({"environment": result.environment}).splitlines()]
     return "\n".join(lines)

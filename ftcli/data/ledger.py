@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftcli.errors import Finding
@@ -54,13 +54,9 @@ class DatasetLedger:
         """Tokens of all rows that could be tokenized."""
         return self.tokens + self.cut_tokens + self.dropped_tokens
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; :func:`ledger_of` reads them back."""
-        return asdict(self)
-
 
 def ledger_of(values: Mapping[str, Any]) -> DatasetLedger:
-    """The ledger that :meth:`DatasetLedger.as_dict` wrote."""
+    """The ledger whose fields these are, as a cache keeps them."""
     return DatasetLedger(**values)
 
 

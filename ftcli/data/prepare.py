@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
@@ -22,6 +22,7 @@ from ftcli.data.ledger import (
 from ftcli.data.parallel import cores, encode_all
 from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.layouts import layout_of
 from ftcli.rows.places import files_of, is_hub
@@ -102,7 +103,7 @@ def prepare(
     return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
 
 
-def _finding(values: dict[str, Any]) -> Finding:
+def _finding(values: JsonObject) -> Finding:
     return Finding(values["code"], values["message"], Origin(values["source"], values["row"]))
 
 
@@ -203,7 +204,7 @@ class _Job:
         template = training_renderer(self._tokenizer, self._data).identity
         return key_of(source, contents, self._data, template, self._identity, self._stops)
 
-    def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> dict[str, Any]:
+    def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> JsonObject:
         counts = _Counts()
         with self.reporter.progress(None, f"tokenizing {source.path}") as progress:
             rows = self._good_rows(source, counts, progress)
@@ -222,7 +223,7 @@ class _Job:
             message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
             help = "raise data.max_seq_len or choose data.overlong: truncate; fix the broken rows"
             raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path), help=help)
-        return {"ledger": ledger.as_dict(), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
+        return {"ledger": plain_fields(ledger), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
 
     def _good_rows(self, source: DatasetConfig, counts: _Counts, progress: Progress) -> Iterator[Row]:
         for item in iterate(source, offline=self._offline):
@@ -260,7 +261,7 @@ class _Job:
         return cores() if size >= LARGE_BYTES and source.max_rows is None else 1
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def _plain(finding: Finding) -> JsonObject:
     origin = finding.origin or Origin("")
     return {"code": finding.code, "message": finding.message, "source": origin.source, "row": origin.line}
 

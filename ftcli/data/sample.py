@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
@@ -13,6 +13,7 @@ from ftcli.data.template import renderer_of
 from ftcli.data.tokens import Tokens
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.rows.layouts import layout_of, understand
 from ftcli.rows.places import is_hub
 from ftcli.rows.prompts import prompts_of
@@ -44,9 +45,14 @@ class SampledRow:
     fate: Fate
     tokens: tuple[SampleToken, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, with the number of trained tokens."""
-        return {**asdict(self), "trained": sum(token.trained for token in self.tokens)}
+    @property
+    def trained(self) -> int:
+        """How many of its tokens bear loss."""
+        return sum(token.trained for token in self.tokens)
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        return {**plain_fields(self), "trained": self.trained}
 
 
 def sample_rows(

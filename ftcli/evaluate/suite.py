@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig, TaskConfig
 from ftcli.data.asked import Asked, asked_rows, room_of_task
@@ -16,6 +16,7 @@ from ftcli.evaluate.loss import LossResult, combine, evaluate_loss
 from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
 from ftcli.job import Job
 from ftcli.judges import Function
+from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.rows.row import raise_findings
 
 if TYPE_CHECKING:
@@ -31,17 +32,10 @@ class ModelScores:
     lm-evaluation-harness.
     """
 
-    loss: LossResult | None
-    datasets: dict[str, LossResult]
-    tasks: dict[str, TaskResult]
-    lm_eval: dict[str, dict[str, float]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        whole = {} if self.loss is None else self.loss.as_dict()
-        datasets = {name: part.as_dict() for name, part in self.datasets.items()}
-        tasks = {name: task.as_dict() for name, task in self.tasks.items()}
-        return {**whole, "datasets": datasets, "tasks": tasks, **({"lm_eval": self.lm_eval} if self.lm_eval else {})}
+    loss: LossResult | None = field(metadata=SPREAD)
+    datasets: Mapping[str, LossResult]
+    tasks: Mapping[str, TaskResult]
+    lm_eval: Mapping[str, Mapping[str, float]] = field(metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ftcli.config import TaskConfig
 from ftcli.judges import Function, UserJudge, built_in, columns_of
@@ -42,10 +41,6 @@ class TaskResult:
     score: float
     rows: int
     samples: tuple[JudgedRow, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def judge(task: TaskConfig, answered: Answered, function: Function | None = None) -> TaskResult:

@@ -70,7 +70,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
     problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
     if problems:
         raise not_verified(folder, problems)
-    return Verified({"compared": "every tensor, bit for bit", "tensors": len(wanted)})
+    return Verified("every tensor, bit for bit", {"tensors": len(wanted)})
 
 
 def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ftcli.config import ModelConfig
 from ftcli.config.load import load_recipe
@@ -14,6 +14,7 @@ from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.plain import JsonObject
 from ftcli.run.directory import RunDirectory
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -97,7 +98,7 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
     return ExportSource("adapter", folder, model, origins, None, target)
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> JsonObject:
     """The adapter's config, checked to be plain LoRA: nothing else can be merged here.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from ftcli.export.verify import (
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, source_of, stop_token_ids
+from ftcli.plain import plain_fields
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
@@ -148,13 +149,12 @@ def verify_merged(
     problems += report.problems
     if problems:
         raise not_verified(folder, problems)
-    facts = {key: value for key, value in asdict(report).items() if key != "problems"}
-    record = {
-        "compared": "every weight, logits in float32, tokenizer, stop tokens",
-        "merged": reference.merged,
-        **facts,
-    }
-    return Verified(record, _rounding_warnings(report.lost, report.dtype))
+    facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
+    return Verified(
+        "every weight, logits in float32, tokenizer, stop tokens",
+        {"merged": reference.merged, **facts},
+        _rounding_warnings(report.lost, report.dtype),
+    )
 
 
 def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
@@ -224,7 +224,7 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
         problems.append("its logits are not finite")
     if problems:
         raise not_verified(folder, problems)
-    return Verified({"compared": "every weight bit for bit, tokenizer, stop tokens", "tensors": len(wanted)})
+    return Verified("every weight bit for bit, tokenizer, stop tokens", {"tensors": len(wanted)})
 
 
 def _require_memory(base: PreTrainedModel) -> None:

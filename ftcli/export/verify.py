@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,13 +39,21 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """An export that passed: what was compared, for the record beside it, and what people should know about it.
+    """An export that passed.
 
-    ``record["compared"]`` says in words what was compared.
+    Attributes:
+        compared: What was compared, in words.
+        facts: What came out, by names of the format's own.
+        warnings: What people should know about it.
     """
 
-    record: dict[str, Any]
+    compared: str
+    facts: Mapping[str, str | int | float]
     warnings: tuple[Finding, ...] = ()
+
+    def as_dict(self) -> JsonObject:
+        """For the record beside the export."""
+        return {"compared": self.compared, **self.facts}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ftcli import __version__
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
+from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import TRASH_PREFIX, finite, replace_directory, storage_error, storage_errors, utc_now, write_json
+from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.directory import RunDirectory
 from ftcli.tables import code_of, exports
 
@@ -44,14 +45,22 @@ class ExportResult:
         path: Its folder.
         bytes: Size of its files.
         verification: What was compared and what came out, as in ``ftcli_export.json``.
-        warnings: What people should know about it.
     """
 
     format: str
     path: Path
     bytes: int
-    verification: dict[str, Any]
-    warnings: tuple[Finding, ...] = ()
+    verification: Verified
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What people should know about it."""
+        return self.verification.warnings
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        warnings = [{"code": warning.code, "message": warning.message} for warning in self.warnings]
+        return {**plain_fields(self), "warnings": warnings}
 
 
 def export_run(
@@ -96,7 +105,7 @@ def export_run(
         result = _export(found, name, reporter, offline)
         for warning in result.warnings:
             reporter.finding(warning)
-        reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, verified ({result.verification['compared']})")
+        reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, verified ({result.verification.compared})")
         results.append(result)
     return results
 
@@ -113,11 +122,11 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     write: WriteFormat = code_of(reference)
     with _staged(target) as staged:
         verified = write(source, staged, offline=offline, say=say)
-        write_json(staged / RECORD, finite(_record(source, name, verified.record)))
+        write_json(staged / RECORD, plain(_record(source, name, verified)))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())
-    return ExportResult(name, target, size, verified.record, verified.warnings)
+    return ExportResult(name, target, size, verified)
 
 
 @contextmanager
@@ -152,7 +161,7 @@ def _require_replaceable(target: Path) -> None:
     )
 
 
-def _record(source: ExportSource, name: str, verification: dict[str, Any]) -> dict[str, Any]:
+def _record(source: ExportSource, name: str, verification: Verified) -> JsonObject:
     weights = source.folder / ADAPTER_WEIGHTS
     return {
         "format": name,

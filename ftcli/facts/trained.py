@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +56,18 @@ class OptimizerState:
     def total(self) -> int:
         """All of it, as a checkpoint holds it."""
         return self.device + self.paged
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAdapters:
+    """How many layers of each name would have adapters, those that cannot, and how many parameters would be trained.
+
+    ``parameters`` is None where PEFT itself turns names into stacks of experts.
+    """
+
+    layers: Mapping[str, int]
+    left: Mapping[str, int]
+    parameters: int | None
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:

@@ -7,7 +7,7 @@ that is left as it was is listed with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +57,6 @@ class Patch:
     def off(self) -> list[LayerKernel]:
         """Layers left as they were."""
         return [entry for entry in self.table if not entry.on]
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """For manifest.json."""
-        return [asdict(entry) for entry in self.table]
 
     def undo(self) -> None:
         """Puts every original module and setting back; calling it again does nothing."""

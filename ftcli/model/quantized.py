@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
@@ -180,18 +181,29 @@ def unreadable(reason: str) -> FtcliError:
     )
 
 
-def quantized_layers(model: nn.Module) -> list[dict[str, Any]]:
-    """For manifest.json: name, method, logical shape and stored bytes of every quantised layer, and whether it is held
-    dequantised.
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """One line of the manifest's table of quantised layers: logical shape (out, in), bytes as stored, and whether it is
+    held dequantised.
     """
+
+    layer: str
+    method: str
+    shape: tuple[int, int]
+    bytes: int
+    dequantized: bool
+
+
+def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
+    """Every quantised layer."""
     return [
-        {
-            "layer": module.layer_name,
-            "method": module.method,
-            "shape": [module.out_features, module.in_features],
-            "bytes": module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
-            "dequantized": isinstance(module, DequantizedLinear),
-        }
+        QuantizedLayer(
+            module.layer_name,
+            module.method,
+            (module.out_features, module.in_features),
+            module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
+            isinstance(module, DequantizedLinear),
+        )
         for module in model.modules()
         if isinstance(module, QuantizedLinear | DequantizedLinear)
     ]

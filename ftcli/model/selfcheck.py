@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, decoder_layers, forward_loss, rotation_kept
 from ftcli.model.patch import Patch, patch
 from ftcli.model.quantized import QuantizedLinear
+from ftcli.plain import JsonObject, plain_fields
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -82,9 +83,9 @@ class SelfCheck:
         """Loss and every layer within the tolerance."""
         return self.loss_difference <= self.tolerance.loss and self.worst.within(self.tolerance)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For manifest.json."""
-        return {"passed": self.passed, **asdict(self)}
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        return {"passed": self.passed, **plain_fields(self)}
 
 
 def self_check(

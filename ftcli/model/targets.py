@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
 
 if TYPE_CHECKING:
@@ -140,19 +141,9 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return names
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What a recipe would adapt: how many layers of each name, and how many parameters would be trained.
-
-    ``parameters`` is None where PEFT itself turns names into stacks of experts.
-    """
-
-    layers: dict[str, int]
-    left: dict[str, int]
-    parameters: int | None
-
-
-def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()) -> Planned:
+def planned(
+    model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
+) -> PlannedAdapters:
     """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
 
     Args:
@@ -166,7 +157,7 @@ def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str]
     shapes = [model.get_submodule(name).weight.shape for name in targets.modules if not name.endswith(tuple(saved))]
     shapes += [model.get_parameter(name).shape for name in targets.parameters]
     adapters = sum(lora.r * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) for shape in shapes)
-    return Planned(
+    return PlannedAdapters(
         layers=dict(Counter(name.rpartition(".")[2] for name in targets.adapted)),
         left=dict(Counter(".".join(name.split(".")[-2:]) for name in targets.left)),
         parameters=None if targets.by_peft else adapters + (sum(trained.values()) if saved else 0),

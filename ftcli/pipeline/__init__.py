@@ -7,36 +7,48 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import in_this_process
 from ftcli.pipeline.options import BenchOptions
-from ftcli.reporting import Result, Session
+from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
 from ftcli.tables import code_of, engines, methods
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.bench_result import BenchResult
+    from ftcli.pipeline.checking import CheckResult
+    from ftcli.pipeline.evaluation import EvaluationResult
+    from ftcli.pipeline.exporting import Exported
 
 __all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "train"]
 
 
-def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> Result:
+def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:
     """Preflight only. ``as_gpu`` answers for a named GPU; ``samples`` rows of each training source are shown."""
     from ftcli.pipeline.checking import check_recipe
 
     return check_recipe(loaded, session, as_gpu, samples)
 
 
-def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> Result:
-    """Trains by the method that ``command`` and the recipe name, under the recipe's engine, into its run directory."""
+def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> object:
+    """Trains by the method that ``command`` and the recipe name, under the recipe's engine, into its run directory.
+
+    Each method answers with a type of its own.
+    """
     method = methods.method_of(loaded.recipe, command)
     engine = engines.row(loaded.recipe.launch.engine)
     work = partial(code_of(method.run), loaded, session)
     # Preflight refuses an engine that is not supported yet; it runs in this process.
     launch = in_this_process if engine.run is None else code_of(engine.run)
-    result: Result = launch(work, loaded.recipe.launch.num_processes)
+    result: object = launch(work, loaded.recipe.launch.num_processes)
     return result
 
 
-def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None) -> Result:
+def evaluate(
+    loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
+) -> EvaluationResult:
     """Loss and tasks of the base model, and of the run in ``run_dir``, or a checkpoint of it, beside it."""
     from ftcli.pipeline.evaluation import evaluate_recipe
 
@@ -44,7 +56,7 @@ def evaluate(loaded: LoadedRecipe, session: Session, run_dir: Path | None, check
         return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
 
-def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Result:
+def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Exported:
     """Writes the run's result, or a checkpoint, in the recipe's formats, each verified by loading it again."""
     from ftcli.pipeline.exporting import export_recipe
 
@@ -52,7 +64,7 @@ def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: st
         return export_recipe(loaded, session, run_dir, checkpoint)
 
 
-def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Result:
+def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
     """The real training step on synthetic tokens and random weights."""
     from ftcli.pipeline.benchmark import bench_step
 

@@ -7,12 +7,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.facts.quantization import why_dequantized
+from ftcli.pipeline.bench_result import (
+    BenchResult,
+    Bound,
+    HostMemory,
+    Measured,
+    Predicted,
+    Profiled,
+    StoredRate,
+    Timing,
+)
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.report import PreflightReport
@@ -20,12 +29,11 @@ from ftcli.reporting import Session
 from ftcli.tables import code_of, quantizations
 
 
-def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> dict[str, Any]:
+def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
     true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
 
-    Returns tokens/s, step ms (median, fastest, slowest), first-step seconds, peak bytes, the matmul rate measured on
-    this machine beside it, and the share of the bound: tokens/s over (matmul rate / operations per token), with the
+    The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
     """
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
@@ -47,22 +55,23 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
         uncheckpointed_layers=left_out,
     )
     operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
-    measured |= _stored_rate(flops, report, options)
-    return {
-        "recipe": str(loaded.path),
-        "mode": "evaluation" if options.evaluation else "training",
-        "model": recipe.model.name_or_path,
-        "device": report.device.name,
-        "dtype": report.plan.compute,
-        "batch": recipe.train.per_device_train_batch_size,
-        "seq": recipe.data.max_seq_len,
-        "layers": options.layers,
-        "gradient_checkpointing": report.checkpointing.policy,
-        "uncheckpointed_layers": left_out,
-        **measured,
-        **_predicted(report, options),
-        **_share(operations, measured),
-    }
+    stored = _stored_rate(flops, report, options)
+    return BenchResult(
+        recipe=str(loaded.path),
+        mode="evaluation" if options.evaluation else "training",
+        model=recipe.model.name_or_path,
+        device=report.device.name,
+        dtype=report.plan.compute,
+        batch=recipe.train.per_device_train_batch_size,
+        seq=recipe.data.max_seq_len,
+        layers=options.layers,
+        gradient_checkpointing=report.checkpointing.policy,
+        uncheckpointed_layers=left_out,
+        measured=measured,
+        stored=stored,
+        predicted=_predicted(report, options),
+        bound=_bound(operations, measured.timing.tokens_per_second, measured.matmul_tflops, stored),
+    )
 
 
 def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
@@ -102,7 +111,7 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     )
 
 
-def _measure(report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
+def _measure(report: PreflightReport, session: Session, options: BenchOptions) -> Measured:
     import torch
 
     from ftcli.job import open_job
@@ -130,20 +139,18 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions) -
             trainer.train()
     times = timer.times(options.steps + 1)
     memory = report.memory
-    return {
-        **_timing(batch * seq, times.first, times.steady, options),
-        **device_memory(job.device),
-        "matmul_tflops": rate / 1e12,
-        "profile": profiler.table() if profiler is not None else None,
-        "gpu_time": profiler.busy() if profiler is not None else None,
-        "kernels": kernels.summary(),
-        "self_check": kernels.self_check,
-        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
-        "offloaded": None if memory is None else memory.offloaded,
-    }
+    return Measured(
+        timing=_timing(batch * seq, times.first, times.steady, options),
+        device_memory=device_memory(job.device),
+        matmul_tflops=rate / 1e12,
+        profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
+        kernels=kernels.summary(),
+        self_check=kernels.self_check,
+        host=HostMemory(None, None) if memory is None else HostMemory(memory.pinned_host_bytes, memory.offloaded),
+    )
 
 
-def _measure_evaluation(report: PreflightReport, session: Session, options: BenchOptions) -> dict[str, Any]:
+def _measure_evaluation(report: PreflightReport, session: Session, options: BenchOptions) -> Measured:
     """The loss of `ftcli eval`: the frozen model on the kernels, no gradients, the head in chunks."""
     import torch
 
@@ -167,43 +174,39 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
         began = time.perf_counter()
         evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
-    return {
-        **_timing(batch * seq, seconds[0], seconds[1:] or seconds, options),
-        "matmul_tflops": rate / 1e12,
-        "kernels": kernels.summary(),
-        "self_check": kernels.self_check,
-    }
+    return Measured(
+        timing=_timing(batch * seq, seconds[0], seconds[1:] or seconds, options),
+        device_memory=None,
+        matmul_tflops=rate / 1e12,
+        profiled=None,
+        kernels=kernels.summary(),
+        self_check=kernels.self_check,
+        host=None,
+    )
 
 
-def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions) -> dict[str, Any]:
+def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions) -> Timing:
     """Of steps of ``tokens`` tokens: the first one's seconds, and those after it."""
     from ftcli.trainers.callbacks import peak_memory_bytes
 
     median = statistics.median(steady)
-    return {
-        "steps": options.steps,
-        "first_step_only": options.steps == 0,
-        "tokens_per_second": tokens / median,
-        "step_ms": 1000 * median,
-        "step_ms_min": 1000 * min(steady),
-        "step_ms_max": 1000 * max(steady),
-        "first_step_seconds": first,
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
+    return Timing(
+        steps=options.steps,
+        first_step_only=options.steps == 0,
+        tokens_per_second=tokens / median,
+        step_ms=1000 * median,
+        step_ms_min=1000 * min(steady),
+        step_ms_max=1000 * max(steady),
+        first_step_seconds=first,
+        peak_memory_bytes=peak_memory_bytes(),
+    )
 
 
-def _predicted(report: PreflightReport, options: BenchOptions) -> dict[str, int | None]:
-    """The estimate of what is timed; of fewer layers than the model has there is none.
-
-    ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
-    ``predicted_peak_bytes`` has what CUDA takes itself besides. On a CPU the peak is the whole process', as is the
-    latter.
-    """
+def _predicted(report: PreflightReport, options: BenchOptions) -> Predicted:
     memory = report.memory
     if memory is None or options.layers is not None:
-        return {"predicted_peak_bytes": None, "predicted_allocated_bytes": None}
-    allocated = memory.allocated_bytes if report.device.kind == "cuda" else None
-    return {"predicted_peak_bytes": memory.total_bytes, "predicted_allocated_bytes": allocated}
+        return Predicted()
+    return Predicted(memory.total_bytes, memory.allocated_bytes if report.device.kind == "cuda" else None)
 
 
 def _forward(flops: StepFlops, recipe: Recipe) -> float:
@@ -212,40 +215,33 @@ def _forward(flops: StepFlops, recipe: Recipe) -> float:
     return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
 
 
-def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: BenchOptions) -> dict[str, float | None]:
-    """The rate of this machine's products of weights as they are stored (fp8), and the share of a step's operations
-    that run at it; None where none do.
-    """
-    rate = share = None
+def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: BenchOptions) -> StoredRate:
+    """The rate of this machine's products of weights as they are stored, and the share of a step that runs at it."""
     recipe = report.recipe
     products = quantizations.row(recipe.quantization.method).products
     if (
-        products is not None
-        and flops is not None
-        and why_dequantized(recipe.quantization, report.plan, report.device) is None
+        products is None
+        or flops is None
+        or why_dequantized(recipe.quantization, report.plan, report.device) is not None
     ):
-        from ftcli.job import device_of
+        return StoredRate()
+    from ftcli.job import device_of
 
-        rate = code_of(products.measure_rate)(device_of(report)) / 1e12
-        # What checkpointing runs again is linear layers for the most part.
-        share = (
-            flops.linear / 2.0 / _forward(flops, recipe)
-            if options.evaluation
-            else (flops.linear + flops.recompute) / flops.total
-        )
-    return {"fp8_matmul_tflops": rate, "fp8_share_of_operations": share}
+    rate = code_of(products.measure_rate)(device_of(report)) / 1e12
+    # What checkpointing runs again is linear layers for the most part.
+    share = (
+        flops.linear / 2.0 / _forward(flops, recipe)
+        if options.evaluation
+        else (flops.linear + flops.recompute) / flops.total
+    )
+    return StoredRate(recipe.quantization.method, rate, share)
 
 
-def _share(operations: float | None, measured: dict[str, Any]) -> dict[str, Any]:
+def _bound(operations: float | None, tokens_per_second: float, matmul_tflops: float, stored: StoredRate) -> Bound:
     if operations is None:
-        return {"flops_per_token": None, "bound_tokens_per_second": None, "share_of_bound": None}
-    in_fp8 = measured["fp8_share_of_operations"] or 0.0
-    seconds = (1.0 - in_fp8) / measured["matmul_tflops"]
-    if in_fp8:
-        seconds += in_fp8 / measured["fp8_matmul_tflops"]
+        return Bound()
+    seconds = (1.0 - stored.share) / matmul_tflops
+    if stored.share:
+        seconds += stored.share / stored.tflops
     bound = 1e12 / (operations * seconds)
-    return {
-        "flops_per_token": operations,
-        "bound_tokens_per_second": bound,
-        "share_of_bound": measured["tokens_per_second"] / bound,
-    }
+    return Bound(operations, bound, tokens_per_second / bound)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.patch import LayerKernel
+    from ftcli.model.selfcheck import SelfCheck
+
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
 
@@ -37,19 +40,19 @@ LOOKED_AT = 512
 class KernelReport:
     """The manifest's table of layers, and the self-check's result when any layer is on a kernel."""
 
-    table: list[dict[str, Any]]
-    self_check: dict[str, Any] | None
+    table: list[LayerKernel]
+    self_check: SelfCheck | None
 
     def summary(self) -> str:
         """One line for people."""
-        on = sum(bool(entry["on"]) for entry in self.table)
-        reasons = sorted({str(entry["reason"]) for entry in self.table if not entry["on"]})
+        on = sum(entry.on for entry in self.table)
+        reasons = sorted({entry.reason for entry in self.table if not entry.on})
         text = f"kernels: {on} of {len(self.table)} layers on" if self.table else "kernels: off"
         if reasons:
             text += f" ({'; '.join(reasons[:3])})"
         if self.self_check is not None:
-            worst = self.self_check["worst"]
-            text += f"; self-check passed (largest gradient difference {worst['gradient']:.1e} in {worst['layer']})"
+            worst = self.self_check.worst
+            text += f"; self-check passed (largest gradient difference {worst.gradient:.1e} in {worst.layer})"
         return text
 
 
@@ -132,7 +135,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[Tokens]) -> KernelRepo
         batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
         on_device = {name: value.to(job.device) for name, value in batch.items()}
         check, applied = self_check(model, applied, kernels, on_device, job.plan)
-    report = KernelReport(applied.as_dicts(), None if check is None else check.as_dict())
+    report = KernelReport(applied.table, check)
     job.reporter.info(report.summary())
     return report
 

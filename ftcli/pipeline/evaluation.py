@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.results import scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of
+from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.inputs import require_same_base
@@ -26,9 +28,20 @@ if TYPE_CHECKING:
     from ftcli.pipeline.build import KernelReport
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What `ftcli eval` answers: the base model, the run where one was named, and which of its weights."""
+
+    recipe: str
+    base: ModelScores
+    run: ModelScores | None = None
+    checkpoint: str | None = field(default=None, metadata=LEFT_OUT)
+    run_directory: str | None = field(default=None, metadata=LEFT_OUT)
+
+
 def evaluate_recipe(
     loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
 
     Args:
@@ -50,13 +63,12 @@ def evaluate_recipe(
     evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
     evaluator.read_tasks()
     base, tuned = _base_and_run(job, evaluator, directory, weights)
-    result: dict[str, Any] = {"recipe": str(loaded.path), "base": base.as_dict(), "run": None}
     if directory is None or tuned is None:
-        return result
+        return EvaluationResult(str(loaded.path), base)
     if chosen is not None:
-        return {**result, "run": tuned.as_dict(), "checkpoint": str(chosen)}
+        return EvaluationResult(str(loaded.path), base, tuned, checkpoint=str(chosen))
     _write(directory, base, tuned)
-    return {**result, "run": tuned.as_dict(), "run_directory": str(directory.path)}
+    return EvaluationResult(str(loaded.path), base, tuned, run_directory=str(directory.path))
 
 
 def _base_and_run(

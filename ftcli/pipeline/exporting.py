@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.checking import checked
@@ -15,9 +17,15 @@ if TYPE_CHECKING:
     from ftcli.export.writing import ExportResult
 
 
-def export_recipe(
-    loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `ftcli export` answers."""
+
+    run: str
+    exports: Sequence[ExportResult]
+
+
+def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Exported:
     """Writes each of ``export.formats`` to ``<run>/export/<format>``.
 
     Args:
@@ -37,14 +45,4 @@ def export_recipe(
         offline=session.offline,
         checkpoint=checkpoint_of(run, checkpoint, session.reporter),
     )
-    return {"run": str(run_dir), "exports": [_plain(result) for result in results]}
-
-
-def _plain(result: ExportResult) -> dict[str, Any]:
-    return {
-        "format": result.format,
-        "path": str(result.path),
-        "bytes": result.bytes,
-        "verification": result.verification,
-        "warnings": [{"code": warning.code, "message": warning.message} for warning in result.warnings],
-    }
+    return Exported(str(run_dir), results)

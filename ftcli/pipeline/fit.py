@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.plain import SPREAD
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.status import Trained
+from ftcli.run.status import Trained, TrainingSummary
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
     from ftcli.trainers.callbacks import RunCallback
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A run with its result: both folders, and what training came to."""
+
+    run: str
+    result: str
+    summary: TrainingSummary = field(metadata=SPREAD)
+
+
 def fit(
     context: RunContext,
     job: Job,
     model: Any,
     make_trainer: Callable[[TrainerHooks, str], Any],
     evaluate: Callable[[], dict[str, float]] | None,
-) -> dict[str, Any]:
+) -> Fitted:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 
     A run that was stopped after its result was saved is not trained again: its trained weights are loaded.
@@ -81,9 +92,9 @@ def fit(
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
             )
         trainer.settle()
-    summary = {"steps": trainer.state.global_step, "tokens": trainer.tokens_seen, **_last(callback, context)}
+    summary = _summary(trainer, callback, context)
     context.opened.note_trained(summary)
-    return _result(context, summary)
+    return Fitted(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
 def _stopping(recipe: Recipe) -> Stopping | None:
@@ -93,20 +104,16 @@ def _stopping(recipe: Recipe) -> Stopping | None:
     return None if settings is None else Stopping(settings.patience, settings.min_delta)
 
 
-def _result(context: RunContext, summary: dict[str, Any]) -> dict[str, Any]:
-    return {"run": str(context.directory.path), "result": str(context.directory.result_dir), **summary}
-
-
-def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> dict[str, Any]:
+def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> Fitted:
     with context.phase("loading the trained weights"):
         trainer.take_weights(context.directory.result_dir)
-    return _result(context, dict(trained.summary))
+    return Fitted(str(context.directory.path), str(context.directory.result_dir), trained.summary)
 
 
-def _last(callback: RunCallback, context: RunContext) -> dict[str, Any]:
-    """Loss and reward of the last step; from metrics.jsonl when this process trained no step."""
+def _summary(trainer: Any, callback: RunCallback, context: RunContext) -> TrainingSummary:
+    """Loss and reward are those of the last step; from metrics.jsonl when this process trained no step."""
     line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
-    return {"train_loss": line.get("loss"), "reward": line.get("reward")}
+    return TrainingSummary(trainer.state.global_step, trainer.tokens_seen, line.get("loss"), line.get("reward"))
 
 
 def _train(trainer: Any, context: RunContext) -> None:

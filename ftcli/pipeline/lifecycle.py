@@ -7,9 +7,9 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.dump import dump_recipe
@@ -17,6 +17,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.shortage import out_of_memory
+from ftcli.plain import plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Progress, Reporter, Session
 from ftcli.rows.places import resolve_path
@@ -24,11 +25,32 @@ from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.loggers.opened import OpenLoggers
-from ftcli.run.manifest import build_manifest, read_manifest, write_manifest
+from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
 from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of, second_signal_as_error
+
+if TYPE_CHECKING:
+    from ftcli.model.patch import LayerKernel
+    from ftcli.model.quantized import QuantizedLayer
+    from ftcli.model.selfcheck import SelfCheck
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """What the manifest says of the model as it was built: the kernel of each layer, and what is stored quantised."""
+
+    kernels: Sequence[LayerKernel]
+    self_check: SelfCheck | None
+    quantization: Sequence[QuantizedLayer]
+
+
+@dataclass(frozen=True, slots=True)
+class BeganWith:
+    """What the manifest says of the run's inputs."""
+
+    inputs: Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,31 +254,29 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     manifest = build_manifest(
         command=context.command,
         recipe_yaml=recipe_yaml,
-        device=asdict(report.device),
+        device=report.device,
         seeds={"seed": recipe.run.seed},
-        dtype_plan=asdict(report.plan),
-        kernels=[],
-        parts=[asdict(part) for part in report.parts],
+        dtype_plan=report.plan,
+        parts=report.parts,
         data=data,
         activations=_activations(report),
         resume_step=opened.resume_step,
         previous=context.previous,
-        predicted_memory=report.memory.as_dict() if report.memory is not None else None,
+        predicted_memory=report.memory,
     )
     write_manifest(opened.directory.manifest_path, manifest)
 
 
-def _activations(report: PreflightReport) -> dict[str, Any]:
-    """How activations are kept for backward: what the recipe asks for, what was chosen, and why."""
+def _activations(report: PreflightReport) -> Activations:
     choice, memory = report.checkpointing, report.memory
-    return {
-        "requested": choice.requested,
-        "gradient_checkpointing": choice.policy,
-        "uncheckpointed_layers": choice.uncheckpointed_layers,
-        "reason": choice.reason,
-        "offloaded": None if memory is None else memory.offloaded,
-        "pinned_host_bytes": None if memory is None else memory.pinned_host_bytes,
-    }
+    return Activations(
+        choice.requested,
+        choice.policy,
+        choice.uncheckpointed_layers,
+        choice.reason,
+        None if memory is None else memory.offloaded,
+        None if memory is None else memory.pinned_host_bytes,
+    )
 
 
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
@@ -282,13 +302,13 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     """
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
-    add_to_manifest(context, inputs=inputs.as_dict())
+    add_to_manifest(context, BeganWith(inputs))
 
 
-def add_to_manifest(context: RunContext, **entries: Any) -> None:
-    """Adds facts that are known only once the model is built."""
+def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith) -> None:
+    """Adds what is known only once the model is built."""
     manifest = read_manifest(context.directory.manifest_path)
-    write_manifest(context.directory.manifest_path, {**manifest, **entries})
+    write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})
 
 
 class StepProgress:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
-from ftcli.pipeline.fit import fit
+from ftcli.pipeline.fit import Fitted, fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
-from ftcli.pipeline.results import complete_result, tasks_before, write_tasks
+from ftcli.pipeline.results import CompleteRun, complete_result, tasks_before, write_tasks
+from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     from ftcli.job import Job
 
 
-def train_grpo(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class GrpoResult:
+    """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
+
+    fitted: Fitted = field(metadata=SPREAD)
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    seconds: float
+
+
+def train_grpo(loaded: LoadedRecipe, session: Session) -> GrpoResult | CompleteRun:
     """GRPO on the recipe's prompts into its run directory; held-out tasks are scored before and after.
 
     Raises FtcliError FT782 (exit 2) when the recipe has no grpo section.
@@ -41,7 +53,7 @@ def train_grpo(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
         return _train(grpo, session, context)
 
 
-def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str, Any]:
+def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> GrpoResult:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
     from ftcli.pipeline import build
@@ -63,7 +75,7 @@ def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str,
     else:
         before = _tasks(context, evaluator, model, "before")
         write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
-    summary = fit(
+    fitted = fit(
         context,
         job,
         model,
@@ -72,8 +84,7 @@ def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> dict[str,
     )
     after = _tasks(context, evaluator, model, "after")
     write_tasks(context.directory, before, after)
-    found = {"before": _scores(before), "after": _scores(after)}
-    return {**summary, **found, "seconds": time.perf_counter() - started}
+    return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ftcli.data.ledger import DatasetLedger
 from ftcli.data.order import Epochs, padding_of
 from ftcli.data.tokens import Ints
 from ftcli.errors import FtcliError
+from ftcli.plain import plain_fields
 from ftcli.reporting import Session
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
@@ -36,13 +38,21 @@ if TYPE_CHECKING:
 SAMPLES = 4
 
 
-def complete_result(recipe: Recipe, session: Session) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class CompleteRun:
+    """The run is there already: nothing was done."""
+
+    run: str
+    already_complete: bool = True
+
+
+def complete_result(recipe: Recipe, session: Session) -> CompleteRun:
     """The answer when the run is there already."""
     path = Path(str(recipe.run.output_dir))
     session.reporter.info(
         f"{path} holds the finished run of this recipe; use --resume never to train again (the old run is kept)"
     )
-    return {"run": str(path), "already_complete": True}
+    return CompleteRun(str(path))
 
 
 def scores(measured: ModelScores) -> Scores | None:
@@ -50,10 +60,10 @@ def scores(measured: ModelScores) -> Scores | None:
     loss, tasks = measured.loss, measured.tasks
     if loss is None and not tasks:
         return None
-    return Scores(
-        **({} if loss is None else _loss(loss)),
+    return _of_loss(
+        loss,
         tasks=_task_scores(tasks),
-        datasets={name: part.as_dict() for name, part in measured.datasets.items()},
+        datasets={name: plain_fields(part) for name, part in measured.datasets.items()},
         lm_eval=measured.lm_eval,
     )
 
@@ -62,9 +72,10 @@ def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:
     return tuple(TaskScore(task.name, task.score, task.rows) for task in tasks.values())
 
 
-def _loss(loss: LossResult) -> dict[str, Any]:
-    names = ("loss", "perplexity", "token_accuracy", "tokens")
-    return {name: getattr(loss, name) for name in names}
+def _of_loss(loss: LossResult | None, **others: Any) -> Scores:
+    if loss is None:
+        return Scores(**others)
+    return Scores(loss.loss, loss.perplexity, loss.token_accuracy, loss.tokens, **others)
 
 
 def answered_rows(evaluator: Evaluator, model: Any) -> list[AnsweredRow]:
@@ -118,7 +129,7 @@ def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
 
 def write_train_evaluation(directory: RunDirectory, loss: LossResult | None, samples: Sequence[AnsweredRow]) -> None:
     """eval.json after training: the trained model only; `ftcli eval` adds the base model and the tasks."""
-    trained = None if loss is None else Scores(**_loss(loss))
+    trained = None if loss is None else _of_loss(loss)
     write_evaluation(directory.eval_path, Evaluation(run=trained, samples=tuple(samples)))
 
 

@@ -22,8 +22,8 @@ from ftcli.config.grid import Combination
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.sweep_checks import check_all
-from ftcli.pipeline.sweep_result import Outcome, sweep_result
-from ftcli.reporting import Reporter, Result, Session
+from ftcli.pipeline.sweep_result import Outcome, SweepResult, sweep_result
+from ftcli.reporting import Reporter, Session
 from ftcli.run.changes import HARMLESS, recipe_changes
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
@@ -122,7 +122,7 @@ def _run_name(name: str, combination: Combination) -> str:
     return f"{name[: _LONGEST_RUN_NAME // 2]}-{settings}"[:_LONGEST_RUN_NAME]
 
 
-def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | None]) -> Result:
+def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | None]) -> SweepResult:
     """Makes all runs that are not finished, as many at a time as there are ``devices``, and compares them.
 
     Raises FtcliError with what preflight refuses in any combination, before any is started; FT751 (exit 2) when the

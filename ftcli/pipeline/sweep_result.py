@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftcli.config.grid import Combination
-from ftcli.reporting import Result
+from ftcli.plain import SPREAD
 from ftcli.run.comparison import Comparison, compare
 from ftcli.run.directory import is_run_directory
 from ftcli.run.history import RunSummary
@@ -28,6 +28,42 @@ class Outcome:
     exit_code: int
     reason: str | None
     skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """A run of a sweep with its results; without a run directory there are none."""
+
+    summary: RunSummary | None = field(metadata=SPREAD)
+    name: str
+    path: Path
+    settings: Mapping[str, Any]
+    exit_code: int
+    reason: str | None
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BestRun:
+    """The best run, and the measure by which it is."""
+
+    name: str
+    path: Path
+    settings: Mapping[str, Any]
+    metric: str
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What `ftcli sweep` answers. ``remarks`` say what to keep in mind of the best, or why there is none."""
+
+    sweep: Path
+    runs: Sequence[SweptRun]
+    best: BestRun | None
+    remarks: Sequence[str]
+    html: Path | None
+    comparison: Comparison | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +87,7 @@ _MEASURES = (
 )
 
 
-def sweep_result(folder: Path, outcomes: Sequence[Outcome]) -> Result:
+def sweep_result(folder: Path, outcomes: Sequence[Outcome]) -> SweepResult:
     """The runs with their results, the best one, and the comparison, which is also written as a page.
 
     Raises FtcliError FT723 or FT724 where the page cannot be written, FT727 where a run's recipe is not readable.
@@ -62,42 +98,33 @@ def sweep_result(folder: Path, outcomes: Sequence[Outcome]) -> Result:
     page = folder / PAGE
     if comparison is not None:
         write_comparison(comparison, page)
-    return {
-        "sweep": str(folder),
-        "runs": [_row(outcome, summaries.get(outcome.path)) for outcome in outcomes],
-        **_best([outcome for outcome in outcomes if outcome.exit_code == 0], summaries),
-        "html": str(page) if comparison is not None else None,
-        "comparison": _as_dict(comparison),
-    }
+    best, remarks = _best([outcome for outcome in outcomes if outcome.exit_code == 0], summaries)
+    runs = [_row(outcome, summaries.get(outcome.path)) for outcome in outcomes]
+    return SweepResult(folder, runs, best, remarks, page if comparison is not None else None, comparison)
 
 
-def exit_code_of_sweep(result: Result) -> int:
+def exit_code_of_sweep(result: SweepResult) -> int:
     """0 where every run is complete, else the status of the first that is not; 1 for one that was killed."""
-    codes = [run["exit_code"] for run in result["runs"] if run["exit_code"] != 0]
+    codes = [run.exit_code for run in result.runs if run.exit_code != 0]
     return next((code if code > 0 else 1 for code in codes), 0)
 
 
-def _as_dict(comparison: Comparison | None) -> dict[str, Any] | None:
-    return None if comparison is None else comparison.as_dict()
+def _row(outcome: Outcome, summary: RunSummary | None) -> SweptRun:
+    return SweptRun(
+        summary,
+        outcome.combination.name,
+        outcome.path,
+        outcome.combination.settings,
+        outcome.exit_code,
+        outcome.reason,
+        outcome.skipped,
+    )
 
 
-def _row(outcome: Outcome, summary: RunSummary | None) -> dict[str, Any]:
-    found = {} if summary is None else summary.as_dict()
-    return {
-        **found,
-        "name": outcome.combination.name,
-        "path": str(outcome.path),
-        "settings": dict(outcome.combination.settings),
-        "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "skipped": outcome.skipped,
-    }
-
-
-def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> dict[str, Any]:
-    """``best`` and, beside it, ``remarks``: what to keep in mind, or why there is none."""
+def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> tuple[BestRun | None, list[str]]:
+    """The best, and remarks: what to keep in mind, or why there is none."""
     if not complete:
-        return {"best": None, "remarks": ["no run is complete, so none is the best"]}
+        return None, ["no run is complete, so none is the best"]
     values: dict[Path, float | None] = {}
     for measure in _MEASURES:
         values = {outcome.path: measure.value(summaries[outcome.path]) for outcome in complete}
@@ -105,17 +132,12 @@ def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> 
             break
     else:
         why = "not all runs have held-out results, so none is named the best: name held-out rows in data.eval"
-        return {"best": None, "remarks": [why]}
+        return None, [why]
     sign = -1 if measure.more_is_better else 1
     best = min(complete, key=lambda outcome: sign * (values[outcome.path] or 0.0))
-    named = {
-        "name": best.combination.name,
-        "path": str(best.path),
-        "settings": dict(best.combination.settings),
-        "metric": measure.name,
-        "value": values[best.path],
-    }
-    return {"best": named, "remarks": [*_at_an_edge(best, complete), *_other_tokens(complete, summaries)]}
+    combination = best.combination
+    named = BestRun(combination.name, best.path, combination.settings, measure.name, values[best.path])
+    return named, [*_at_an_edge(best, complete), *_other_tokens(complete, summaries)]
 
 
 def _at_an_edge(best: Outcome, complete: Sequence[Outcome]) -> list[str]:

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.fit import fit
-from ftcli.pipeline.lifecycle import RunContext, add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.results import answered_rows, complete_result, write_token_counts, write_train_evaluation
+from ftcli.pipeline.fit import Fitted, fit
+from ftcli.pipeline.lifecycle import BuiltModel, RunContext, add_to_manifest, checked_run, keep_inputs
+from ftcli.pipeline.results import (
+    CompleteRun,
+    answered_rows,
+    complete_result,
+    write_token_counts,
+    write_train_evaluation,
+)
+from ftcli.plain import SPREAD, plain_fields
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
 
 
-def train_supervised(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
-    """Trains the recipe into its run directory and returns a summary.
+@dataclass(frozen=True, slots=True)
+class SupervisedResult:
+    """What `ftcli train` answers: the run, and held-out numbers by name; none without held-out data."""
+
+    fitted: Fitted = field(metadata=SPREAD)
+    eval: Mapping[str, float]
+    seconds: float
+
+
+def train_supervised(loaded: LoadedRecipe, session: Session) -> SupervisedResult | CompleteRun:
+    """Trains the recipe into its run directory.
 
     Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
     """
@@ -26,7 +44,7 @@ def train_supervised(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
         return _train(session, context)
 
 
-def _train(session: Session, context: RunContext) -> dict[str, Any]:
+def _train(session: Session, context: RunContext) -> SupervisedResult:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
     from ftcli.model.quantized import quantized_layers
@@ -50,11 +68,10 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         kernels = build.put_on_kernels(job, model, train_data.sequences)
         if epochs.packs is not None:
             build.check_packing(job, model, epochs.sequences)
-        quantization = quantized_layers(model)
-        add_to_manifest(context, kernels=kernels.table, self_check=kernels.self_check, quantization=quantization)
+        add_to_manifest(context, BuiltModel(kernels.table, kernels.self_check, quantized_layers(model)))
         evaluator = Evaluator(job, eval_data.sequences)
     keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
-    summary = fit(
+    fitted = fit(
         context,
         job,
         model,
@@ -65,13 +82,13 @@ def _train(session: Session, context: RunContext) -> dict[str, Any]:
         final = evaluator.loss(model)
         if final is not None:
             numbers = {f"eval_{name}": value for name, value in _numbers(final).items()}
-            context.write_line({"step": summary["steps"], **numbers})
+            context.write_line({"step": fitted.summary.steps, **numbers})
             session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
         samples = answered_rows(evaluator, model) if job.recipe.data.eval else []
     write_train_evaluation(context.directory, final, samples)
-    return {**summary, "eval": _numbers(final), "seconds": time.perf_counter() - started}
+    return SupervisedResult(fitted, _numbers(final), time.perf_counter() - started)
 
 
 def _numbers(loss: LossResult | None) -> dict[str, float]:
     """Held-out results as numbers by name; none without held-out data."""
-    return {} if loss is None else loss.as_dict()
+    return {} if loss is None else plain_fields(loss)

@@ -11,6 +11,7 @@ from ftcli.config import Recipe
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.trained import optimizer_state, trained_parameters
 from ftcli.paths import exists
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.tables import optimizers
 
 #: Tokenizer, states of random generators, metrics and the report.
@@ -34,6 +35,10 @@ class DiskEstimate:
     def total_bytes(self) -> int:
         """Most that the run directory holds at once."""
         return self.checkpoint_bytes * self.checkpoints + self.result_bytes
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        return {**plain_fields(self), "total_bytes": self.total_bytes}
 
 
 def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) -> DiskEstimate:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ftcli.config import Recipe
 from ftcli.errors import Finding
@@ -11,6 +10,7 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Part
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.disk import DiskEstimate
 from ftcli.preflight.memory.advice import Verdict
@@ -60,26 +60,26 @@ class PreflightReport:
         """The dtypes."""
         return self.setup.plan
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for ``--json``, sizes in bytes. Keys are stable; absent estimates are null."""
+    def as_dict(self) -> JsonObject:
+        """What ``--json`` says, sizes in bytes. Keys are stable; absent estimates are null."""
         return {
-            "stages": list(STAGES),
+            "stages": STAGES,
             "model": _model_dict(self.facts),
-            "device": asdict(self.device),
-            "dtypes": asdict(self.plan),
-            "checkpointing": self.checkpointing.as_dict(),
+            "device": self.device,
+            "dtypes": self.plan,
+            "checkpointing": self.checkpointing,
             "attention": self.setup.execution.attention,
             "kernels": self.setup.execution.layers.code,
-            "kernel_table": [asdict(row) for row in self.parts],
-            "memory": None if self.memory is None else self.memory.as_dict(),
-            "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
-            "disk": None if self.disk is None else {**asdict(self.disk), "total_bytes": self.disk.total_bytes},
+            "kernel_table": self.parts,
+            "memory": self.memory,
+            "verdict": self.verdict,
+            "disk": self.disk,
             "findings": [_finding_dict(finding) for finding in self.findings],
-            "not_made": [asdict(item) for item in self.not_made],
+            "not_made": self.not_made,
         }
 
 
-def _model_dict(facts: ModelFacts) -> dict[str, Any]:
+def _model_dict(facts: ModelFacts) -> JsonObject:
     return {
         "name": facts.name,
         "source": facts.source,
@@ -91,16 +91,5 @@ def _model_dict(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
-    change = verdict.change
-    return {
-        "level": verdict.level,
-        "needed_bytes": verdict.needed_bytes,
-        "available_bytes": verdict.available_bytes,
-        "change": None if change is None else {"settings": str(change), "total_bytes": change.total_bytes},
-        "fitting_gpus": list(verdict.fitting_gpus),
-    }
-
-
-def _finding_dict(finding: Finding) -> dict[str, Any]:
-    return {**asdict(finding), "origin": None if finding.origin is None else str(finding.origin)}
+def _finding_dict(finding: Finding) -> JsonObject:
+    return {**plain_fields(finding), "origin": None if finding.origin is None else str(finding.origin)}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonObject
 
 #: Beginning of the names of files and folders that are not complete yet.
 TEMPORARY_PREFIX = ".tmp-"
@@ -174,18 +175,7 @@ def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
-def finite(value: Any) -> Any:
-    """``value`` with every NaN and infinity in it replaced by None, so that any JSON reader can read it."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """The map in a JSON file; empty when the file is missing, damaged or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

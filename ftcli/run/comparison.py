@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.changes import settings_of
 from ftcli.run.history import RunSummary, metrics_of, summarise
 from ftcli.run.layout import RunDirectory, unreadable
@@ -44,10 +45,10 @@ class Comparison:
     curves: Mapping[str, tuple[Points, ...]]
     differences: tuple[Difference, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
         return {
-            "runs": [{"name": name, **run.as_dict()} for name, run in zip(self.names, self.runs, strict=True)],
+            "runs": [{"name": name, **plain_fields(run)} for name, run in zip(self.names, self.runs, strict=True)],
             "curves": {metric: dict(zip(self.names, points, strict=True)) for metric, points in self.curves.items()},
             "differences": [
                 {"key": each.key, "values": dict(zip(self.names, each.values, strict=True))}

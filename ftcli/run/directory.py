@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run import status as run_status
@@ -27,7 +25,7 @@ from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_k
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
-from ftcli.run.status import Trained
+from ftcli.run.status import Trained, TrainingSummary
 
 __all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
 
@@ -61,8 +59,8 @@ class OpenedRun:
             return self.trained.steps
         return 0 if self.resume_from is None else step_of(self.resume_from) or 0
 
-    def note_trained(self, summary: Mapping[str, Any]) -> None:
-        """Write that training is over: ``summary`` (with ``steps``), and what its result consists of.
+    def note_trained(self, summary: TrainingSummary) -> None:
+        """Write that training is over, and what its result consists of.
 
         Raises:
             FtcliError: FT723 or FT724 when status.json cannot be written.
@@ -70,7 +68,7 @@ class OpenedRun:
         result = self.directory.result_dir
         if result is None:
             raise ValueError(f"{self.directory.path} has no result yet")
-        kept = Trained(dict(summary), int(summary["steps"]), result.name, _sizes(result))
+        kept = Trained(summary, summary.steps, result.name, _sizes(result))
         run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ftcli.errors import FtcliError
+from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
@@ -54,10 +55,6 @@ class RunSummary:
     seconds: float | None
     message: str | None
     eval_tokens: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "path": str(self.path), "tasks": dict(self.tasks)}
 
 
 def find_runs(folder: Path, depth: int = _DEEPEST) -> Iterator[Path]:
@@ -107,7 +104,7 @@ def summarise(path: Path) -> RunSummary:
     )
 
 
-def metrics_of(run: RunDirectory) -> list[dict[str, Any]]:
+def metrics_of(run: RunDirectory) -> list[JsonObject]:
     """The run's lines of metrics; empty where they cannot be read."""
     try:
         return read_metrics(run.metrics_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import yaml
 
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.atomic import read_json_object
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
@@ -42,10 +43,6 @@ class Fingerprint:
     sha256: str
     block_bytes: int = 0
     blocks: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For manifest.json."""
-        return asdict(self)
 
 
 def fingerprint(name: str, path: Path) -> Fingerprint:
@@ -102,10 +99,6 @@ class Inputs:
     tokens_sha256: str | None = None
     weights: tuple[Fingerprint, ...] = ()
     commit: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For manifest.json."""
-        return asdict(self)
 
 
 def require_same_inputs(previous: Mapping[str, Any], now: Inputs) -> None:
@@ -183,7 +176,7 @@ def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> 
     )
 
 
-def _base_named_in(recipe: Path) -> dict[str, Any]:
+def _base_named_in(recipe: Path) -> JsonObject:
     """What a run's recipe says of its base; empty when it cannot be read."""
     try:
         raw = yaml.safe_load(recipe.read_text(encoding="utf-8"))
@@ -192,7 +185,7 @@ def _base_named_in(recipe: Path) -> dict[str, Any]:
         return {}
 
 
-def _base_named(model: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _base_named(model: Mapping[str, Any], seed: int) -> JsonObject:
     named = {f"model.{key}": model[key] for key in ("name_or_path", "init")}
     return {**named, "run.seed": seed} if model["init"] == "random" else named
 
@@ -209,7 +202,7 @@ def _changed_weights(known: Mapping[str, Any], now: Inputs) -> list[str]:
     before = {entry["name"]: entry for entry in known.get("weights") or ()}
     found = {f.name: f for f in now.weights}
     changed = [
-        f"{name} ({_identity(before.get(name))} -> {_identity(asdict(found[name]) if name in found else None)})"
+        f"{name} ({_identity(before.get(name))} -> {_identity(plain_fields(found[name]) if name in found else None)})"
         for name in sorted({*before, *found})
         if before.get(name, {}).get("sha256") != (found[name].sha256 if name in found else None)
     ]
@@ -245,7 +238,7 @@ def require_same_data(
         before, found = known.get(name), now.get(name)
         if before is not None and found is not None and before["sha256"] == found.sha256:
             continue
-        old, new = _identity(before), _identity(None if found is None else found.as_dict())
+        old, new = _identity(before), _identity(None if found is None else plain_fields(found))
         place = "" if before is None or found is None else _place(before, found, (paths or {}).get(name))
         message = f"{name} has changed since this run began: {old} -> {new}{place}"
         findings.append(Finding("FT731", message, help=_REMEDY))

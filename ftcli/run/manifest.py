@@ -6,13 +6,21 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ftcli import __version__
-from ftcli.run.atomic import finite, read_json_object, storage_errors, utc_now, write_json
+from ftcli.facts.device import DeviceFacts
+from ftcli.facts.execution import Part
+from ftcli.facts.precision import DtypePlan
+from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_json
 from ftcli.run.inputs import Fingerprint
+from ftcli.tables.policies import PolicyName
 
 #: Distributions whose versions can change what a run computes.
 LIBRARIES = (
@@ -56,13 +64,50 @@ _TRACKED_ONLY = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all
 _FILTER_KEYS = ("clean=", "smudge=", "process=", "required=false")
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git checkout around ``folder`` and whether tracked files differ from it; None outside of one."""
+@dataclass(frozen=True, slots=True)
+class GitState:
+    """A checkout's commit, and whether tracked files differ from it; None where git does not say."""
+
+    commit: str
+    modified: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """How activations are kept for backward: what the recipe asks for, what was chosen, and why.
+
+    ``offloaded`` and ``pinned_host_bytes`` are None where there is no memory estimate.
+    """
+
+    requested: PolicyName
+    gradient_checkpointing: PolicyName
+    uncheckpointed_layers: int
+    reason: str
+    offloaded: Offloaded | None
+    pinned_host_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a run."""
+
+    started: str
+    from_step: int
+    ftcli: str
+    python: str
+    platform: str
+    libraries: Mapping[str, str]
+    git: GitState | None
+    device: DeviceFacts
+
+
+def git_state(folder: Path) -> GitState | None:
+    """The git checkout around ``folder``; None outside of one."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
     changes = _git(folder, *_no_filters(folder), "status", *_TRACKED_ONLY)
-    return {"commit": commit, "modified": None if changes is None else bool(changes)}
+    return GitState(commit, None if changes is None else bool(changes))
 
 
 def _no_filters(folder: Path) -> list[str]:
@@ -90,54 +135,55 @@ def build_manifest(
     *,
     command: str,
     recipe_yaml: str,
-    device: Mapping[str, Any],
+    device: DeviceFacts,
     seeds: Mapping[str, int],
-    dtype_plan: Mapping[str, Any],
-    kernels: Sequence[Mapping[str, Any]],
+    dtype_plan: DtypePlan,
+    parts: Sequence[Part],
+    activations: Activations,
+    predicted_memory: MemoryEstimate | None,
     data: Sequence[Fingerprint],
     resume_step: int = 0,
     previous: Mapping[str, Any] | None = None,
     folder: Path | None = None,
-    **extra: Any,
-) -> dict[str, Any]:
-    """Everything manifest.json holds.
+) -> JsonObject:
+    """What manifest.json holds before the model is built. The kernels of its layers are added then.
 
     Args:
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
-        device: Name, capability, memory as plain values.
-        kernels: One map per layer: name, kernel, on or off, reason.
         data: Fingerprints of the data files.
         resume_step: Step this process starts from.
         previous: The manifest of the run so far; its ``processes`` are kept and this one is appended, and its
             ``inputs`` stay what the run began with.
         folder: Where git is asked; the current directory when None.
-        **extra: Further entries, such as the self-check's result.
     """
-    process = {
-        "started": utc_now(),
-        "from_step": resume_step,
-        "ftcli": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "libraries": library_versions(),
-        "git": git_state(folder or Path.cwd()),
-        "device": dict(device),
-    }
+    process = Process(
+        started=utc_now(),
+        from_step=resume_step,
+        ftcli=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        libraries=library_versions(),
+        git=git_state(folder or Path.cwd()),
+        device=device,
+    )
     before = dict(previous or {}) if resume_step else {}
-    return {
+    manifest: JsonObject = {
         **{key: before[key] for key in _KEPT_ON_RESUME if key in before},
         "format": 1,
         "command": command,
-        **{key: value for key, value in process.items() if key != "from_step"},
+        **{key: value for key, value in plain_fields(process).items() if key != "from_step"},
         "recipe_sha256": hashlib.sha256(recipe_yaml.encode()).hexdigest(),
-        "seeds": dict(seeds),
-        "dtype_plan": dict(dtype_plan),
-        "kernels": [dict(layer) for layer in kernels],
-        "data": [f.as_dict() for f in data],
+        "seeds": seeds,
+        "dtype_plan": dtype_plan,
+        "kernels": (),
+        "data": data,
         "processes": [*before.get("processes", ()), process],
-        **extra,
+        "parts": parts,
+        "activations": activations,
+        "predicted_memory": predicted_memory,
     }
+    return {key: plain(value) for key, value in manifest.items()}
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -147,9 +193,9 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         FtcliError: FT723 or FT724 when it cannot be written.
     """
     with storage_errors(path):
-        write_json(path, finite(dict(manifest)))
+        write_json(path, plain(manifest))
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> JsonObject:
     """The manifest, or an empty map when there is none that can be read."""
     return read_json_object(path)

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.run.atomic import finite, json_bytes, storage_errors, write_bytes
+from ftcli.plain import JsonObject, plain
+from ftcli.run.atomic import json_bytes, storage_errors, write_bytes
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """All complete lines; empty when there is no file. A half-written last line is left out.
 
     Raises:
@@ -27,7 +28,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row, _ in _rows(path, data)]
 
 
-def _rows(path: Path, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
+def _rows(path: Path, data: bytes) -> list[tuple[JsonObject, bytes]]:
     rows = []
     *lines, _unfinished = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -43,7 +44,7 @@ def _rows(path: Path, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
     return rows
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> JsonObject | None:
     """A line's map, or None when it is no metric."""
     try:
         row = json.loads(line)
@@ -102,7 +103,7 @@ class MetricsWriter:
         Raises:
             FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise or has vanished.
         """
-        line = json_bytes(finite({"step": step, **values}))
+        line = json_bytes(plain({"step": step, **values}))
         descriptor = self._open_descriptor()
         with storage_errors(self.path):
             before = self._size_of_what_is_there(descriptor)

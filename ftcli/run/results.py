@@ -6,11 +6,12 @@ Other parts of the program fill these values in; the names in the files are thos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftcli.run.atomic import finite, read_json_object, storage_errors, write_json
+from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.run.atomic import read_json_object, storage_errors, write_json
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")
@@ -69,7 +70,7 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
         FtcliError: FT723 or FT724 when it cannot be written.
     """
     with storage_errors(path):
-        write_json(path, finite(asdict(evaluation)))
+        write_json(path, plain(evaluation))
 
 
 def update_evaluation(path: Path, measured: Evaluation) -> None:
@@ -80,15 +81,15 @@ def update_evaluation(path: Path, measured: Evaluation) -> None:
     Raises:
         FtcliError: FT723 or FT724 when it cannot be written.
     """
-    old, new = read_json_object(path), asdict(measured)
+    old, new = read_json_object(path), plain_fields(measured)
     tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
     kept = [row for row in _maps(old.get("samples")) if row.get("task") not in tasks]
     sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
     with storage_errors(path):
-        write_json(path, finite({**sides, "samples": [*new["samples"], *kept]}))
+        write_json(path, plain({**sides, "samples": [*new["samples"], *kept]}))
 
 
-def _updated(old: Any, new: dict[str, Any] | None) -> dict[str, Any] | None:
+def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:
     if not isinstance(old, dict) or new is None:
         return new if new is not None else old if isinstance(old, dict) else None
     names = {task["name"] for task in new["tasks"]}
@@ -99,7 +100,7 @@ def _updated(old: Any, new: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**result, "tasks": [*new["tasks"], *tasks], "lm_eval": lm_eval}
 
 
-def _maps(values: Any) -> list[dict[str, Any]]:
+def _maps(values: Any) -> list[JsonObject]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
@@ -154,4 +155,4 @@ def write_tokens(path: Path, datasets: tuple[DatasetTokens, ...], epoch: EpochTo
         FtcliError: FT723 or FT724 when it cannot be written.
     """
     with storage_errors(path):
-        write_json(path, {"datasets": [asdict(one) for one in datasets], "epoch": asdict(epoch)})
+        write_json(path, plain({"datasets": datasets, "epoch": epoch}))

@@ -20,6 +20,16 @@ _STATES: tuple[State, ...] = get_args(State)
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingSummary:
+    """What the command says of training: optimizer steps, tokens seen, loss and reward of the last step."""
+
+    steps: int
+    tokens: int | None = None
+    train_loss: float | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """Training is over and its result complete.
 
@@ -30,7 +40,7 @@ class Trained:
         files: Size in bytes of every file in it, by path below it.
     """
 
-    summary: Mapping[str, Any]
+    summary: TrainingSummary
     steps: int
     result: str
     files: Mapping[str, int]
@@ -111,7 +121,10 @@ def _trained_in(raw: Any) -> Trained | None:
     """What an older ftcli has written, or somebody has edited, counts as nothing when it is incomplete."""
     known = set(Trained.__dataclass_fields__)
     whole = isinstance(raw, dict) and known <= set(raw) and isinstance(raw["steps"], int)
-    return Trained(**{name: raw[name] for name in known}) if whole else None
+    if not whole or not isinstance(raw["summary"], dict):
+        return None
+    said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward")}
+    return Trained(TrainingSummary(raw["steps"], **said), raw["steps"], raw["result"], raw["files"])
 
 
 def begin(

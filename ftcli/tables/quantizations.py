@@ -107,6 +107,11 @@ def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
+def multiplied_as_stored() -> tuple[str, ...]:
+    """Methods whose weights are multiplied as they are stored, where the GPU can."""
+    return tuple(name for name, each in TABLE.items() if each.products is not None)
+
+
 def reading(setting: str) -> tuple[str, ...]:
     """Methods that read a setting of the section ``quantization``."""
     return tuple(name for name, each in TABLE.items() if setting in each.reads)

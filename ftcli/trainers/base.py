@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.plain import JsonObject
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping, measured
@@ -248,7 +249,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.window.tokens, self.window.seconds = found.tokens, found.seconds
         self.tokens_seen = self.state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
         self.evaluation_due = found.evaluation_due
-        self.best = Best(**found.best) if found.best is not None else Best()
+        self.best = found.best or Best()
         self.restore_extra_window(found.extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -259,11 +260,11 @@ class RunTrainerMixin(OptimisationMixin):
         with _readable(checkpoint):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
-    def extra_window(self) -> dict[str, Any]:
+    def extra_window(self) -> JsonObject:
         """What a trainer gathers for its next line of metrics besides the loss, as JSON values."""
         return {}
 
-    def restore_extra_window(self, extra: dict[str, Any]) -> None:
+    def restore_extra_window(self, extra: JsonObject) -> None:
         """Continues with what :meth:`extra_window` returned."""
 
     def save_more(self, folder: Path) -> None:
@@ -311,7 +312,7 @@ class RunTrainerMixin(OptimisationMixin):
             seconds=self.window.seconds,
             tokens_seen=self.tokens_seen,
             evaluation_due=self.evaluation_due,
-            best=self.best.as_dict(),
+            best=self.best,
             extra=self.extra_window(),
         )
 

@@ -45,6 +45,33 @@ class StepTimes:
         return statistics.median(self.steady)
 
 
+@dataclass(frozen=True, slots=True)
+class ProfiledKernel:
+    """A kernel (an operator on a CPU) of one step: how often it ran, and for how long in all."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """From the step's first kernel to the end of its last, and how much of that any kernel ran."""
+
+    span_ms: float
+    busy_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What torch's allocator held at most, and what is in use on the device by now, CUDA's context and other processes
+    included. None on a CPU.
+    """
+
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+
+
 class StepTimer(TrainerCallback):  # type: ignore[misc]
     """Times each step. On a GPU with CUDA events, so that nothing waits that would not wait in training."""
 
@@ -102,20 +129,19 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if state.global_step == self._step:
             self._profile.stop()
 
-    def table(self, rows: int = 40) -> list[dict[str, Any]]:
-        """Kernels (operators on a CPU) by total time: ``name``, ``calls``, ``ms``."""
+    def table(self, rows: int = 40) -> list[ProfiledKernel]:
+        """Kernels (operators on a CPU) by total time."""
         found = []
         for event in self._profile.key_averages():
             micros = event.self_device_time_total if event.device_type.name == "CUDA" else 0.0
             if not torch.cuda.is_available():
                 micros = event.self_cpu_time_total
             if micros and not event.is_user_annotation:  # a range around kernels that are listed themselves
-                found.append({"name": event.key, "calls": event.count, "ms": micros / 1000.0})
-        return sorted(found, key=lambda row: -float(row["ms"]))[:rows]
+                found.append(ProfiledKernel(event.key, event.count, micros / 1000.0))
+        return sorted(found, key=lambda row: -row.ms)[:rows]
 
-    def busy(self) -> dict[str, float] | None:
-        """``span_ms`` from the step's first kernel to the end of its last, and ``busy_ms`` of it in which any ran; None
-        without a GPU."""
+    def busy(self) -> GpuTime | None:
+        """How much of the step the GPU worked; None without one."""
         events = [
             (event.time_range.start, event.time_range.end)
             for event in self._profile.events() or ()  # type: ignore[no-untyped-call]
@@ -123,7 +149,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         ]
         if not events:
             return None
-        return {"span_ms": (max(end for _, end in events) - min(events)[0]) / 1e3, "busy_ms": covered(events) / 1e3}
+        return GpuTime((max(end for _, end in events) - min(events)[0]) / 1e3, covered(events) / 1e3)
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -175,11 +201,9 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def device_memory(device: torch.device) -> dict[str, int | None]:
-    """What a GPU's memory held at most: ``peak_reserved_bytes`` in torch's allocator, ``device_used_bytes`` in use on
-    the device by now, CUDA's context and other processes included. None on a CPU.
-    """
+def device_memory(device: torch.device) -> DeviceMemory:
+    """What a GPU's memory held; nothing is known of a CPU's."""
     if device.type != "cuda":
-        return {"peak_reserved_bytes": None, "device_used_bytes": None}
+        return DeviceMemory()
     free, total = torch.cuda.mem_get_info(device)
-    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "device_used_bytes": total - free}
+    return DeviceMemory(torch.cuda.max_memory_reserved(device), total - free)

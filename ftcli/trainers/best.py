@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -47,10 +47,6 @@ class Best:
             return False
         self.value, self.step = value, step
         return True
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-        return asdict(self)
 
 
 def measured(metrics: Mapping[str, Any]) -> float | None:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftcli.plain import JsonObject
 from ftcli.run.checkpoint import STATE_NAME
+from ftcli.trainers.best import Best
 
 
 class LogWindow:
@@ -57,7 +59,7 @@ class WindowState:
         seconds: Seconds trained since then.
         tokens_seen: Tokens seen since the run began; None in a checkpoint of an ftcli that kept them elsewhere.
         evaluation_due: An evaluation of this very step has not been made, because the run was to stop at once.
-        best: The best evaluation so far (:class:`ftcli.trainers.best.Best`); None in a checkpoint of an older ftcli.
+        best: The best evaluation so far; None in a checkpoint of an older ftcli.
         extra: What a trainer gathers besides (GRPO: rewards and lengths).
     """
 
@@ -67,8 +69,8 @@ class WindowState:
     seconds: float
     tokens_seen: int | None = None
     evaluation_due: bool = False
-    best: dict[str, Any] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    best: Best | None = None
+    extra: JsonObject = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Writes it into a checkpoint that is being filled. Floats survive JSON to the last bit."""
@@ -82,7 +84,9 @@ class WindowState:
         if not path.exists():
             return None
         raw = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{name: raw[name] for name in cls.__slots__ if name in raw})
+        known = {name: raw[name] for name in cls.__slots__ if name in raw}
+        best = known.get("best")
+        return cls(**{**known, "best": None if best is None else Best(**best)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
+from ftcli.plain import JsonObject
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.rewards import Reward, build_rewards
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
@@ -70,11 +71,11 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         self._metrics["train"].clear()
         self._metrics["train"].update(metrics)
 
-    def extra_window(self) -> dict[str, Any]:
+    def extra_window(self) -> JsonObject:
         """Rewards, lengths and all else that TRL averages from one line to the next."""
         return {"metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}}
 
-    def restore_extra_window(self, extra: dict[str, Any]) -> None:
+    def restore_extra_window(self, extra: JsonObject) -> None:
         """Continues these averages."""
         self._metrics["train"].update({name: list(values) for name, values in extra.get("metrics", {}).items()})
 

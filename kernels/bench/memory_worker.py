@@ -114,8 +114,8 @@ def _run(case: Case, scratch: Path, session: Session) -> None:
     output = f"run.output_dir={scratch / 'run'}"
     write, counts = (write_prompts, _PROMPTS) if case.kind == "grpo" else (write_texts, _BATCHES)
     files = [f"data.{name}=[{write(case.loaded(), scratch / f'{name}.jsonl', n)}]" for name, n in counts.items()]
-    command = pipeline.grpo if case.kind == "grpo" else pipeline.train
-    command(case.loaded(output, *files, device=probe_device()), session)
+    command = "grpo" if case.kind == "grpo" else "train"
+    pipeline.train(case.loaded(output, *files, device=probe_device()), session, command)
 
 
 def write_texts(loaded: LoadedRecipe, path: Path, count: int) -> Path:

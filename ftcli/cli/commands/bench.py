@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options, views
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.bench_result import BenchResult
 
 
 def bench(
@@ -30,7 +33,7 @@ def bench(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Time the training step, or evaluation.
 
     The real step of `ftcli train` (with --eval, the loss of `ftcli eval`) on synthetic tokens and random weights.
@@ -43,7 +46,7 @@ def bench(
       ftcli bench recipes/gemma2-9b.yaml --eval
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> BenchResult:
         from ftcli import pipeline
 
         loaded = options.load(recipe, options.overrides(set_))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options, samples, views
 from ftcli.cli.environment import style_for
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.checking import CheckResult
 
 
 def check(
@@ -38,7 +41,7 @@ def check(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Say whether a recipe can work here.
 
     Looks at keys, model, data, GPU, memory and disk. Downloads no weights and builds nothing.
@@ -50,13 +53,13 @@ def check(
       ftcli check recipes/smoke.yaml --show-sample 3
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> CheckResult:
         from ftcli import pipeline
 
         return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu, show_sample)
 
-    def render(result: Result) -> str:
-        shown = samples.samples_text(result.get("samples", ()), style_for(sys.stdout))
+    def render(result: CheckResult) -> str:
+        shown = samples.samples_text(result.samples, style_for(sys.stdout))
         return "\n\n".join(part for part in (views.check_text(result), shown) if part)
 
     return Request("check", options.common(json, quiet, offline, debug), action, render)

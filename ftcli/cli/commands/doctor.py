@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ftcli import __version__
 from ftcli.cli import options, views
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.plain import LEFT_OUT, JsonObject
+from ftcli.reporting import Session
 from ftcli.tables import loggers
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def doctor(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Show what this machine can run, and why.
 
     Versions, the device, and each kernel and extra with the reason why it can run or not.
@@ -52,45 +55,100 @@ def doctor(
     return Request("doctor", options.common(json, quiet, offline, debug), examine, views.doctor_text)
 
 
-def examine(session: Session) -> Result:
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """An optional package: what it is for, its version, and how to install it where it is missing."""
+
+    package: str
+    use: str
+    version: str | None
+    install: str | None
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        return {"package": self.package, "for": self.use, "version": self.version, "install": self.install}
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """Something that this machine can run or not, and why."""
+
+    name: str
+    runs: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The device that training would take."""
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    capability: str | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    shared_memory_bytes: int | None
+    multiprocessors: int | None
+    bfloat16: bool
+    float8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What `ftcli doctor` answers. Without torch there is no device, and ``device_problem`` says why."""
+
+    ftcli: str
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    extras: Sequence[Extra]
+    environment: Mapping[str, str]
+    offline: bool
+    disk_free_bytes: int
+    device: Machine | None = None
+    device_problem: str | None = field(default=None, metadata=LEFT_OUT)
+    attention: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
+    kernels: Sequence[Ability] = field(default=(), metadata=LEFT_OUT)
+
+
+def examine(session: Session) -> Examination:
     """Everything that `ftcli doctor` shows. What cannot be found out is reported with the reason."""
-    result: dict[str, Any] = {
-        "ftcli": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: version(name) for name in _REQUIRED},
-        "extras": [_extra(*entry) for entry in (*_OPTIONAL, *_loggers())],
-        "environment": dict(session.environment),
-        "offline": session.offline,
-        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
-    }
+    found = Examination(
+        ftcli=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: version(name) for name in _REQUIRED},
+        extras=[_extra(*entry) for entry in (*_OPTIONAL, *_loggers())],
+        environment=dict(session.environment),
+        offline=session.offline,
+        disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+    )
     try:
         from ftcli.facts.device import probe_device
 
         device = probe_device()
     except ImportError as error:
-        return {**result, "device": None, "device_problem": f"torch cannot be imported: {error}"}
-    return {**result, "device": _device(device), "attention": _attention(), "kernels": _kernels(device)}
+        return replace(found, device_problem=f"torch cannot be imported: {error}")
+    return replace(found, device=_machine(device), attention=_attention(), kernels=_kernels(device))
 
 
-def _device(device: DeviceFacts) -> dict[str, Any]:
+def _machine(device: DeviceFacts) -> Machine:
     from ftkernels.limits import version as version_of
 
-    capability = version_of(device.capability) if device.capability is not None else None
-    return {
-        "name": device.name,
-        "kind": device.kind,
-        "capability": capability,
-        "memory_bytes": device.memory_bytes,
-        "free_bytes": device.free_bytes,
-        "shared_memory_bytes": device.shared_memory_bytes,
-        "multiprocessors": device.multiprocessors,
-        "bfloat16": device.has_bfloat16,
-        "float8": device.has_float8,
-    }
+    return Machine(
+        name=device.name,
+        kind=device.kind,
+        capability=version_of(device.capability) if device.capability is not None else None,
+        memory_bytes=device.memory_bytes,
+        free_bytes=device.free_bytes,
+        shared_memory_bytes=device.shared_memory_bytes,
+        multiprocessors=device.multiprocessors,
+        bfloat16=device.has_bfloat16,
+        float8=device.has_float8,
+    )
 
 
-def _attention() -> list[dict[str, Any]]:
+def _attention() -> list[Ability]:
     """Each value of ``model.attention``, and whether this version has it. Those that it has run on every device."""
     from ftcli.config.model import SUPPORTED_ATTENTION, Attention
 
@@ -99,7 +157,7 @@ def _attention() -> list[dict[str, Any]]:
     return [_row(name, None if name in SUPPORTED_ATTENTION else missing, "runs on every device") for name in names]
 
 
-def _kernels(device: DeviceFacts) -> list[dict[str, Any]]:
+def _kernels(device: DeviceFacts) -> list[Ability]:
     """Each fused operation: its Triton kernel, or why plain torch computes it instead."""
     from ftcli.facts.execution import why_no_kernels
 
@@ -113,13 +171,13 @@ def _loggers() -> list[tuple[str, str, str]]:
     return [(row.package, row.install, f"logging.{name}") for name, row in rows]
 
 
-def _row(name: str, against: str | None, otherwise: str) -> dict[str, Any]:
-    return {"name": name, "runs": against is None, "reason": against or otherwise}
+def _row(name: str, against: str | None, otherwise: str) -> Ability:
+    return Ability(name, against is None, against or otherwise)
 
 
-def _extra(package: str, install: str, use: str) -> dict[str, Any]:
+def _extra(package: str, install: str, use: str) -> Extra:
     found = version(package)
-    return {"package": package, "for": use, "version": found, "install": None if found else f"pip install '{install}'"}
+    return Extra(package, use, found, None if found else f"pip install '{install}'")
 
 
 def version(package: str) -> str | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options, views
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.evaluation import EvaluationResult
 
 
 def evaluate(
@@ -22,7 +25,7 @@ def evaluate(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Evaluate the base model, or a run beside it.
 
     Loss, perplexity, token accuracy and the tasks of the recipe on held-out data.
@@ -34,7 +37,7 @@ def evaluate(
       ftcli eval recipes/smoke.yaml --run runs/smoke --checkpoint best
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> EvaluationResult:
         from ftcli import pipeline
 
         loaded = options.load(recipe, options.overrides(set_))

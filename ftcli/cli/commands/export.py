@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.exporting import Exported
 
 
 def export(
@@ -21,7 +24,7 @@ def export(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Write a run in other formats.
 
     The formats are those of the recipe's export section; each is loaded again and compared before it counts.
@@ -33,7 +36,7 @@ def export(
       ftcli export recipes/smoke.yaml --set export.formats=[safetensors]
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> Exported:
         from ftcli import pipeline
 
         loaded, run_dir = options.load_run(target, options.overrides(set_))

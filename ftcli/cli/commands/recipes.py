@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +13,10 @@ import typer
 
 from ftcli.cli import options, render
 from ftcli.cli.commands import convert
-from ftcli.cli.request import Request
+from ftcli.cli.request import Request, AnyRequest
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.reporting import Result, Session
+from ftcli.plain import JsonObject
+from ftcli.reporting import Session
 
 _EPILOG = (
     "\b\nExamples:\n"
@@ -28,6 +30,39 @@ _EPILOG = (
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="A recipe's name, as `ftcli recipes list` has it.", show_default=False)
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A shipped recipe: its name, its first line and its file."""
+
+    name: str
+    about: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What `ftcli recipes list` answers."""
+
+    recipes: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What `ftcli recipes show` answers."""
+
+    name: str
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What `ftcli recipes copy` answers: ``path`` is the new file."""
+
+    name: str
+    path: str
 
 
 def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
@@ -50,29 +85,28 @@ def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
     return app
 
 
-def list_(json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+def list_(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
     """List the recipes that ship with ftcli."""
 
-    def action(_: Session) -> Result:
-        recipes = [{"name": path.stem, "about": _about(path), "path": str(path)} for path in shipped().values()]
-        return {"recipes": recipes}
+    def action(_: Session) -> Listed:
+        return Listed([Entry(path.stem, _about(path), str(path)) for path in shipped().values()])
 
-    def shown(result: Result) -> str:
-        width = max((len(entry["name"]) for entry in result["recipes"]), default=0)
-        return "\n".join(f"{entry['name']:<{width}}  {entry['about']}".rstrip() for entry in result["recipes"])
+    def shown(result: Listed) -> str:
+        width = max((len(entry.name) for entry in result.recipes), default=0)
+        return "\n".join(f"{entry.name:<{width}}  {entry.about}".rstrip() for entry in result.recipes)
 
     return Request("recipes list", options.common(json, False, False, debug), action, shown)
 
 
-def show(name: NameArgument, json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+def show(name: NameArgument, json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
     """Print a recipe."""
 
-    def action(_: Session) -> Result:
+    def action(_: Session) -> Shown:
         path = find(name)
-        return {"name": path.stem, "path": str(path), "text": path.read_text(encoding="utf-8")}
+        return Shown(path.stem, str(path), path.read_text(encoding="utf-8"))
 
-    def shown(result: Result) -> str:
-        return str(result["text"]).rstrip("\n")
+    def shown(result: Shown) -> str:
+        return result.text.rstrip("\n")
 
     return Request("recipes show", options.common(json, False, False, debug), action, shown)
 
@@ -85,32 +119,32 @@ def copy(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     json: options.JsonOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Copy a recipe to a file of your own."""
 
-    def action(_: Session) -> Result:
+    def action(_: Session) -> Copied:
         source = find(name)
         target = Path(destination) if destination is not None else Path(source.name)
         if target.is_dir():
             target = target / source.name
         _write(source.read_text(encoding="utf-8"), target, force=force)
-        return {"name": source.stem, "path": str(target)}
+        return Copied(source.stem, str(target))
 
-    def shown(result: Result) -> str:
-        return f"wrote {result['path']}; next: ftcli check {result['path']}"
+    def shown(result: Copied) -> str:
+        return f"wrote {result.path}; next: ftcli check {result.path}"
 
     return Request("recipes copy", options.common(json, False, False, debug), action, shown)
 
 
-def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> Request:
+def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
     """Print the JSON Schema of recipes, and nothing else, so that editors can complete and check them."""
 
-    def action(_: Session) -> Result:
+    def action(_: Session) -> JsonObject:
         from ftcli.config.schema import published
 
         return published()
 
-    def shown(result: Result) -> str:
+    def shown(result: JsonObject) -> str:
         return json_module.dumps(result, indent=2)
 
     return Request("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)

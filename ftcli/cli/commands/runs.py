@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import Request
+from ftcli.cli.request import AnyRequest, Request
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
-from ftcli.reporting import Result, Session
+from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.run.comparison import Comparison, Points
+    from ftcli.run.history import RunSummary
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRuns:
+    """What `ftcli runs` answers, the newest last."""
+
+    folder: str
+    runs: Sequence[RunSummary]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What `ftcli compare` answers: ``rows`` are a label and a text for each run, ``html`` is the page."""
+
+    comparison: Comparison = field(metadata=SPREAD)
+    rows: Sequence[tuple[str, Sequence[str]]]
+    html: str | None = field(default=None, metadata=LEFT_OUT)
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it."""
+        return {**plain_fields(self), "rows": [[label, *texts] for label, texts in self.rows]}
 
 
 def runs(
@@ -22,7 +50,7 @@ def runs(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """List runs, the newest last.
 
     For each run below a folder: its state, step, losses, held-out results and when it began.
@@ -33,7 +61,7 @@ def runs(
       ftcli runs experiments --json
     """
 
-    def action(_: Session) -> Result:
+    def action(_: Session) -> FoundRuns:
         from ftcli.run.history import find_runs, summarise
 
         if not expanded(folder).is_dir():
@@ -45,7 +73,7 @@ def runs(
                 help="name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise",
             )
         found = [summarise(path) for path in find_runs(expanded(folder))]
-        return {"folder": folder, "runs": [run.as_dict() for run in sorted(found, key=lambda run: run.started or "")]}
+        return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""))
 
     return Request("runs", options.common(json, quiet, False, debug), action, _runs_text)
 
@@ -58,7 +86,7 @@ def compare(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Compare runs.
 
     Results, curves and the settings that differ, side by side.
@@ -69,51 +97,51 @@ def compare(
       ftcli compare runs/* --html comparison.html
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> Compared:
         from ftcli.run.comparison import compare as side_by_side
         from ftcli.run.report.compared import result_rows, write_comparison
 
         paths = [options.run_directory(name, "command line") for name in directories]
         comparison = side_by_side(paths)
-        result = {**comparison.as_dict(), "rows": [[label, *texts] for label, texts in result_rows(comparison)]}
-        if html is None:
-            return result
-        write_comparison(comparison, expanded(html))
-        session.reporter.info(f"written: {html}")
-        return {**result, "html": html}
+        result = Compared(comparison, result_rows(comparison), html)
+        if html is not None:
+            write_comparison(comparison, expanded(html))
+            session.reporter.info(f"written: {html}")
+        return result
 
     return Request("compare", options.common(json, quiet, False, debug), action, _comparison_text)
 
 
-def _runs_text(result: Result) -> str:
-    if not result["runs"]:
-        return f"no runs below {result['folder']}"
+def _runs_text(result: FoundRuns) -> str:
+    if not result.runs:
+        return f"no runs below {result.folder}"
     records = []
-    for run in result["runs"]:
-        scores = ", ".join(f"{name} {score:.1%}" for name, score in run["tasks"].items())
-        held_out = "-" if run["eval_loss"] is None else f"{run['eval_loss']:.4g}"
+    for run in result.runs:
+        scores = ", ".join(f"{name} {score:.1%}" for name, score in run.tasks.items())
+        held_out = "-" if run.eval_loss is None else f"{run.eval_loss:.4g}"
         records.append(
             {
-                "run": run["path"],
-                "state": run["state"],
-                "step": run["step"],
-                "loss": run["loss"] if run["loss"] is not None else run["reward"],
+                "run": str(run.path),
+                "state": run.state,
+                "step": run.step,
+                "loss": run.loss if run.loss is not None else run.reward,
                 "held-out": f"{held_out} ({scores})" if scores else held_out,
-                "began": (run["started"] or "-").replace("T", " ").removesuffix("Z"),
+                "began": (run.started or "-").replace("T", " ").removesuffix("Z"),
             }
         )
     return "\n".join(table(records))
 
 
-def _comparison_text(result: Result) -> str:
-    names = [run["name"] for run in result["runs"]]
-    lines = _columns([["", *names], *result["rows"]])
-    for metric, curves in result["curves"].items():
-        width = max(map(len, names))
-        lines += ["", metric, *(f"  {name:<{width}}  {_bars(curves[name])}" for name in names)]
-    lines += ["", "settings that differ" if result["differences"] else "the recipes are the same"]
-    if result["differences"]:
-        rows = [[each["key"], *(each["values"][name] or "-" for name in names)] for each in result["differences"]]
+def _comparison_text(result: Compared) -> str:
+    comparison, names = result.comparison, result.comparison.names
+    lines = _columns([["", *names], *([label, *texts] for label, texts in result.rows)])
+    width = max(map(len, names))
+    for metric, curves in comparison.curves.items():
+        shown = (f"  {name:<{width}}  {_bars(curve)}" for name, curve in zip(names, curves, strict=True))
+        lines += ["", metric, *shown]
+    lines += ["", "settings that differ" if comparison.differences else "the recipes are the same"]
+    if comparison.differences:
+        rows = [[each.key, *(value or "-" for value in each.values)] for each in comparison.differences]
         lines += _columns([["", *names], *rows])
     return "\n".join(lines)
 
@@ -125,7 +153,7 @@ def _columns(rows: list[list[str]]) -> list[str]:
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _bars(points: list[tuple[int, float | None]]) -> str:
+def _bars(points: Points) -> str:
     """A curve as a line of bars, from the first to the last value, which stand beside it."""
     values = [value for _, value in points if value is not None]
     if not values:

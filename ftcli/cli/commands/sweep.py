@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import options
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import Request
+from ftcli.cli.request import AnyRequest, Request
 from ftcli.paths import expanded
-from ftcli.reporting import Result, Session
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.sweep_result import SweepResult
 
 
 def sweep(
@@ -37,7 +40,7 @@ def sweep(
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Try settings, and name the best.
 
     Makes one run for each combination of the values, each in a process of its own. Runs that are complete are skipped
@@ -49,7 +52,7 @@ def sweep(
       ftcli sweep recipes/gemma2-9b.yaml --set train.learning_rate=1e-4,2e-4 --set lora.r=8,32 --gpus auto
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> SweepResult:
         from ftcli.cli import children
         from ftcli.config.grid import combinations
         from ftcli.pipeline import sweep as sweeping
@@ -67,33 +70,35 @@ def sweep(
     return Request("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
 
 
-def _exit_code(result: Result) -> int:
+def _exit_code(result: SweepResult) -> int:
     from ftcli.pipeline.sweep_result import exit_code_of_sweep
 
     return exit_code_of_sweep(result)
 
 
-def sweep_text(result: Result) -> str:
+def sweep_text(result: SweepResult) -> str:
     """A line for each run, those that failed with their reason, and the best one."""
-    best = result["best"]
+    best = result.best
     rows = []
-    for run in result["runs"]:
+    for run in result.runs:
+        found = run.summary
+        loss = None if found is None else found.loss if found.loss is not None else found.reward
         rows.append(
             {
-                "": "*" if best is not None and best["path"] == run["path"] else "",
-                "run": run["name"],
-                "exit": str(run["exit_code"]),
-                "step": run.get("step"),
-                "loss": run.get("loss") if run.get("loss") is not None else run.get("reward"),
-                "held-out loss": run.get("eval_loss"),
-                **{name: f"{score:.1%}" for name, score in (run.get("tasks") or {}).items()},
+                "": "*" if best is not None and best.path == run.path else "",
+                "run": run.name,
+                "exit": str(run.exit_code),
+                "step": None if found is None else found.step,
+                "loss": loss,
+                "held-out loss": None if found is None else found.eval_loss,
+                **({} if found is None else {name: f"{score:.1%}" for name, score in found.tasks.items()}),
             }
         )
     lines = table(rows)
-    lines += [f"{run['name']} failed: {clean(run['reason'])}" for run in result["runs"] if run["reason"]]
+    lines += [f"{run.name} failed: {clean(run.reason)}" for run in result.runs if run.reason]
     if best is not None:
-        lines += ["", f"best: {best['name']}, {best['metric']} {best['value']:.4g}"]
-    lines += [*([] if best is not None else [""]), *result["remarks"]]
-    if result["html"] is not None:
-        lines.append(f"side by side: {result['html']}")
-    return "\n".join([*lines, *([f"next: ftcli export {best['path']}"] if best is not None else [])])
+        lines += ["", f"best: {best.name}, {best.metric} {best.value:.4g}"]
+    lines += [*([] if best is not None else [""]), *result.remarks]
+    if result.html is not None:
+        lines.append(f"side by side: {result.html}")
+    return "\n".join([*lines, *([f"next: ftcli export {best.path}"] if best is not None else [])])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftcli.cli import options
-from ftcli.cli.request import Request
-from ftcli.reporting import Result, Session
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
 from ftcli.tables.methods import Method
 
 
-def training_command(method: Method) -> Callable[..., Request]:
+def training_command(method: Method) -> Callable[..., AnyRequest]:
     """The command of a training method, with the method's help."""
 
     def train(
@@ -23,8 +23,8 @@ def training_command(method: Method) -> Callable[..., Request]:
         quiet: options.QuietOption = False,
         offline: options.OfflineOption = False,
         debug: options.DebugOption = False,
-    ) -> Request:
-        def action(session: Session) -> Result:
+    ) -> AnyRequest:
+        def action(session: Session) -> object:
             from ftcli import pipeline
 
             changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)

@@ -10,6 +10,7 @@ from typing import Any
 from ftcli.config import LoraConfig
 from ftcli.facts.device import GPUS
 from ftcli.facts.quantization import weight_bytes
+from ftcli.plain import JsonObject, plain_fields
 from ftcli.preflight.memory.candidates import (
     Candidate,
     Level,
@@ -66,6 +67,12 @@ class Verdict:
     available_bytes: int | None
     change: Change | None = None
     fitting_gpus: tuple[str, ...] = ()
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it; the change's settings as ``--set`` would take them."""
+        change = self.change
+        said = None if change is None else {"settings": str(change), "total_bytes": change.total_bytes}
+        return {**plain_fields(self), "change": said}
 
 
 def verdict_on(found: Candidate) -> Verdict:

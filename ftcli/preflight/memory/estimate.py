@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from ftcli.facts.quantization import layers_with_room
+from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
 from ftcli.preflight.memory.setup import Setup
@@ -61,8 +61,8 @@ class MemoryEstimate:
         """The peak of torch's allocator: the total without what CUDA itself takes."""
         return self.total_bytes - self.parts["runtime"]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; all sizes in bytes."""
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it; all sizes in bytes."""
         return {
             "total_bytes": self.total_bytes,
             "allocated_bytes": self.allocated_bytes,

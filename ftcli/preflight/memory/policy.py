@@ -13,8 +13,7 @@ Only the training step decides: no policy changes what evaluation and generation
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ftcli.config import Recipe
 from ftcli.config.training import CheckpointingSetting
@@ -82,10 +81,6 @@ class CheckpointingChoice:
     def applied_to(self, setup: Setup) -> Setup:
         """The setup as it runs under this choice."""
         return setup.under(self.policy, self.uncheckpointed_layers)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; sizes in bytes."""
-        return asdict(self)
 
 
 def choose_checkpointing(setup: Setup) -> CheckpointingChoice:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ftcli.cli.render import Style, document, findings_text, jsonable, result_text
+from ftcli.cli.render import Style, document, findings_text, result_text
 from ftcli.cli.views import bench_text, check_text, evaluation_text
 from ftcli.config.load import Override, load_recipe
-from ftcli.errors import ExitCode, Finding, Origin
+from ftcli.errors import Finding, Origin
+from ftcli.evaluate.loss import LossResult
+from ftcli.evaluate.suite import ModelScores
+from ftcli.evaluate.tasks import TaskResult
 from ftcli.facts.device import named_device
+from ftcli.pipeline.bench_result import BenchResult, Bound, Measured, Predicted, Profiled, StoredRate, Timing
+from ftcli.pipeline.checking import CheckResult
+from ftcli.pipeline.evaluation import EvaluationResult
+from ftcli.plain import plain
+from ftcli.preflight.checks.context import NotMade
+from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
+from ftcli.trainers.bench import DeviceMemory
+from ftcli.units import size
 
 PLAIN = Style(color=False)
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def test_the_block_of_the_contract() -> None:
@@ -100,21 +112,6 @@ def test_document_of_a_failure_and_of_a_success() -> None:
     assert (done["ok"], done["result"]) == (True, {"loss": 1.5})
 
 
-@dataclass
-class Record:
-    path: Path
-    value: float
-
-
-def test_everything_a_result_may_hold_becomes_json() -> None:
-    class Scalar:
-        def item(self) -> float:
-            return 2.5
-
-    result = {"a": Record(Path("x"), math.nan), "b": (1, {2: math.inf}), "c": ExitCode.DATA, "d": Scalar(), "e": None}
-    assert jsonable(result) == {"a": {"path": "x", "value": None}, "b": [1, {"2": None}], "c": 4, "d": 2.5, "e": None}
-
-
 def test_results_are_aligned_and_carry_units() -> None:
     text = result_text(
         {
@@ -150,53 +147,75 @@ def test_records_that_hold_maps_are_no_table() -> None:
 
 
 def test_evaluation_has_a_column_for_each_model() -> None:
-    base = {"loss": 5.0, "tokens": 10, "tasks": {"exact_match": {"score": 0.05, "rows": 20}}}
-    run = {"loss": 0.5, "tokens": 10, "tasks": {"exact_match": {"score": 0.9, "rows": 20}}}
-    lines = evaluation_text({"base": base, "run": run}).splitlines()
+    def scores(loss: float, share: float) -> ModelScores:
+        task = TaskResult("exact_match", "exact_match", share, 20, ())
+        return ModelScores(LossResult(loss, 2.0, 0.5, 10, 4), {}, {"exact_match": task}, {})
+
+    base, run = scores(5.0, 0.05), scores(0.5, 0.9)
+    lines = evaluation_text(EvaluationResult("r.yaml", base, run)).splitlines()
     assert lines[0].split() == ["measure", "base", "run"]
     assert lines[1].split() == ["loss", "5", "0.5"]
-    assert "5.0% of 20" in lines[3]
-    assert "90.0% of 20" in lines[3]
-    assert evaluation_text({"base": base, "run": None}).splitlines()[0].split() == ["measure", "base"]
+    assert lines[4].split() == ["tokens", "10", "10"]
+    assert "5.0% of 20" in lines[5]
+    assert "90.0% of 20" in lines[5]
+    assert evaluation_text(EvaluationResult("r.yaml", base)).splitlines()[0].split() == ["measure", "base"]
+
+
+def bench_result(tokens_per_second: float, step_ms: float, share: float | None = None, **known: Any) -> BenchResult:
+    timing = Timing(5, known.get("first_step_only", False), tokens_per_second, step_ms, 1.0, 1.0, 1.0, 3 * 2**30)
+    return BenchResult(
+        recipe="r.yaml",
+        mode="training",
+        model="m",
+        device="cpu",
+        dtype="float32",
+        batch=1,
+        seq=8,
+        layers=None,
+        gradient_checkpointing=False,
+        uncheckpointed_layers=0,
+        measured=Measured(timing, DeviceMemory(), 1.0, Profiled(None, None), "kernels: off", None, None),
+        stored=StoredRate(),
+        predicted=known.get("predicted", Predicted()),
+        bound=Bound(1.0, 1.0, share),
+    )
 
 
 def test_bench_begins_with_the_numbers_that_count() -> None:
-    text = bench_text({"tokens_per_second": 12345.6, "step_ms": 8.04, "share_of_bound": 0.421})
+    text = bench_text(bench_result(12345.6, 8.04, 0.421))
     assert text.splitlines()[0] == "12,346 tokens/s, 8.0 ms a step, 42% of the arithmetic bound"
-    first = bench_text({"tokens_per_second": 9.0, "step_ms": 8.0, "share_of_bound": None, "first_step_only": True})
+    first = bench_text(bench_result(9.0, 8.0, first_step_only=True))
     assert first.splitlines()[0] == "9 tokens/s, 8.0 ms in the first step, with all that is set up in it"
-    assert "bound" not in bench_text({"tokens_per_second": 1.0, "step_ms": 1.0, "share_of_bound": None}).split("\n")[0]
+    assert "bound" not in bench_text(bench_result(1.0, 1.0)).split("\n")[0]
 
 
 def test_the_peak_stands_beside_the_prediction_of_the_same_thing() -> None:
-    result = {
-        "tokens_per_second": 1.0,
-        "step_ms": 1.0,
-        "peak_memory_bytes": 3 * 2**30,
-        "predicted_peak_bytes": 5 * 2**30,
-    }
-    assert bench_text(result).split("\n")[1] == "3.00 GiB resident at the peak, 5.00 GiB predicted"
-    on_gpu = bench_text({**result, "predicted_allocated_bytes": 4 * 2**30}).split("\n")[1]
+    shown = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30))).split("\n")[1]
+    assert shown == "3.00 GiB resident at the peak, 5.00 GiB predicted"
+    on_gpu = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30, 4 * 2**30))).split("\n")[1]
     assert on_gpu.startswith("3.00 GiB allocated at the peak, 4.00 GiB predicted; 5.00 GiB with")
-    assert "predicted" not in bench_text({**result, "predicted_peak_bytes": None})
+    assert "GiB predicted" not in bench_text(bench_result(1.0, 1.0))
+
+
+def test_keys_of_stored_products_are_those_of_the_methods_that_have_them() -> None:
+    assert plain(StoredRate()) == {"fp8_matmul_tflops": None, "fp8_share_of_operations": None}
+    assert plain(StoredRate("fp8", 1400.0, 0.8)) == {"fp8_matmul_tflops": 1400.0, "fp8_share_of_operations": 0.8}
+
+
+def report_of(name: str, gpu: str, *overrides: str) -> PreflightReport:
+    loaded = load_recipe(RECIPES / f"{name}.yaml", [Override(text, "--set") for text in overrides])
+    return preflight(loaded, command="check", device=named_device(gpu), offline=True)
 
 
 def test_check_says_what_was_not_checked() -> None:
-    text = check_text(
-        {
-            "model": {"name": "m", "source": "s", "parameters": 9_241_705_984},
-            "device": {"name": "h100"},
-            "dtypes": {"compute": "bfloat16", "parameter": "bfloat16", "adapter": None, "reason": "why"},
-            "attention": "sdpa",
-            "memory": {"peak": "backward", "parts": {"weights": 2**30, "none": 0}, "pinned_host_bytes": 2**29},
-            "verdict": {"level": "tight", "needed_bytes": 2**30, "available_bytes": None},
-            "disk": None,
-            "not_made": [{"check": "weights", "reason": "offline"}],
-        }
-    )
+    report = report_of("gemma2-9b", "h100")
+    assert report.verdict is not None
+    assert report.memory is not None
+    report = replace(report, verdict=replace(report.verdict, level="tight"), not_made=(NotMade("weights", "offline"),))
+    text = check_text(CheckResult(report, None))
     assert text.splitlines()[0] == "fits, but only just on h100"
     assert "9.24 billion parameters" in text
-    assert "1.00 GiB" in text
+    assert f"  weights               {size(report.memory.parts['weights']):>10}" in text
     assert text.endswith("not checked\n  weights: offline")
 
 
@@ -208,12 +227,9 @@ def test_check_says_what_was_not_checked() -> None:
     ],
 )
 def test_check_says_which_policy_was_chosen_and_why(gpu: str, told: str) -> None:
-    recipe = Path(__file__).parents[3] / "recipes" / "llama3.1-8b.yaml"
-
     def lines(*overrides: str) -> list[str]:
-        loaded = load_recipe(recipe, [Override(text, "--set") for text in overrides])
-        report = preflight(loaded, command="check", device=named_device(gpu), offline=True)
-        return [line for line in check_text(report.as_dict()).splitlines() if line.startswith("recompute")]
+        text = check_text(CheckResult(report_of("llama3.1-8b", gpu, *overrides), None))
+        return [line for line in text.splitlines() if line.startswith("recompute")]
 
     (line,) = lines()
     assert line.startswith(f"recompute  gradient_checkpointing: {told}")

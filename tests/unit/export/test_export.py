@@ -78,8 +78,8 @@ def test_a_merged_model_is_base_and_adapter(trained: Callable[..., Trained], fam
     merged, apart = logits_of(result.path), logits_of(made.base, made.run.adapter_dir)
     assert distance(merged, apart) < 1e-5
     assert distance(logits_of(made.base), apart) > 0.02, "the adapter does nothing: this test proves nothing"
-    assert result.verification["relative_error"] < 1e-5
-    assert result.verification["top1_agreement"] == 1.0
+    assert result.verification.facts["relative_error"] < 1e-5
+    assert result.verification.facts["top1_agreement"] == 1.0
 
 
 def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callable[..., Trained]) -> None:
@@ -93,7 +93,7 @@ def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callabl
     exact = base[f"{name}.weight"].double() + 2.0 * (b.double() @ a.double())
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     assert torch.equal(merged[f"{name}.weight"], exact.to(torch.bfloat16))
-    assert 1e-4 < result.verification["rounding"] < 0.05
+    assert 1e-4 < result.verification.facts["rounding"] < 0.05
     assert result.warnings == ()
 
 
@@ -101,7 +101,7 @@ def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callabl
 def test_logits_are_held_to_base_and_adapter_rounded_alike(trained: Callable[..., Trained], variant: str) -> None:
     """Issue 11: held to those before rounding, sensitive models (Mamba, Cohere) could not be exported."""
     (result,) = export(trained("llama", "bfloat16", **VARIANTS[variant]), "safetensors")
-    assert result.verification["relative_error"] < 1e-5 < result.verification["rounding"]
+    assert result.verification.facts["relative_error"] < 1e-5 < result.verification.facts["rounding"]
 
 
 def test_an_adapter_that_computes_something_else_than_is_merged_is_caught(

@@ -10,6 +10,7 @@ import pytest
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
+from ftcli.pipeline.bench_result import Predicted
 from ftcli.pipeline.benchmark import _predicted, bench_recipe
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
@@ -49,7 +50,7 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
     assert "evaluation" not in memory.phases
     assert "gradients" not in memory.phases["forward"]  # one micro-batch a step
     found = _predicted(report_of(loaded, options, "h200"), options)
-    assert found == {"predicted_peak_bytes": memory.total_bytes, "predicted_allocated_bytes": memory.allocated_bytes}
+    assert found == Predicted(memory.total_bytes, memory.allocated_bytes)
 
 
 def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe) -> None:
@@ -58,7 +59,7 @@ def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe)
     alone = estimate_memory(setup_of(recipe, report.facts, report.device, "eval"))
     assert alone is not None
     assert set(alone.phases) == {"evaluation"}
-    assert _predicted(report, options)["predicted_allocated_bytes"] == alone.allocated_bytes
+    assert _predicted(report, options).predicted_allocated_bytes == alone.allocated_bytes
 
 
 def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -> None:
@@ -77,7 +78,7 @@ def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -
 def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     options = BenchOptions(batch=1)
     on_cpu = _predicted(report_of(loaded, options, "cpu"), options)
-    assert on_cpu["predicted_peak_bytes"] is not None
-    assert on_cpu["predicted_allocated_bytes"] is None  # the peak is the whole process' there
+    assert on_cpu.predicted_peak_bytes is not None
+    assert on_cpu.predicted_allocated_bytes is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
-    assert set(_predicted(report_of(loaded, options, "h200"), fewer).values()) == {None}
+    assert _predicted(report_of(loaded, options, "h200"), fewer) == Predicted()

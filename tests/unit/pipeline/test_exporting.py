@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,14 +10,16 @@ from ftcli import pipeline
 from ftcli.config.load import load_recipe
 from ftcli.errors import Finding
 from ftcli.export import writing as export
+from ftcli.export.verify import Verified
+from ftcli.plain import plain
 from ftcli.reporting import Session
 
 
 def test_warnings_about_an_export_are_in_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Finding("FT744", "half of the adapter is lost in rounding", severity="warning")
-    made = export.ExportResult("safetensors", tmp_path, 7, {"logits": 0.1}, (lost,))
+    made = export.ExportResult("safetensors", tmp_path, 7, Verified("logits", {"logits": 0.1}, (lost,)))
     monkeypatch.setattr(export, "export_run", lambda *_args, **_kwargs: [made])
     recipe = tmp_path / "r.yaml"
     recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\ndata: {max_seq_len: 64}\n')
-    result: dict[str, Any] = pipeline.export(load_recipe(recipe), Session(offline=True), tmp_path)
+    result = plain(pipeline.export(load_recipe(recipe), Session(offline=True), tmp_path))
     assert result["exports"][0]["warnings"] == [{"code": "FT744", "message": "half of the adapter is lost in rounding"}]

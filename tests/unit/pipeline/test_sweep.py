@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from ftcli.config.grid import combinations
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline import sweep as sweeping
 from ftcli.pipeline.sweep import Sweep, SweepRun, planned
-from ftcli.pipeline.sweep_result import exit_code_of_sweep
+from ftcli.pipeline.sweep_result import SweepResult, exit_code_of_sweep
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run.signals import SignalName
 
@@ -97,7 +96,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     return planned(Path("r.yaml"), combinations(["train.learning_rate=1e-3,2e-3,3e-3,4e-3"]), None)
 
 
-def swept(plan: Sweep, fleet: Fleet, devices: tuple[str | None, ...] = (None,)) -> tuple[dict[str, Any], Listener]:
+def swept(plan: Sweep, fleet: Fleet, devices: tuple[str | None, ...] = (None,)) -> tuple[SweepResult, Listener]:
     listener = Listener()
     return sweeping.sweep(plan, Session(reporter=listener), fleet, devices), listener
 
@@ -118,28 +117,32 @@ def test_all_run_in_order_and_the_lowest_held_out_loss_is_the_best(plan: Sweep) 
     result, _ = swept(plan, fleet)
     assert [name for name, _ in fleet.started] == [run.combination.name for run in plan.runs]
     assert fleet.most == 1
-    assert result["best"]["settings"] == {"train.learning_rate": 1e-3}
-    assert (result["best"]["metric"], result["best"]["value"]) == ("held-out loss", 1e-3)
-    assert "smallest" in result["remarks"][0]
+    assert result.best is not None
+    assert result.html is not None
+    assert result.comparison is not None
+    assert result.best.settings == {"train.learning_rate": 1e-3}
+    assert (result.best.metric, result.best.value) == ("held-out loss", 1e-3)
+    assert "smallest" in result.remarks[0]
     assert exit_code_of_sweep(result) == 0
-    assert Path(result["html"]).is_file()
-    assert [each["key"] for each in result["comparison"]["differences"]] == ["train.learning_rate"]
+    assert result.html.is_file()
+    assert [each.key for each in result.comparison.differences] == ["train.learning_rate"]
 
 
 def test_a_run_that_fails_does_not_end_the_sweep(plan: Sweep) -> None:
     fleet = Fleet({name("0.001"): (6, "FT702: diverged"), name("0.002"): (-9, "killed by signal 9")})
     result, listener = swept(plan, fleet)
-    assert [run["exit_code"] for run in result["runs"]] == [6, -9, 0, 0]
-    assert result["runs"][0]["reason"] == "FT702: diverged"
-    assert result["best"]["settings"] == {"train.learning_rate": 3e-3}
+    assert [run.exit_code for run in result.runs] == [6, -9, 0, 0]
+    assert result.runs[0].reason == "FT702: diverged"
+    assert result.best is not None
+    assert result.best.settings == {"train.learning_rate": 3e-3}
     assert [finding.code for finding in listener.findings] == ["FT750", "FT750"]
     assert exit_code_of_sweep(result) == 6
-    assert exit_code_of_sweep({"runs": [{"exit_code": -9}]}) == 1
+    assert exit_code_of_sweep(replace(result, runs=[replace(result.runs[0], exit_code=-9)])) == 1
 
 
 def test_no_run_complete_is_no_best(plan: Sweep) -> None:
     result, _ = swept(plan, Fleet({run.combination.name: (5, "FT703: memory") for run in plan.runs}))
-    assert result["best"] is None
+    assert result.best is None
     assert exit_code_of_sweep(result) == 5
 
 
@@ -158,9 +161,9 @@ def test_finished_runs_are_skipped_and_others_started_again(plan: Sweep) -> None
 
     result = sweeping.sweep(plan, Session(), start, (None,))
     assert [each for each, _ in fleet.started] == [name("0.002"), name("0.003"), name("0.004")]
-    assert [run["skipped"] for run in result["runs"]] == [True, False, False, False]
+    assert [run.skipped for run in result.runs] == [True, False, False, False]
     again = Fleet()
-    assert swept(plan, again)[0]["best"] == result["best"]
+    assert swept(plan, again)[0].best == result.best
     assert again.started == []
 
 
@@ -178,7 +181,7 @@ def test_each_gpu_has_one_run_at_a_time(plan: Sweep) -> None:
     assert fleet.started[:2] == [(name("0.001"), "GPU-a"), (name("0.002"), "GPU-b")]
     assert [device for _, device in fleet.started[2:]] == ["GPU-b", "GPU-b"]
     assert fleet.most == 2
-    assert [run["exit_code"] for run in result["runs"]] == [0, 0, 0, 0]
+    assert [run.exit_code for run in result.runs] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)])
@@ -252,13 +255,13 @@ def test_other_held_out_tokens_are_remarked(plan: Sweep) -> None:
     for number, run in enumerate(plan.runs):
         write_run(run, loss=1.0, tokens=100 + number)
     result, _ = swept(plan, Fleet())
-    assert any("different held-out tokens" in remark for remark in result["remarks"])
+    assert any("different held-out tokens" in remark for remark in result.remarks)
 
 
 def test_a_loss_that_is_no_number_is_never_the_best(plan: Sweep) -> None:
     for run, loss in zip(plan.runs, (float("nan"), 2.0, 1.0, 3.0), strict=True):
         write_run(run, loss=loss)
-    assert swept(plan, Fleet())[0]["best"] is None
+    assert swept(plan, Fleet())[0].best is None
 
 
 def test_a_folder_that_is_a_run_is_refused(plan: Sweep) -> None:

@@ -13,6 +13,7 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.plain import plain
 from ftcli.preflight.memory.advice import relative_time, verdict_on
 from ftcli.preflight.memory.candidates import TIGHT_SHARE, candidate, leaner_policies
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
@@ -303,7 +304,7 @@ def test_the_report_has_the_recipe_as_it_runs(device: str, policy: Any, case: Ca
     assert report.recipe.train.checkpointing == policy
     assert report.recipe == report.checkpointing.applied_to(made.setup(H100)).recipe
     assert report.memory == Case(replace(made.loaded, recipe=report.recipe)).estimate(policy, named_device(device))
-    values = json.loads(json.dumps(report.as_dict()))["checkpointing"]
+    values = json.loads(json.dumps(plain(report)))["checkpointing"]
     assert (values["requested"], values["policy"]) == ("auto", policy)
     assert [each["policy"] for each in values["tried"]] == tried(report.checkpointing)
     assert str(report.checkpointing).startswith(str(policy).lower())

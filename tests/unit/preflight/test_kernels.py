@@ -17,6 +17,8 @@ from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, gpu_of, named_device
 from ftcli.facts.execution import Part, parts_of
 from ftcli.facts.model import read_facts
+from ftcli.pipeline.checking import CheckResult
+from ftcli.plain import plain
 from ftcli.preflight.stages import preflight
 from tests.estimates import setup_of
 
@@ -136,9 +138,9 @@ def test_check_as_a_t4_shows_the_fallback(load: Any) -> None:
         "data: {train: ['bundled:sample-chat'], max_seq_len: 512}\ntrain: {per_device_train_batch_size: 1}\n"
     )
     report = preflight(loaded, command="check", device=named_device("t4"), offline=True)
-    table = {row["part"]: row["runs"] for row in report.as_dict()["kernel_table"]}
+    table = {row["part"]: row["runs"] for row in plain(report)["kernel_table"]}
     assert table["attention"] == "eager"
     assert table["norms, rotary embedding, gated unit"] == "triton"
-    shown = check_text(report.as_dict())
+    shown = check_text(CheckResult(report, None))
     assert "kernels" in shown
     assert "on capability 7.5 Triton makes no tensor-core code" in shown

@@ -15,6 +15,7 @@ import pytest
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.device import GPUS, named_device
+from ftcli.plain import plain
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 
@@ -57,7 +58,7 @@ def test_what_was_not_checked_is_in_the_report(load: Callable[..., Any]) -> None
 
 def test_the_report_is_plain_json(load: Callable[..., Any]) -> None:
     report = check(load(FINE))
-    values = json.loads(json.dumps(report.as_dict()))
+    values = json.loads(json.dumps(plain(report)))
     assert values["device"]["name"] == "h100"
     assert values["memory"]["total_bytes"] == report.memory.total_bytes  # type: ignore[union-attr]
     assert values["verdict"]["level"] == "fits"

@@ -14,7 +14,7 @@ from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.run.directory import OpenedRun, RunDirectory, is_run_directory, open_run
 from ftcli.run.lock import is_locked
-from ftcli.run.status import read_status
+from ftcli.run.status import TrainingSummary, read_status
 
 
 def names(folder: Path) -> list[str]:
@@ -97,7 +97,7 @@ def trained(path: Path) -> RunDirectory:
         save(opened, 5)
         opened.directory.adapter_dir.mkdir()
         (opened.directory.adapter_dir / "weights").write_text("trained")
-        opened.note_trained({"steps": 8, "tokens": 99})
+        opened.note_trained(TrainingSummary(8, 99))
         opened.finish(ExitCode.PREEMPTED)
     return opened.directory
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_after_training_is_not_trained_again(tmp_path: Pa
         with open_run(run.path, "auto", recipe(eval={"per_device_eval_batch_size": 1})) as again:
             assert not again.already_complete
             assert again.trained is not None
-            assert again.trained.summary == {"steps": 8, "tokens": 99}
+            assert again.trained.summary == TrainingSummary(8, 99)
             assert (again.resume_step, again.resume_from) == (8, None)
 
 

@@ -14,6 +14,10 @@ import transformers
 
 import ftcli
 from ftcli.errors import FtcliError
+from ftcli.facts.device import named_device
+from ftcli.facts.execution import Part
+from ftcli.facts.precision import DtypePlan
+from ftcli.plain import plain, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.inputs import (
     Fingerprint,
@@ -23,7 +27,7 @@ from ftcli.run.inputs import (
     require_same_inputs,
     weights_fingerprint,
 )
-from ftcli.run.manifest import build_manifest, git_state, read_manifest, write_manifest
+from ftcli.run.manifest import Activations, GitState, build_manifest, git_state, read_manifest, write_manifest
 from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, update_evaluation, write_evaluation
 
 
@@ -33,10 +37,12 @@ def build(folder: Path, **more: Any) -> dict[str, Any]:
     return build_manifest(
         command="train",
         recipe_yaml="version: 1\n",
-        device={"name": "cpu"},
+        device=named_device("cpu"),
         seeds={"run": 42},
-        dtype_plan={"compute": "float32"},
-        kernels=[{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": "no GPU"}],
+        dtype_plan=DtypePlan("float32", None, "float32", False, "no GPU"),
+        parts=[Part("norms", "transformers", "no GPU")],
+        activations=Activations(False, False, 0, "as the recipe says", None, None),
+        predicted_memory=None,
         data=[fingerprint("rows.jsonl", rows)],
         folder=folder,
         **more,
@@ -44,7 +50,8 @@ def build(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_a_manifest_holds_what_explains_a_run(tmp_path: Path) -> None:
-    write_manifest(tmp_path / "manifest.json", build(tmp_path, self_check={"loss_difference": float("nan")}))
+    added = {"self_check": {"loss_difference": float("nan")}}
+    write_manifest(tmp_path / "manifest.json", {**build(tmp_path), **added})
     manifest = read_manifest(tmp_path / "manifest.json")
     assert manifest["ftcli"] == ftcli.__version__
     assert manifest["libraries"]["transformers"] == transformers.__version__
@@ -53,7 +60,7 @@ def test_a_manifest_holds_what_explains_a_run(tmp_path: Path) -> None:
     (data,) = manifest["data"]
     assert (data["name"], data["bytes"]) == ("rows.jsonl", 14)
     assert data["sha256"] == hashlib.sha256(b'{"text": "a"}\n').hexdigest()
-    assert manifest["kernels"][0]["reason"] == "no GPU"
+    assert manifest["parts"][0]["reason"] == "no GPU"
     assert manifest["self_check"] == {"loss_difference": None}
 
 
@@ -68,9 +75,9 @@ def test_git_commit_and_modification_are_seen(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "a")
-    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": False}
+    assert git_state(tmp_path) == GitState(git("rev-parse", "HEAD"), False)
     (tmp_path / "a").write_text("2")
-    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "modified": True}
+    assert git_state(tmp_path) == GitState(git("rev-parse", "HEAD"), True)
 
 
 def test_nothing_that_a_checkout_names_is_run(tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def test_nothing_that_a_checkout_names_is_run(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("2")  # as long as before: contents have to be compared
     state = git_state(tmp_path)
     assert state is not None
-    assert state["modified"] is True
+    assert state.modified is True
     assert not ran.exists()
 
 
@@ -125,7 +132,7 @@ def rows(folder: Path, count: int, changed: int | None = None) -> Path:
 
 @pytest.mark.parametrize(("count", "changed"), [(5000, 1), (5000, 2345), (5000, 5000), (80_000, 60_000)])
 def test_the_first_difference_is_placed_within_a_few_lines(tmp_path: Path, count: int, changed: int) -> None:
-    before = {"data": [fingerprint("rows.jsonl", rows(tmp_path, count)).as_dict()]}
+    before = {"data": [plain_fields(fingerprint("rows.jsonl", rows(tmp_path, count)))]}
     path = rows(tmp_path, count, changed)
     with pytest.raises(FtcliError) as caught:
         require_same_data(before, [fingerprint("rows.jsonl", path)], {"rows.jsonl": path})
@@ -136,7 +143,7 @@ def test_the_first_difference_is_placed_within_a_few_lines(tmp_path: Path, count
 
 
 def test_rows_that_were_added_at_the_end_are_placed_there(tmp_path: Path) -> None:
-    before = {"data": [fingerprint("rows.jsonl", rows(tmp_path, 5000)).as_dict()]}
+    before = {"data": [plain_fields(fingerprint("rows.jsonl", rows(tmp_path, 5000)))]}
     path = rows(tmp_path, 9000)
     with pytest.raises(FtcliError) as caught:
         require_same_data(before, [fingerprint("rows.jsonl", path)], {"rows.jsonl": path})
@@ -148,7 +155,7 @@ def test_files_that_came_and_went_are_changes(tmp_path: Path) -> None:
     one, two = Fingerprint("d/1.jsonl", 3, "aa"), Fingerprint("d/2.jsonl", 4, "bb")
     for before, now, text in (([one], [one, two], "absent -> 4 bytes"), ([one, two], [one], "4 bytes, sha256 bb -> ")):
         with pytest.raises(FtcliError, match=r"d/2\.jsonl has changed") as caught:
-            require_same_data({"data": [f.as_dict() for f in before]}, now)
+            require_same_data({"data": plain(before)}, now)
         assert text in caught.value.findings[0].message
     require_same_data({}, [one])
 
@@ -156,7 +163,7 @@ def test_files_that_came_and_went_are_changes(tmp_path: Path) -> None:
 def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
     now = Inputs("a\nb\n", "t1", weights_fingerprint(tmp_path), None)
-    known = {"inputs": json.loads(json.dumps(now.as_dict()))}
+    known = {"inputs": json.loads(json.dumps(plain_fields(now)))}
     require_same_inputs(known, now)
     require_same_inputs({}, now)
     cases = {
@@ -173,7 +180,7 @@ def test_inputs_are_compared_where_they_are_known(tmp_path: Path) -> None:
         assert [f.code for f in caught.value.findings] == [code]
         assert caught.value.exit_code == 2
     with pytest.raises(FtcliError, match="commit abc -> def"):
-        require_same_inputs({"inputs": Inputs(commit="abc").as_dict()}, Inputs(commit="def"))
+        require_same_inputs({"inputs": plain_fields(Inputs(commit="abc"))}, Inputs(commit="def"))
 
 
 def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:

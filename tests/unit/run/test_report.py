@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import yaml
 
 from ftcli.config import Recipe
+from ftcli.facts.device import named_device
+from ftcli.facts.precision import DtypePlan
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory, open_run
-from ftcli.run.manifest import Fingerprint, build_manifest, write_manifest
+from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import render_report, write_report
 from ftcli.run.report.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
@@ -66,12 +69,15 @@ def run(tmp_path: Path) -> RunDirectory:
         manifest = build_manifest(
             command="train",
             recipe_yaml=text,
-            device={"name": "NVIDIA H200"},
+            device=replace(named_device("h200"), name="NVIDIA H200"),
             seeds={"seed": 42},
-            dtype_plan={"compute": "bfloat16"},
-            kernels=[{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": HOSTILE}],
+            dtype_plan=DtypePlan("bfloat16", "float32", "bfloat16", True, "GPU"),
+            parts=[],
+            activations=Activations(False, False, 0, "as the recipe says", None, None),
+            predicted_memory=None,
             data=[Fingerprint(HOSTILE, 10, "ab" * 32)],
         )
+        manifest["kernels"] = [{"layer": "model.norm", "kernel": "rms_norm", "on": False, "reason": HOSTILE}]
         manifest["processes"].append({**manifest["processes"][0], "from_step": 2})
         write_manifest(directory.manifest_path, manifest)
         with MetricsWriter(directory.metrics_path) as metrics:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli.plain import SPREAD
 from ftcli.tables import code_of, engines
 from ftcli.tables.engines import Engine
 from tests.e2e.conftest import User
 
 
-def launch(work: Callable[[], dict[str, Any]], processes: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What the work answers, and how many processes were asked for."""
+
+    result: object = field(metadata=SPREAD)
+    processes: int
+
+
+def launch(work: Callable[[], object], processes: int) -> Launched:
     """The made-up engine: runs the work here, and says what it was asked for."""
-    return {**work(), "processes": processes}
+    return Launched(work(), processes)
 
 
 @pytest.fixture

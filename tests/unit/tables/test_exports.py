@@ -21,7 +21,7 @@ def write_names(source: ExportSource, folder: Path, *, offline: bool, say: Calla
     say("writing names")
     names = sorted(read_tensors(source.folder))
     (folder / "names.txt").write_text("\n".join(names))
-    return Verified({"compared": "the number of names", "names": len(names)})
+    return Verified("the number of names", {"names": len(names)})
 
 
 def write_nonsense(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:

@@ -61,7 +61,7 @@ def test_the_checks_the_doctor_and_the_schema_know_it(user: User) -> None:
     (finding,) = [finding for finding in document["findings"] if finding["code"] == "FT253"]
     assert "logging.quill" in finding["message"]
     assert finding["help"] == "pip install 'no-such-package'"
-    assert any(extra["for"] == "logging.quill" for extra in examine(Session())["extras"])
+    assert any(extra.use == "logging.quill" for extra in examine(Session()).extras)
     assert published()["$defs"]["LoggingConfig"]["properties"]["quill"]["type"] == "boolean"
 
 

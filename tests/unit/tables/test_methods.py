@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.pipeline.training import train_supervised
+from ftcli.plain import SPREAD
 from ftcli.preflight.checks.context import Context
 from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.memory.setup import MethodMemory, Setup
@@ -21,9 +22,17 @@ from ftcli.tables.methods import Method
 from tests.e2e.conftest import User
 
 
-def train(loaded: LoadedRecipe, session: Session) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the made-up method answers."""
+
+    trained: object = field(metadata=SPREAD)
+    method: str
+
+
+def train(loaded: LoadedRecipe, session: Session) -> Result:
     """The made-up method: supervised fine-tuning that says its name."""
-    return {**train_supervised(loaded, session), "method": loaded.recipe.train.method}
+    return Result(train_supervised(loaded, session), loaded.recipe.train.method)
 
 
 def rules(context: Context) -> Iterator[Finding]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftcli.pipeline.benchmark import _share
+from ftcli.pipeline.bench_result import StoredRate
+from ftcli.pipeline.benchmark import _bound
 from ftcli.trainers.bench import covered, measure_fp8_rate, measure_matmul_rate
 
 
 def test_the_bound_counts_fp8_products_at_their_own_rate() -> None:
-    measured = {"matmul_tflops": 700.0, "tokens_per_second": 20_000.0}
-    plain = _share(35e9, {**measured, "fp8_matmul_tflops": None, "fp8_share_of_operations": None})
-    assert plain["bound_tokens_per_second"] == pytest.approx(20_000.0)
-    assert plain["share_of_bound"] == pytest.approx(1.0)
-    mixed = _share(35e9, {**measured, "fp8_matmul_tflops": 1400.0, "fp8_share_of_operations": 0.8})
-    assert mixed["bound_tokens_per_second"] == pytest.approx(20_000.0 / 0.6)
-    assert mixed["share_of_bound"] == pytest.approx(0.6)
+    plain = _bound(35e9, 20_000.0, 700.0, StoredRate())
+    assert plain.bound_tokens_per_second == pytest.approx(20_000.0)
+    assert plain.share_of_bound == pytest.approx(1.0)
+    mixed = _bound(35e9, 20_000.0, 700.0, StoredRate("fp8", 1400.0, 0.8))
+    assert mixed.bound_tokens_per_second == pytest.approx(20_000.0 / 0.6)
+    assert mixed.share_of_bound == pytest.approx(0.6)
 
 
 def test_rates_are_measured_where_there_is_no_gpu_too() -> None:

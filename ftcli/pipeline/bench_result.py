@@ -1,0 +1,125 @@
+"""What `ftcli bench` answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from ftcli.plain import SPREAD, JsonObject
+from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.tables import quantizations
+from ftcli.tables.policies import PolicyName
+
+if TYPE_CHECKING:
+    from ftcli.model.selfcheck import SelfCheck
+    from ftcli.trainers.bench import DeviceMemory, GpuTime, ProfiledKernel
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds of a step (median, fastest, slowest) after the first, which is given in seconds.
+
+    ``first_step_only``: no other was timed, and the numbers are its own, with all that is set up in it.
+    """
+
+    steps: int
+    first_step_only: bool
+    tokens_per_second: float
+    step_ms: float
+    step_ms_min: float
+    step_ms_max: float
+    first_step_seconds: float
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The kernels of one step by time, and how long the GPU worked; None where no step was profiled."""
+
+    profile: list[ProfiledKernel] | None
+    gpu_time: GpuTime | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Pinned memory on the host, and what of the layers is there; None where there is no estimate."""
+
+    pinned_host_bytes: int | None
+    offloaded: Offloaded | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of training steps or of evaluation batches; of the latter less is.
+
+    ``matmul_tflops`` is the rate of a large dense product on this machine.
+    """
+
+    timing: Timing = field(metadata=SPREAD)
+    device_memory: DeviceMemory | None = field(metadata=SPREAD)
+    matmul_tflops: float
+    profiled: Profiled | None = field(metadata=SPREAD)
+    kernels: str
+    self_check: SelfCheck | None
+    host: HostMemory | None = field(metadata=SPREAD)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRate:
+    """Products of weights as they are stored: the method that has them here, their rate, and the share of a step's
+    operations that run at it. ``method`` is None where there are none.
+    """
+
+    method: str | None = None
+    tflops: float = 0.0
+    share: float = 0.0
+
+    def as_dict(self) -> JsonObject:
+        """Both numbers under the name of each method that can have such products."""
+        found: JsonObject = {}
+        for name in quantizations.multiplied_as_stored():
+            tflops, share = (self.tflops, self.share) if name == self.method else (None, None)
+            found |= {f"{name}_matmul_tflops": tflops, f"{name}_share_of_operations": share}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The memory estimate of what is timed; of fewer layers than the model has there is none.
+
+    ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
+    ``predicted_peak_bytes`` has what CUDA takes itself besides. On a CPU the peak is the whole process', as is the
+    latter.
+    """
+
+    predicted_peak_bytes: int | None = None
+    predicted_allocated_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The arithmetic bound, and tokens per second as a share of it; None where the operations are not known."""
+
+    flops_per_token: float | None = None
+    bound_tokens_per_second: float | None = None
+    share_of_bound: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What `ftcli bench` answers: what was timed, what was measured, and what that is held against."""
+
+    recipe: str
+    mode: Literal["training", "evaluation"]
+    model: str
+    device: str
+    dtype: str
+    batch: int
+    seq: int
+    layers: int | None
+    gradient_checkpointing: PolicyName
+    uncheckpointed_layers: int
+    measured: Measured = field(metadata=SPREAD)
+    stored: StoredRate = field(metadata=SPREAD)
+    predicted: Predicted = field(metadata=SPREAD)
+    bound: Bound = field(metadata=SPREAD)

@@ -1,0 +1,61 @@
+"""Values as JSON has them. Results are dataclasses; here alone they become maps, for stdout and for files."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+#: A map as JSON or YAML has it, whose keys and values are somebody else's: a model's config.json, a row of data, a file
+#: that an earlier process wrote. Also what a value says of itself for such a file. What is ours has a type instead.
+JsonObject: TypeAlias = dict[str, Any]
+
+#: Metadata of a dataclass's field (``field(metadata=...)``): without a value (None, nothing in it) its key is left out.
+LEFT_OUT = MappingProxyType({"plain": "left out without a value"})
+#: Its own fields stand among those of its owner; without a value there are none.
+SPREAD = MappingProxyType({"plain": "spread"})
+
+
+@runtime_checkable
+class Documented(Protocol):
+    """What is written otherwise than field by field."""
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it; the values need not be plain."""
+        ...
+
+
+def plain(value: Any) -> Any:
+    """``value`` with maps, lists, text, numbers, booleans and None only; NaN and infinity become None."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain_fields(value) if not isinstance(value, Documented) else plain(value.as_dict())
+    item = getattr(value, "item", None)  # numpy and torch scalars
+    return plain(item()) if callable(item) else str(value)
+
+
+def plain_fields(value: Any) -> JsonObject:
+    """A dataclass's fields by name, as :func:`plain` has them."""
+    found: JsonObject = {}
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if field.metadata == SPREAD:
+            found |= {} if item is None else plain(item)
+        elif item or field.metadata != LEFT_OUT:
+            found[field.name] = plain(item)
+    return found
