@@ -141,9 +141,7 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return names
 
 
-def planned(
-    model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
-) -> PlannedAdapters:
+def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()) -> PlannedAdapters:
     """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
 
     Args:

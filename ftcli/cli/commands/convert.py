@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from ftcli.cli import options
-from ftcli.cli.request import Request
+from ftcli.cli.request import AnyRequest, Request
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
-from ftcli.reporting import Result, Session
+from ftcli.reporting import Session
 from ftcli.tables import dialects
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `ftcli recipes convert` answers: whose recipe it was, and ours as YAML."""
+
+    dialect: str
+    recipe: str
 
 
 def convert(
@@ -23,7 +32,7 @@ def convert(
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
-) -> Request:
+) -> AnyRequest:
     """Turn another tool's recipe into one of ftcli.
 
     Writes the recipe to stdout. What has no counterpart, and what means something else here, is listed on stderr.
@@ -34,17 +43,17 @@ def convert(
       ftcli recipes convert train.sh --from trl > mine.yaml
     """
 
-    def action(session: Session) -> Result:
+    def action(session: Session) -> Converted:
         from ftcli.config.conversion import convert as converted
 
         _require_known(dialect)
         made = converted(expanded(file), dialect)
         for finding in made.findings:
             session.reporter.finding(finding)
-        return {"dialect": made.dialect, "recipe": made.text}
+        return Converted(made.dialect, made.text)
 
-    def shown(result: Result) -> str:
-        return str(result["recipe"]).rstrip("\n")
+    def shown(result: Converted) -> str:
+        return result.recipe.rstrip("\n")
 
     return Request("recipes convert", options.common(json, quiet, False, debug), action, shown)
 

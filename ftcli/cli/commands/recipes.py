@@ -13,7 +13,7 @@ import typer
 
 from ftcli.cli import options, render
 from ftcli.cli.commands import convert
-from ftcli.cli.request import Request, AnyRequest
+from ftcli.cli.request import AnyRequest, Request
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
