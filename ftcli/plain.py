@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 #: A map as JSON or YAML has it, whose keys and values are somebody else's: a model's config.json, a row of data, a file
 #: that an earlier process wrote. Also what a value says of itself for such a file. What is ours has a type instead.
 JsonObject: TypeAlias = dict[str, Any]
+#: The same, where it is only read.
+JsonMap: TypeAlias = Mapping[str, Any]
 
 #: Metadata of a dataclass's field (``field(metadata=...)``): without a value (None, nothing in it) its key is left out.
 LEFT_OUT = MappingProxyType({"plain": "left out without a value"})

@@ -27,7 +27,7 @@ from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, un
 from ftcli.errors import ExitCode, Finding, first_line
 from ftcli.tables import methods
 
-_PLAIN_HELP = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+_PLAIN_HELP: dict[str, int | list[str]] = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 
 _EPILOG = (
     "\b\nExamples:\n"

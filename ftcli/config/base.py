@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Word:
             self._checked, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"type": "string", "enum": list(self._names())}
 
     def _checked(self, value: Any) -> str:

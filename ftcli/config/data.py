@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from ftcli.config.base import Count, Items, Section, Word
+from ftcli.plain import JsonObject
 from ftcli.tables import layouts
 
 
@@ -127,7 +128,7 @@ class DataConfig(Section):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _no_arguments_of_rendering(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _no_arguments_of_rendering(cls, value: JsonObject) -> JsonObject:
         taken = sorted(ARGUMENTS_OF_RENDERING & set(value))
         if taken:
             raise ValueError(f"{taken[0]!r} is decided by ftcli, not by the template's switches")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
+from ftcli.plain import JsonObject
 from ftcli.tables import exports, judges
 
 ExportFormat = Annotated[str, Word(exports.names)]
@@ -38,7 +39,7 @@ class TaskConfig(Section):
         default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
     )
     pattern: str | None = Field(default=None, description="regex: what a completion must match.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of your function.")
+    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
     max_rows: Count | None = Field(default=None, description="Judge the first rows only.")
 
     @property

@@ -6,12 +6,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ftcli.config.overrides import Override
+from ftcli.config.overrides import Override, Settings
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import plain
 from ftcli.config.yaml import parse_value
@@ -46,7 +46,7 @@ class Combination:
     """
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Settings
     overrides: tuple[Override, ...]
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from ftcli.config.extends import secrets_in
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, describe_kind
 from ftcli.config.yaml import parse_value
 from ftcli.errors import Finding, FtcliError, Origin
+
+#: Dotted keys of a recipe and the values that they are to have.
+Settings: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

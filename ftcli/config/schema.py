@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from ftcli.config.recipe import Recipe
+from ftcli.plain import JsonMap, JsonObject
 
-Node = Mapping[str, Any]
+#: A part of a JSON schema.
+Node: TypeAlias = JsonMap
 
 
 class RecipeSchema:
@@ -133,7 +135,7 @@ def _shown(bound: float) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def published() -> dict[str, Any]:
+def published() -> JsonObject:
     """The schema for editors: as the models have it, with `extends`, which the loader resolves."""
     schema = Recipe.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
 from ftcli.config.base import Count, Items, Rate, Section, Word
+from ftcli.plain import JsonObject
 from ftcli.tables import judges, loggers, methods, optimizers, policies, schedules
 
 Scheduler = Annotated[str, Word(schedules.names)]
@@ -119,7 +121,7 @@ class RewardConfig(Section):
     )
     pattern: str | None = Field(default=None, description="regex: 1 where the completion matches, else 0.")
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of your function.")
+    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
 
 
 class GrpoConfig(Section):
@@ -185,7 +187,7 @@ class LoggingConfig(Section):
         return {**dict.fromkeys(loggers.names(), False), **value} if isinstance(value, dict) else value
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """The switches are listed as the keys that they are."""
         found = handler.resolve_ref_schema(handler(schema))
         for name in loggers.names():

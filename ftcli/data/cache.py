@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
+from ftcli.plain import JsonObject
 from ftcli.rows.hub import hub_commit
 from ftcli.rows.places import files_of, is_hub
 
@@ -111,7 +112,7 @@ class TokenCache:
             shutil.rmtree(path, ignore_errors=True)
             return None
 
-    def make(self, key: str | None, fill: Callable[[TokenWriter], dict[str, Any]]) -> TokenStore:
+    def make(self, key: str | None, fill: Callable[[TokenWriter], JsonObject]) -> TokenStore:
         """Writes an entry with ``fill``, which returns its facts, and opens it. Without a key it is not kept."""
         if self._folder is not None and key is not None:
             staged = self._staged(self._folder)
@@ -150,7 +151,7 @@ class TokenCache:
         return TokenStore(path)
 
 
-def _write(folder: Path, fill: Callable[[TokenWriter], dict[str, Any]]) -> None:
+def _write(folder: Path, fill: Callable[[TokenWriter], JsonObject]) -> None:
     writer = TokenWriter(folder)
     try:
         writer.finish(fill(writer))

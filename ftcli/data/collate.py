@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import Tokens
 from ftcli.labels import IGNORE_INDEX
+
+
+class Unpadded(TypedDict):
+    """A row's tokens and labels, of one length, as they come to a batch."""
+
+    input_ids: list[int]
+    labels: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class PaddingCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Unpadded]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
         batch = {
             "input_ids": torch.full((len(rows), longest), self.pad_token_id, dtype=torch.int64),
@@ -77,5 +84,5 @@ class EpochCollator:
         members = [self.epochs.members(row["index"]) for row in chosen]
         if self.epochs.packs is not None:
             return packed_batch(members, self.pad_token_id)
-        rows = [{"input_ids": tokens.input_ids, "labels": tokens.labels} for (tokens,) in members]
+        rows: list[Unpadded] = [{"input_ids": tokens.input_ids, "labels": tokens.labels} for (tokens,) in members]
         return PaddingCollator(self.pad_token_id)(rows)

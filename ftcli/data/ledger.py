@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftcli.errors import Finding
+from ftcli.plain import JsonMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class DatasetLedger:
         return self.tokens + self.cut_tokens + self.dropped_tokens
 
 
-def ledger_of(values: Mapping[str, Any]) -> DatasetLedger:
+def ledger_of(values: JsonMap) -> DatasetLedger:
     """The ledger whose fields these are, as a cache keeps them."""
     return DatasetLedger(**values)
 

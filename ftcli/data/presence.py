@@ -10,14 +10,16 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from jinja2.exceptions import TemplateError
 
+from ftcli.plain import JsonObject
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.row import Message
 
-Tools = Sequence[dict[str, Any]]
+#: Functions that a chat may call, as JSON schemas.
+Tools: TypeAlias = Sequence[JsonObject]
 #: ``(messages, tools, generation prompt)`` to text; raises one of :data:`REFUSALS`.
 Apply = Callable[[Sequence[Message], "Tools | None", bool], str]
 Edit = Callable[["Part", str], str]
@@ -169,7 +171,7 @@ def _message(turn: int, message: Message, edit: Edit) -> Message:
     return made
 
 
-def _call(turn: int, number: int, call: dict[str, Any], edit: Edit) -> dict[str, Any]:
+def _call(turn: int, number: int, call: JsonObject, edit: Edit) -> JsonObject:
     function = dict(call["function"])
     named = f"the call of {function['name']} in turn {turn + 1}"
     if function.get("arguments"):
@@ -181,7 +183,7 @@ def _call(turn: int, number: int, call: dict[str, Any], edit: Edit) -> dict[str,
     return {**call, "function": function}
 
 
-def _tool(number: int, tool: dict[str, Any], edit: Edit) -> dict[str, Any]:
+def _tool(number: int, tool: JsonObject, edit: Edit) -> JsonObject:
     function = tool["function"]
     name = edit(Part(None, "tool", number, f"the tool {function['name']}"), function["name"])
     return {**tool, "function": {**function, "name": name}}

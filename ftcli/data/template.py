@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
@@ -54,7 +54,7 @@ class Renderer:
         template: str | None = None,
         *,
         reasoning: str = "keep",
-        switches: Mapping[str, Any] | None = None,
+        switches: Switches | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = read_template(template) if template is not None else None

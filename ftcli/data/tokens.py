@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, overload
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftcli.labels import IGNORE_INDEX
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
@@ -87,7 +88,7 @@ class TokenWriter:
         for name, array in (("ids", encoded.ids), ("spans", encoded.spans), ("index", index)):
             self._files[name].write(np.ascontiguousarray(array).tobytes())
 
-    def finish(self, facts: dict[str, Any]) -> None:
+    def finish(self, facts: JsonObject) -> None:
         """Closes the files and writes what is known about them, ``facts`` and a checksum of everything included."""
         self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
@@ -122,7 +123,7 @@ class TokenStore:
         self._digest = _digest(arrays)
         if meta.pop(_CHECKSUM) != _checksum(meta, self._digest):
             raise ValueError("its content is not what was written")
-        self.facts: dict[str, Any] = meta["facts"]
+        self.facts: JsonObject = meta["facts"]
         self._names: list[str] = meta["names"]
 
     def __len__(self) -> int:
@@ -168,12 +169,12 @@ def _digest(arrays: Sequence[NDArray[Any]]) -> bytes:
     return digest.digest()
 
 
-def _checksum(meta: Mapping[str, Any], content: bytes) -> str:
+def _checksum(meta: JsonMap, content: bytes) -> str:
     """SHA-256, in hexadecimal, of what is known about the arrays and of their digest."""
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode() + content).hexdigest()
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def _read_meta(path: Path) -> JsonObject:
     """What a writer has written. Raises OSError, or ValueError for anything else."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))

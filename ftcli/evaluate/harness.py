@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.evaluate.batching import halved, too_long
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
+from ftcli.plain import JsonMap
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -71,14 +72,14 @@ def _evaluate(
     batch_size: int,
     limit: int | None,
     max_length: int,
-) -> Mapping[str, Any]:
+) -> JsonMap:
     harness = importlib.import_module("lm_eval")
     adapter = importlib.import_module("lm_eval.models.huggingface")
     wrapped = adapter.HFLM(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
     )
     try:
-        results: Mapping[str, Any] = harness.simple_evaluate(
+        results: JsonMap = harness.simple_evaluate(
             model=wrapped, tasks=list(tasks), limit=limit, log_samples=False, bootstrap_iters=0
         )
     except (KeyError, ValueError, OSError) as error:
@@ -91,7 +92,7 @@ def _evaluate(
     return results
 
 
-def _metrics(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _metrics(results: JsonMap) -> dict[str, dict[str, float]]:
     """Numbers only, without the harness's filter where it is the default one: "acc,none" is "acc"."""
     found: dict[str, dict[str, float]] = {}
     for table in ("results", "groups"):

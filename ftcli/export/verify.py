@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -112,7 +112,7 @@ class Update:
         return (weight.float() + delta * self.scale).to(weight.dtype)
 
 
-def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], placed: Mapping[str, Place]) -> dict[str, Update]:
+def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, Place]) -> dict[str, Update]:
     """What the adapter does to each weight, by the weight's name in the base model.
 
     Args:
@@ -141,7 +141,7 @@ def updates(config: Mapping[str, Any], tensors: Mapping[str, Tensor], placed: Ma
     return found
 
 
-def _scale(config: Mapping[str, Any], module: str) -> float:
+def _scale(config: JsonMap, module: str) -> float:
     """``alpha / r`` or ``alpha / sqrt(r)``; patterns name a module by the end of its path, or by a regex of it."""
     import re
 

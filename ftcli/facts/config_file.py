@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from ftcli.assets import BUNDLED, asset
@@ -20,6 +20,7 @@ from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.paths import exists, expanded
+from ftcli.plain import JsonObject
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 _PROBE_SECONDS = 3.0
@@ -43,7 +44,7 @@ class ConfigSource:
 
     kind: SourceKind
     folder: Path
-    values: dict[str, Any]
+    values: JsonObject
 
     @property
     def is_local(self) -> bool:
@@ -133,10 +134,10 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or exists(expanded(name))
 
 
-def bundled_configs() -> dict[str, tuple[Path, dict[str, Any]]]:
+def bundled_configs() -> dict[str, tuple[Path, JsonObject]]:
     """Hub ids whose config.json ships with ftcli, each with its folder and the values that override the file's."""
     root = asset("configs")
-    known: dict[str, tuple[Path, dict[str, Any]]] = {
+    known: dict[str, tuple[Path, JsonObject]] = {
         folder.name.replace("--", "/", 1): (folder, {}) for folder in root.iterdir() if folder.is_dir()
     }
     aliases = json.loads((root / "aliases.json").read_text(encoding="utf-8"))
@@ -146,7 +147,7 @@ def bundled_configs() -> dict[str, tuple[Path, dict[str, Any]]]:
     return known
 
 
-def read_json(path: Path, origin: Origin | None, *, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json(path: Path, origin: Origin | None, *, limit: int = _MAX_CONFIG_BYTES) -> JsonObject:
     """A JSON object from a file. Raises FtcliError FT305 (exit 3) for anything else."""
     try:
         if path.stat().st_size > limit:

@@ -7,11 +7,13 @@ Qwen2.5-VL). What it leaves out is what transformers takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Multimodal, family_of
 
-Config = Mapping[str, Any]
+#: The content of a config.json.
+Config: TypeAlias = JsonMap
 
 
 def multimodal_of(config: Config) -> Multimodal | None:
@@ -24,12 +26,12 @@ def has_other_parts(config: Config) -> bool:
     return any(isinstance(config.get(key), Mapping) for key in ("text_config", "vision_config"))
 
 
-def text_values(config: Config) -> dict[str, Any]:
+def text_values(config: Config) -> JsonObject:
     """The language model's config, with its own ``model_type``, and what stands beside it in a multimodal one."""
     row = multimodal_of(config)
     inner = config.get("text_config")
     stated = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, Mapping) else {}
-    values: dict[str, Any] = {**config, **stated}
+    values: JsonObject = {**config, **stated}
     if row is not None:
         values["model_type"] = stated.get("model_type") or row.text
         # As transformers decides it: the outer value, unless only the inner one says yes.

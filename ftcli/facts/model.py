@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import Weights, inspect_weights
 from ftcli.paths import expanded
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ROPE_FROM_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 
 
-def activation_of(config: Mapping[str, Any], family: Family | None) -> str | None:
+def activation_of(config: JsonMap, family: Family | None) -> str | None:
     """transformers' name of the MLP's activation; None where neither config.json's content nor the family says."""
     stated = config.get("hidden_activation") or config.get("hidden_act")
     return str(stated) if stated else family.activation if family is not None else None
@@ -64,10 +64,10 @@ class ModelFacts:
     name: str
     source: str
     folder: Path
-    raw: dict[str, Any]
+    raw: JsonObject
     model_type: str
     text_type: str
-    language: dict[str, Any]
+    language: JsonObject
     shape: ModelShape | None
     max_positions: int | None
     sliding_window: int | None
@@ -177,7 +177,7 @@ def _ids(value: Any) -> list[int]:
     return [one for one in (value if isinstance(value, list) else [value]) if type(one) is int]
 
 
-def _supported_type(raw: Mapping[str, Any], name: str, origin: Origin | None) -> str:
+def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise preflight_error("FT305", f"config.json of {name} has no model_type", origin)
@@ -213,7 +213,7 @@ def _transformers_knows(model_type: str) -> bool:
     return any((models / name).is_dir() for name in (stem, stem.removesuffix("_text")))
 
 
-def _shape(raw: dict[str, Any], found: ConfigSource, origin: Origin | None) -> ModelShape | None:
+def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> ModelShape | None:
     path = found.folder / "config.json"
     try:
         return shape_of(raw)
@@ -223,7 +223,7 @@ def _shape(raw: dict[str, Any], found: ConfigSource, origin: Origin | None) -> M
         raise preflight_error("FT305", f"{path}: {problem}", origin) from problem
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(raw: JsonMap) -> JsonObject:
     # transformers 4 wrote rope_scaling, transformers 5 writes rope_parameters; Gemma-3 has one set a layer type.
     for key in ("rope_scaling", "rope_parameters"):
         value = raw.get(key)
@@ -232,7 +232,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(raw: JsonMap) -> RopeScaling | None:
     rope = _rope(raw)
     kind = rope.get("rope_type") or rope.get("type")
     if not isinstance(kind, str) or kind == "default":
@@ -241,7 +241,7 @@ def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling | None:
     return RopeScaling(kind, _number(rope, "factor"), original if isinstance(original, int) else None)
 
 
-def _max_positions(raw: Mapping[str, Any]) -> int | None:
+def _max_positions(raw: JsonMap) -> int | None:
     stated = raw.get("max_position_embeddings")
     limit = stated if isinstance(stated, int) and stated > 0 else None
     scaling = _rope_scaling(raw)
@@ -252,7 +252,7 @@ def _max_positions(raw: Mapping[str, Any]) -> int | None:
     return int(limit * scaling.factor)
 
 
-def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+def _sliding_window(raw: JsonMap) -> int | None:
     window = raw.get("sliding_window")
     if not isinstance(window, int) or isinstance(window, bool) or raw.get("use_sliding_window") is False:
         return None
@@ -262,7 +262,7 @@ def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _quantization(raw: Mapping[str, Any]) -> str | None:
+def _quantization(raw: JsonMap) -> str | None:
     value = raw.get("quantization_config")
     if not isinstance(value, dict):
         return None
@@ -288,7 +288,7 @@ def _token_id(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
+def _number(raw: JsonMap, key: str, default: float | None = None) -> float | None:
     if key not in raw:
         return default
     value = raw[key]

@@ -8,7 +8,6 @@ that share an input are one product.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
@@ -16,6 +15,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.facts.device import DeviceFacts, gpu_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
+from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
 
 #: Share of a device's memory that ``keep_dequantized: auto`` may fill.
@@ -108,7 +108,7 @@ def _elements(linears: Sequence[Linear]) -> int:
     return sum(linear.in_features * linear.out_features for linear in linears)
 
 
-def stored_method(config: Mapping[str, Any]) -> str | None:
+def stored_method(config: JsonMap) -> str | None:
     """The ``quantization.method`` whose packed files a config.json says that its model has; None for any other."""
     for name in quantizations.names():
         files = quantizations.row(name).packed_files
@@ -117,7 +117,7 @@ def stored_method(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def stores_nf4(config: Mapping[str, Any]) -> bool:
+def stores_nf4(config: JsonMap) -> bool:
     """Whether a config.json says that the weights are stored in bitsandbytes' NF4 layout."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping):

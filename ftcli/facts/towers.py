@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from ftcli.facts.language import Config, multimodal_of, text_values
+from ftcli.plain import JsonMap
 
 
 def other_parameters(config: Config) -> int | None:
@@ -29,7 +29,7 @@ def other_parameters(config: Config) -> int | None:
 class _Reader:
     """A vision_config, whose values are whole numbers; what it leaves out is what transformers takes."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: JsonMap) -> None:
         self.values = values
 
     def __call__(self, key: str, default: int) -> int:

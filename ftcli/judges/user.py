@@ -16,6 +16,7 @@ from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.contained import UserCodeFailed, contained
 from ftcli.paths import expanded, is_file
+from ftcli.plain import JsonMap
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
 
@@ -35,7 +36,7 @@ class UserJudge:
 
     spec: str
     function: Function
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: JsonMap = field(default_factory=dict)
     code: str = "FT765"
     what: str = "the function"
 

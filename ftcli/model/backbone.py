@@ -8,7 +8,7 @@ against the head before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -85,7 +85,7 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     raise TypeError(f"{type(base).__name__} has no list of {count} decoder layers")
 
 
-def hidden_states(model: PreTrainedModel | PeftModel, inputs: dict[str, Any]) -> HiddenStates:
+def hidden_states(model: PreTrainedModel | PeftModel, inputs: Mapping[str, Tensor]) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like."""
     backbone = backbone_of(base_of(model))
     return HiddenStates(backbone(**inputs, use_cache=False).last_hidden_state)

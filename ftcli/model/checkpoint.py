@@ -17,6 +17,7 @@ import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import WEIGHTS_INDEX
+from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -163,7 +164,7 @@ def weight_files(name: str, revision: str | None, offline: bool) -> list[Path]:
     return [path for shard in sorted(shards) if (path := find(shard, needed=True)) is not None]
 
 
-def differences(told: Mapping[str, Any]) -> list[str]:
+def differences(told: JsonMap) -> list[str]:
     """What transformers tells of a load, one line for each tensor that is not as it should be."""
     problems = [f"{name} is not stored" for name in sorted(told["missing_keys"])]
     problems += [

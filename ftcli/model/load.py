@@ -16,6 +16,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import hollow, impossible, load_whole, model_class, read_config, usable_attention
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
+from ftcli.plain import JsonMap
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
-def config_of(raw: Mapping[str, Any], num_layers: int | None = None) -> PretrainedConfig:
+def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
     """transformers' config of a config.json's content, without the dtype that it names.
 
     Args:

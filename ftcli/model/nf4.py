@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear, unreadable
+from ftcli.plain import JsonObject
 
 _PART = re.compile(
     r"(?P<layer>.+)\.weight\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
@@ -119,7 +119,7 @@ def nf4_from_bitsandbytes(parts: Mapping[str, Tensor], shape: torch.Size) -> NF4
     missing = [key for key in ("weight", "absmax", "quant_map") if key not in parts]
     if not states or missing:
         raise ValueError(f"it is stored packed, without its {', '.join(missing) or 'quant_state'}")
-    state: dict[str, Any] = json.loads(bytes(parts[states[0]].cpu().tolist()).decode("utf-8"))
+    state: JsonObject = json.loads(bytes(parts[states[0]].cpu().tolist()).decode("utf-8"))
     if tuple(parts["quant_map"].float().tolist()) != NF4_TABLE:
         raise ValueError("its quant_map is not NF4's")
     if tuple(state["shape"]) != tuple(shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.shortage import out_of_memory
-from ftcli.plain import plain_fields
+from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Progress, Reporter, Session
 from ftcli.rows.places import resolve_path
@@ -26,7 +26,7 @@ from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
-from ftcli.run.metrics import MetricsWriter
+from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
 from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of, second_signal_as_error
@@ -64,7 +64,7 @@ class RunContext:
     command: str
     report: PreflightReport
     opened: OpenedRun
-    previous: Mapping[str, Any]
+    previous: JsonMap
     metrics: MetricsWriter
     loggers: OpenLoggers
     stop: StopRequest
@@ -101,7 +101,7 @@ class RunContext:
                 raise
             raise out_of_memory(f"while {name}", self.report, error) from error
 
-    def write_line(self, line: Mapping[str, Any]) -> None:
+    def write_line(self, line: MetricsLine) -> None:
         """Appends to metrics.jsonl and gives the numbers to the loggers; ``line`` has ``step``."""
         step = int(line["step"])
         self.metrics.write(step, {key: value for key, value in line.items() if key != "step"})
@@ -333,7 +333,7 @@ class StepProgress:
         self._step = 0
         self.show(step, {})
 
-    def show(self, step: int, line: Mapping[str, Any]) -> None:
+    def show(self, step: int, line: MetricsLine) -> None:
         """Moves to ``step`` and shows a metrics line when it is of this step."""
         if self._progress is None:
             return

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ftcli.config.grid import Combination
+from ftcli.config.overrides import Settings
 from ftcli.plain import SPREAD
 from ftcli.run.comparison import Comparison, compare
 from ftcli.run.directory import is_run_directory
@@ -37,7 +37,7 @@ class SweptRun:
     summary: RunSummary | None = field(metadata=SPREAD)
     name: str
     path: Path
-    settings: Mapping[str, Any]
+    settings: Settings
     exit_code: int
     reason: str | None
     skipped: bool
@@ -49,7 +49,7 @@ class BestRun:
 
     name: str
     path: Path
-    settings: Mapping[str, Any]
+    settings: Settings
     metric: str
     value: float | None
 

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
+from ftcli.plain import JsonObject
+
 
 def parse(text: str) -> Any:
     """The value of a JSON text.
@@ -16,7 +18,7 @@ def parse(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     made = dict(pairs)
     if len(made) < len(pairs):
         counts = Counter(key for key, _ in pairs)

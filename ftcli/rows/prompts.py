@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.plain import JsonObject
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.messages import switches_of, tools_of
 from ftcli.rows.layouts.prompted import asked, is_bare
@@ -24,7 +24,7 @@ class Prompt:
     messages: tuple[Message, ...] | None
     text: str | None
     reference: str | None
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[JsonObject, ...] | None = None
     switches: Switches = field(default_factory=dict)
 
 

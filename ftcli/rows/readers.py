@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar, cast
 
 from ftcli.errors import FtcliError, Origin
+from ftcli.plain import JsonObject
 from ftcli.rows.jsontext import parse
 from ftcli.rows.places import DataFile
 from ftcli.rows.row import data_error
@@ -184,7 +185,7 @@ def _ipc(source: Any) -> Iterator[Any]:
         yield from pa.ipc.open_stream(source)
 
 
-def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(value: JsonObject) -> JsonObject:
     """The row with nulls removed below its columns: columnar files fill every struct with the keys of all others."""
     return {key: _pruned(item) for key, item in value.items()}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.plain import JsonObject
 
 #: Faults of rows that are named one by one; more are counted by code. The command line shows the first hundred.
 MAX_NAMED = 1000
@@ -24,7 +25,7 @@ class Row:
 
     source: str
     number: int
-    fields: dict[str, Any]
+    fields: JsonObject
 
     @property
     def origin(self) -> Origin:
@@ -48,7 +49,8 @@ def text_size(value: Any) -> int:
     return size
 
 
-Message = dict[str, Any]
+#: A turn of a chat as its template takes it: ``role``, ``content``, ``tool_calls`` and whatever else the row has.
+Message: TypeAlias = JsonObject
 #: Values for a chat template's own switches, by name.
 Switches = Mapping[str, bool | int | float | str]
 #: Half-open character ranges of a text.
@@ -71,7 +73,7 @@ class Example:
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     prompt_text: str | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[JsonObject, ...] | None = None
     completion_from: int | None = None
     untrained: Mapping[int, Ranges | None] = field(default_factory=dict)
     input_ids: tuple[int, ...] | None = None
@@ -83,7 +85,7 @@ class Misfit(Exception):
     """A row that does not fit its layout; the message says how."""
 
 
-def column_names(fields: dict[str, Any]) -> str:
+def column_names(fields: JsonObject) -> str:
     """The columns of a row, for messages."""
     return ", ".join(sorted(map(str, fields))) or "none"
 

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from ftcli.config import Recipe
+from ftcli.plain import JsonObject
 from ftcli.tables import methods
 
 #: Sections and keys that may differ when a run is resumed, because no weight depends on them. Everything else decides
@@ -79,7 +80,7 @@ def settings_of(recipe_yaml: str) -> dict[str, str]:
     return _flatten(_with_defaults(_parse(recipe_yaml)))
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: str) -> JsonObject:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -89,7 +90,7 @@ def _parse(text: str) -> dict[str, Any]:
     return value
 
 
-def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(raw: JsonObject) -> JsonObject:
     try:
         return Recipe.model_validate(raw).model_dump(mode="json")
     except ValidationError:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.plain import JsonObject
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -287,7 +288,7 @@ def _passed_over(path: Path, reason: str) -> Finding:
     return Finding("FT726", f"checkpoint {path} is damaged and is passed over: {reason}", severity="warning")
 
 
-def _inventory(folder: Path) -> list[dict[str, Any]]:
+def _inventory(folder: Path) -> list[JsonObject]:
     """Name, size and digest of every file below ``folder``."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.changes import settings_of
 from ftcli.run.history import RunSummary, metrics_of, summarise
 from ftcli.run.layout import RunDirectory, unreadable
+from ftcli.run.metrics import MetricsLine
 
 #: Where a run lies and what it is called is no difference between experiments.
 _NAMES = ("run.name", "run.output_dir", "run.resume")
@@ -73,7 +73,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     )
 
 
-def _points(lines: Sequence[Mapping[str, Any]], metric: str) -> Points:
+def _points(lines: Sequence[MetricsLine], metric: str) -> Points:
     return [(int(line["step"]), line[metric]) for line in lines if metric in line]
 
 

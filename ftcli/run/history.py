@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ftcli.errors import FtcliError
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
-from ftcli.run.metrics import read_metrics
+from ftcli.run.metrics import MetricsLine, read_metrics
 from ftcli.run.status import read_status
 
 #: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.
@@ -79,12 +78,10 @@ def summarise(path: Path) -> RunSummary:
     status, evaluation = read_status(run.status_path), read_json_object(run.eval_path)
     lines = metrics_of(run)
     training = [line for line in lines if _number(line.get("loss")) is not None or "reward" in line]
-    last: Mapping[str, Any] = training[-1] if training else {}
-    held_out: Mapping[str, Any] = next(
-        (line for line in reversed(lines) if _number(line.get("eval_loss")) is not None), {}
-    )
+    last: MetricsLine = training[-1] if training else {}
+    held_out: MetricsLine = next((line for line in reversed(lines) if _number(line.get("eval_loss")) is not None), {})
     result = evaluation.get("run")
-    scores: Mapping[str, Any] = result if isinstance(result, dict) else {}
+    scores: JsonMap = result if isinstance(result, dict) else {}
     return RunSummary(
         path=path,
         state=_state(path, None if status is None else status.state),
@@ -104,7 +101,7 @@ def summarise(path: Path) -> RunSummary:
     )
 
 
-def metrics_of(run: RunDirectory) -> list[JsonObject]:
+def metrics_of(run: RunDirectory) -> list[MetricsLine]:
     """The run's lines of metrics; empty where they cannot be read."""
     try:
         return read_metrics(run.metrics_path)
@@ -124,11 +121,11 @@ def _tasks(found: object) -> dict[str, float]:
     return {name: score for name, score in scores.items() if score is not None}
 
 
-def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def _values(lines: Sequence[MetricsLine], name: str) -> list[float]:
     return [value for line in lines if (value := _number(line.get(name))) is not None]
 
 
-def _median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def _median(lines: Sequence[MetricsLine], name: str) -> float | None:
     values = _values(lines, name)
     return statistics.median(values) if values else None
 

@@ -17,7 +17,7 @@ import yaml
 
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plain import JsonObject, plain_fields
+from ftcli.plain import JsonMap, JsonObject, plain_fields
 from ftcli.run.atomic import read_json_object
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
@@ -101,7 +101,7 @@ class Inputs:
     commit: str | None = None
 
 
-def require_same_inputs(previous: Mapping[str, Any], now: Inputs) -> None:
+def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
     """Refuse to continue a run whose template, token ids or base weights are not what they were.
 
     Args:
@@ -185,19 +185,19 @@ def _base_named_in(recipe: Path) -> JsonObject:
         return {}
 
 
-def _base_named(model: Mapping[str, Any], seed: int) -> JsonObject:
+def _base_named(model: JsonMap, seed: int) -> JsonObject:
     named = {f"model.{key}": model[key] for key in ("name_or_path", "init")}
     return {**named, "run.seed": seed} if model["init"] == "random" else named
 
 
-def _weight_findings(known: Mapping[str, Any], now: Inputs) -> list[Finding]:
+def _weight_findings(known: JsonMap, now: Inputs) -> list[Finding]:
     changed = _changed_weights(known, now)
     if not changed:
         return []
     return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
 
 
-def _changed_weights(known: Mapping[str, Any], now: Inputs) -> list[str]:
+def _changed_weights(known: JsonMap, now: Inputs) -> list[str]:
     """Every weight file that differs, with both identities, and the Hub's commit; empty where nothing is known."""
     before = {entry["name"]: entry for entry in known.get("weights") or ()}
     found = {f.name: f for f in now.weights}
@@ -212,13 +212,11 @@ def _changed_weights(known: Mapping[str, Any], now: Inputs) -> list[str]:
     return changed if before or commit else []
 
 
-def _identity(entry: Mapping[str, Any] | None) -> str:
+def _identity(entry: JsonMap | None) -> str:
     return "absent" if entry is None else f"{entry['bytes']:,} bytes, sha256 {entry['sha256'][:12]}"
 
 
-def require_same_data(
-    previous: Mapping[str, Any], data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None
-) -> None:
+def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None) -> None:
     """Refuse to continue a run on data whose content has changed since it began.
 
     Args:
@@ -246,7 +244,7 @@ def require_same_data(
         raise FtcliError(findings, ExitCode.RECIPE)
 
 
-def _place(before: Mapping[str, Any], now: Fingerprint, path: Path | None) -> str:
+def _place(before: JsonMap, now: Fingerprint, path: Path | None) -> str:
     """In which rows of a text file the first difference lies, from the blocks of both fingerprints."""
     size = before.get("block_bytes", 0)
     if path is None or path.suffix != ".jsonl" or not size:

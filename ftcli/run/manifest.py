@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ftcli import __version__
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Part
 from ftcli.facts.precision import DtypePlan
-from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.plain import JsonMap, JsonObject, plain, plain_fields
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_json
@@ -143,7 +142,7 @@ def build_manifest(
     predicted_memory: MemoryEstimate | None,
     data: Sequence[Fingerprint],
     resume_step: int = 0,
-    previous: Mapping[str, Any] | None = None,
+    previous: JsonMap | None = None,
     folder: Path | None = None,
 ) -> JsonObject:
     """What manifest.json holds before the model is built. The kernels of its layers are added then.
@@ -186,7 +185,7 @@ def build_manifest(
     return {key: plain(value) for key, value in manifest.items()}
 
 
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(path: Path, manifest: JsonMap) -> None:
     """Write manifest.json; NaN and infinity become null.
 
     Raises:

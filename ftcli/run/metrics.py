@@ -8,14 +8,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import JsonObject, plain
+from ftcli.plain import plain
 from ftcli.run.atomic import json_bytes, storage_errors, write_bytes
 
+#: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and data sets have names of the recipe's.
+MetricsLine: TypeAlias = Mapping[str, Any]
 
-def read_metrics(path: Path) -> list[JsonObject]:
+
+def read_metrics(path: Path) -> list[MetricsLine]:
     """All complete lines; empty when there is no file. A half-written last line is left out.
 
     Raises:
@@ -28,7 +31,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
     return [row for row, _ in _rows(path, data)]
 
 
-def _rows(path: Path, data: bytes) -> list[tuple[JsonObject, bytes]]:
+def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
     rows = []
     *lines, _unfinished = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -44,7 +47,7 @@ def _rows(path: Path, data: bytes) -> list[tuple[JsonObject, bytes]]:
     return rows
 
 
-def _parsed(line: bytes) -> JsonObject | None:
+def _parsed(line: bytes) -> MetricsLine | None:
     """A line's map, or None when it is no metric."""
     try:
         row = json.loads(line)
@@ -97,7 +100,7 @@ class MetricsWriter:
                     write_bytes(path, content)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
+    def write(self, step: int, values: MetricsLine) -> None:
         """Append one line: ``step`` and ``values``. NaN and infinity become null.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +135,7 @@ class RunTrainerMixin(OptimisationMixin):
             self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
         return norm
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Mapping[str, Tensor]) -> int:
         """0: transformers' estimate walks over every parameter in every step; `ftcli bench` counts properly."""
         return 0
 

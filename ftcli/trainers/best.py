@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from ftcli.run.metrics import MetricsLine
 
 
 class TrainingOver(Exception):
@@ -34,7 +34,7 @@ class Best:
     step: int = 0
     worse: int = 0
 
-    def note(self, step: int, metrics: Mapping[str, Any], min_delta: float = 0.0) -> bool:
+    def note(self, step: int, metrics: MetricsLine, min_delta: float = 0.0) -> bool:
         """Takes an evaluation into account; True when it is the best so far. One that is better by no more than
         ``min_delta`` counts as no improvement.
         """
@@ -49,7 +49,7 @@ class Best:
         return True
 
 
-def measured(metrics: Mapping[str, Any]) -> float | None:
+def measured(metrics: MetricsLine) -> float | None:
     """What is to become smaller; None where nothing was measured, or where it is not a number."""
     loss = metrics.get("eval_loss")
     if loss is None:

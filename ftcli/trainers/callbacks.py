@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import TrainingOver
 
 if TYPE_CHECKING:
     from ftcli.trainers.base import RunTrainerMixin
-
-Metrics = dict[str, Any]
 
 
 class StepDisplay(Protocol):
@@ -25,7 +24,7 @@ class StepDisplay(Protocol):
         """Training starts at ``step`` of ``total``."""
         ...
 
-    def show(self, step: int, line: Metrics) -> None:
+    def show(self, step: int, line: MetricsLine) -> None:
         """``step`` is done; ``line`` holds the newest numbers."""
         ...
 
@@ -64,7 +63,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: RunTrainerMixin,
         schedule: Schedule,
-        write: Callable[[Metrics], None],
+        write: Callable[[MetricsLine], None],
         progress: StepDisplay,
         stop: StopSignal,
     ) -> None:
@@ -73,7 +72,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self._write = write
         self._progress = progress
         self._stop = stop
-        self.last: Metrics = {}
+        self.last: MetricsLine = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,7 +131,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Metrics | None = None,
+        logs: MetricsLine | None = None,
         **kwargs: Any,
     ) -> None:
         """Writes a line for each logging step (the summary at the end of training has no ``loss``)."""
@@ -140,7 +139,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             return
         self._trainer.check_finite()
         self._trainer.take_token_count()
-        line: Metrics = {
+        line: MetricsLine = {
             "step": state.global_step,
             "epoch": logs.get("epoch"),
             "loss": logs["loss"],
@@ -150,7 +149,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "tokens_per_second": self._trainer.window.take_rate(),
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        line.update({key: value for key, value in logs.items() if key not in line})
+        line = {**line, **{key: value for key, value in logs.items() if key not in line}}
         self.last = line
         self._write(line)
         self._progress.show(state.global_step, line)
@@ -160,7 +159,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        metrics: Metrics | None = None,
+        metrics: MetricsLine | None = None,
         **kwargs: Any,
     ) -> None:
         """Writes the evaluation as a line of its own."""

@@ -20,6 +20,7 @@ from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
+from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.rewards import Reward, build_rewards
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 
@@ -136,7 +137,7 @@ def build_grpo_trainer(
     return trainer
 
 
-def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence[int]) -> dict[str, Any]:
+def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence[int]) -> Arguments:
     return {
         "num_generations": grpo.num_generations,
         "max_completion_length": grpo.max_completion_length,

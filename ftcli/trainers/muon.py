@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import NotRequired, TypedDict
 
 import torch
+from torch import Tensor
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.optimizer import StateDict
+
+
+class Group(TypedDict):
+    """A parameter group: what optimizers take, and whether its parameters are hidden matrices."""
+
+    params: Sequence[Tensor]
+    weight_decay: float
+    hidden: bool
+    lr: NotRequired[float]
 
 
 class MuonWithAdamW(Optimizer):
@@ -21,7 +32,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+        self, params: Iterable[Group], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
     ) -> None:
         groups = [dict(group) for group in params if group["params"]]
         self._parts: dict[str, Optimizer] = {}
@@ -48,11 +59,11 @@ class MuonWithAdamW(Optimizer):
             part.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The states of both, by ``muon`` and ``adamw``."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes what :meth:`state_dict` gave. Raises KeyError or ValueError for that of another optimizer."""
         for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel
 
+    from ftcli.trainers.muon import Group
+
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
 #: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
 TRAINING_WEIGHTS = Path("training", "weights.safetensors")
+
+#: Arguments by name for code that is not ours: TRL's configs, transformers' schedules.
+Arguments: TypeAlias = dict[str, Any]
 
 
 class OptimisationMixin:
@@ -47,7 +52,7 @@ class OptimisationMixin:
         made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
         return made
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> list[Group]:
         """The trained parameters by weight decay and by whether they are hidden matrices; none of them is empty."""
         model: Any = self.model
         decays = set(self.get_decay_parameter_names(model))  # type: ignore[attr-defined]
@@ -151,7 +156,7 @@ class OptimisationMixin:
                 parameter.copy_(saved[name])
 
 
-def schedule_arguments(settings: TrainConfig, all_steps: int) -> dict[str, Any]:
+def schedule_arguments(settings: TrainConfig, all_steps: int) -> Arguments:
     """`train.lr_scheduler_kwargs` with numbers of steps in place of fractions. Raises FtcliError FT272 (exit 2)."""
     name, arguments = settings.lr_scheduler_type, dict(settings.lr_scheduler_kwargs)
     stages = schedules.stages(name, arguments, settings.warmup_steps, all_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
@@ -23,6 +23,7 @@ from ftcli.model.checkpointing import use_checkpointing
 from ftcli.reporting import Reporter
 from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.watch import ROWS_KEY
 
@@ -77,12 +78,12 @@ class WithRows:
 
     collate: EpochCollator
 
-    def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Any]:
+    def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor | list[int]]:
         """The batch, and under ROWS_KEY the numbers of its sequences."""
         return {**self.collate(chosen), ROWS_KEY: [row["index"] for row in chosen]}
 
 
-def training_arguments(job: Job, scratch_dir: str) -> dict[str, Any]:
+def training_arguments(job: Job, scratch_dir: str) -> Arguments:
     """transformers' arguments that all methods share, from the recipe."""
     recipe, train, device = job.recipe, job.recipe.train, job.device
     return {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -65,7 +65,7 @@ class Copied:
     path: str
 
 
-def build_app(context_settings: Mapping[str, Any]) -> typer.Typer:
+def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
     """The subcommands of `ftcli recipes`."""
     app = typer.Typer(
         help="Shipped recipes, new ones, and those of other tools.",

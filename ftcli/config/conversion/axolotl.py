@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import Given
 from ftcli.config.tree import ListNode, MapNode, plain
+from ftcli.plain import JsonObject
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
 
@@ -78,10 +77,10 @@ class _Item:
     def __init__(self, draft: Draft, given: Given) -> None:
         self.draft = draft
         self.given = given
-        self.map: dict[str, Any] = plain(given.tree)
+        self.map: JsonObject = plain(given.tree)
         self.kind = str(self.map.get("type") or "")
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[JsonObject]:
         """Its files, or its data set of the Hub, with what is known of the rows."""
         path, files = str(self.map.get("path") or ""), self.map.get("data_files")
         more = {key: self.map.get(key) for key in ("name", "split", "revision")}

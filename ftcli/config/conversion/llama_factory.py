@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import Given
 from ftcli.config.conversion.transformers_like import trainer_defaults
+from ftcli.plain import JsonObject
 
 #: What its registry of data sets calls a conversation of `from` and `value`, and one of OpenAI's form.
 _INDEX = "dataset_info.json"
@@ -68,7 +68,7 @@ def _datasets(key: str) -> r.Rule:
     return rule
 
 
-def _index(draft: Draft) -> dict[str, Any]:
+def _index(draft: Draft) -> JsonObject:
     """Its registry of data sets, where it lies in the folder that the recipe names; else nothing."""
     path = Path(str(draft.said("dataset_dir") or "data")) / _INDEX
     try:
@@ -80,7 +80,7 @@ def _index(draft: Draft) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _registered(draft: Draft, given: Given, name: str, index: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+def _registered(draft: Draft, given: Given, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
     entry = index.get(name)
     folder = str(draft.said("dataset_dir") or "data")
     if not isinstance(entry, dict):

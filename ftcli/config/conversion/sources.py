@@ -8,6 +8,7 @@ from typing import Any
 from ftcli.config.conversion.draft import Draft
 from ftcli.config.conversion.source import Given
 from ftcli.paths import exists, expanded
+from ftcli.plain import JsonObject
 
 #: Our templates by the names that tools have for them. `alpaca`, `vicuna` and others are not there.
 TEMPLATES = {
@@ -31,7 +32,7 @@ def place(path: str) -> str | None:
     return f"hub:{path}" if _HUB.fullmatch(path) else None
 
 
-def source(draft: Draft, given: Given, path: str, **more: Any) -> dict[str, Any]:
+def source(draft: Draft, given: Given, path: str, **more: Any) -> JsonObject:
     """One item of `data.train`: where rows are, and what else is known of them. What is None is left out."""
     found = place(path)
     if found is None:
@@ -47,7 +48,7 @@ def source(draft: Draft, given: Given, path: str, **more: Any) -> dict[str, Any]
     return item
 
 
-def _split(draft: Draft, given: Given, item: dict[str, Any], split: str) -> None:
+def _split(draft: Draft, given: Given, item: JsonObject, split: str) -> None:
     """``train[:500]`` is the first 500 rows; other slices cannot be said."""
     found = _SLICE.fullmatch(split)
     if found is None:
@@ -63,7 +64,7 @@ def _split(draft: Draft, given: Given, item: dict[str, Any], split: str) -> None
         del item["split"]
 
 
-def put(draft: Draft, key: str, items: list[dict[str, Any]], given: Given) -> None:
+def put(draft: Draft, key: str, items: list[JsonObject], given: Given) -> None:
     """Writes the list; an item of a path alone is that path."""
     draft.put(key, [item["path"] if set(item) == {"path"} else item for item in items], given)
 

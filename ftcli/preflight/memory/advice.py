@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from ftcli.config import LoraConfig
+from ftcli.config.overrides import Settings
 from ftcli.facts.device import GPUS
 from ftcli.facts.quantization import weight_bytes
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.preflight.memory.candidates import (
     Candidate,
     Level,
-    Settings,
     as_options,
     candidate,
     checkpointed,
@@ -187,7 +186,7 @@ def _smallest_base(setup: Setup) -> Settings:
     for name in quantizations.supported(freezes_base=True):
         section = setup.recipe.quantization.model_copy(update={"method": name})
         sizes[name] = weight_bytes(section, setup.shape, setup.plan.parameter_bytes)
-    settings: dict[str, Any] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}
+    settings: dict[str, object] = {"quantization.method": min(sizes, key=lambda name: sizes[name])}
     if setup.recipe.lora is None:
         settings["lora"] = LoraConfig()
     if not setup.device.has_bfloat16:

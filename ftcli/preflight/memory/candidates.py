@@ -5,11 +5,12 @@ Choosing a policy, proposing a change where a recipe does not fit, and telling w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ftcli.config import LoraConfig
+from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
 from ftcli.preflight.memory.host import pinnable_bytes
@@ -17,8 +18,6 @@ from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
 
-#: Dotted keys of a recipe and their values.
-Settings = Mapping[str, Any]
 Level = Literal["fits", "tight", "does not fit", "unknown"]
 
 #: Above this share of the memory a run may still fail on fragmentation or on another process.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from ftcli.config import Recipe
+from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of
 from ftcli.facts.model import ModelFacts
@@ -165,7 +165,7 @@ class Setup:
         """The same setup on another machine."""
         return replace(self, device=device)
 
-    def changed(self, settings: Mapping[str, Any]) -> Setup:
+    def changed(self, settings: Settings) -> Setup:
         """The same setup with dotted keys of the recipe set. The values are not validated."""
         recipe = self.recipe
         for key, value in settings.items():
@@ -177,10 +177,8 @@ class Setup:
 
         ``uncheckpointed`` layers are left out of it; None leaves their number as it is in the recipe.
         """
-        settings: dict[str, Any] = {"train.gradient_checkpointing": name}
-        if uncheckpointed is not None:
-            settings["train.uncheckpointed_layers"] = uncheckpointed
-        return self.changed(settings)
+        left_out = {} if uncheckpointed is None else {"train.uncheckpointed_layers": uncheckpointed}
+        return self.changed({"train.gradient_checkpointing": name, **left_out})
 
 
 def _set(model: _M, parts: list[str], value: Any) -> _M:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ftcli.plain import JsonObject
 from ftcli.rows.row import Misfit, Ranges
 
 _TRAIN = ("train", "training")
@@ -42,7 +43,7 @@ def marks_of(turns: Sequence[Any], roles: Sequence[str], first: int = 0) -> dict
     return found
 
 
-def _text(turn: dict[str, Any]) -> str:
+def _text(turn: JsonObject) -> str:
     """The text of a turn, whose content may be a list of parts."""
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):
@@ -50,7 +51,7 @@ def _text(turn: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _wanted(item: dict[str, Any], name: str) -> bool | None:
+def _wanted(item: JsonObject, name: str) -> bool | None:
     """Whether a turn or a part is to be trained; None where it does not say."""
     said = {key: _flag(item[key], key, name) for key in (*_TRAIN, "weight") if item.get(key) is not None}
     if item.get("masked") is not None:
@@ -66,7 +67,7 @@ def _flag(value: Any, key: str, name: str) -> bool:
     raise Misfit(f"{name} has {key!r} {value!r}: a turn is trained (1, true) or not (0, false), and nothing between")
 
 
-def _parts(turn: dict[str, Any], name: str) -> list[tuple[tuple[int, int], bool]]:
+def _parts(turn: JsonObject, name: str) -> list[tuple[tuple[int, int], bool]]:
     """The marked parts of a turn's text, from a content that is a list and from ``train_detail``."""
     found: list[tuple[tuple[int, int], bool]] = []
     content, end = turn.get("content"), 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftcli.config.data import ARGUMENTS_OF_RENDERING
+from ftcli.plain import JsonObject
 from ftcli.rows.jsontext import parse
 from ftcli.rows.layouts.marks import marks_of
 from ftcli.rows.row import Example, Message, Misfit, Ranges, Row, Switches
@@ -90,7 +91,7 @@ def _message(item: Any, number: int) -> Message:
     return message
 
 
-def refuse_unsupported(turn: dict[str, Any], number: int) -> None:
+def refuse_unsupported(turn: JsonObject, number: int) -> None:
     """Raises Misfit for a turn that says something which training would ignore."""
     found = next((key for key in _UNSUPPORTED if turn.get(key)), None)
     if found is not None:
@@ -114,7 +115,7 @@ def _content(content: Any, number: int, *, optional: bool) -> str:
     return content
 
 
-def call_of(call: Any, number: int) -> dict[str, Any]:
+def call_of(call: Any, number: int) -> JsonObject:
     """One call as templates take it: ``{"type": "function", "function": {"name": ..., "arguments": {...}}}``."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -131,7 +132,7 @@ def call_of(call: Any, number: int) -> dict[str, Any]:
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def tools_of(row: Row) -> tuple[dict[str, Any], ...] | None:
+def tools_of(row: Row) -> tuple[JsonObject, ...] | None:
     """What a row's chat may call: its column `tools`, or `functions`, as it was called before. Raises Misfit."""
     found = {name: _tools(row, name) for name in ("tools", "functions")}
     given = {name: tools for name, tools in found.items() if tools is not None}
@@ -140,7 +141,7 @@ def tools_of(row: Row) -> tuple[dict[str, Any], ...] | None:
     return next(iter(given.values()), None)
 
 
-def _tools(row: Row, name: str) -> tuple[dict[str, Any], ...] | None:
+def _tools(row: Row, name: str) -> tuple[JsonObject, ...] | None:
     value = _from_text(row, name)
     if not value:
         return None

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ftcli.errors import Finding, first_line
+from ftcli.plain import JsonMap
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.loggers.protocol import LoggedRun, MetricsLogger, OpenLogger
+from ftcli.run.metrics import MetricsLine
 from ftcli.run.status import read_status
 from ftcli.tables import code_of, loggers
 
@@ -47,7 +48,7 @@ class OpenLoggers:
         self,
         names: Sequence[str],
         folder: Path,
-        recipe: Mapping[str, Any],
+        recipe: JsonMap,
         reporter: Reporter,
         *,
         resume_step: int,
@@ -86,7 +87,7 @@ class OpenLoggers:
         if names:
             self._write()
 
-    def log(self, step: int, line: Mapping[str, Any]) -> None:
+    def log(self, step: int, line: MetricsLine) -> None:
         """Give the numbers of a line of metrics to all loggers; what is no number is left out."""
         numbers = {name: float(value) for name, value in line.items() if _is_number(value) and name != "step"}
         for name, logger in list(self._open.items()):

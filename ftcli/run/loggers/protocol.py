@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from ftcli.plain import JsonObject
 from ftcli.run.status import State
 
 #: Under this name loggers gather the runs of ftcli, where they have projects or experiments.
@@ -31,7 +32,7 @@ class LoggedRun:
     name: str
     id: str
     folder: Path
-    recipe: dict[str, Any]
+    recipe: JsonObject
     continued: bool
     after_step: int
     offline: bool

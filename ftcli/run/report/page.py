@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -18,9 +17,10 @@ from markupsafe import Markup
 
 from ftcli import __version__
 from ftcli.errors import FtcliError
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_text
 from ftcli.run.directory import RunDirectory
-from ftcli.run.metrics import read_metrics
+from ftcli.run.metrics import MetricsLine, read_metrics
 from ftcli.run.report import sections
 from ftcli.run.report.charts import Series, line_chart
 from ftcli.run.report.markup import printable
@@ -114,7 +114,7 @@ def template(name: str) -> Template:
     ).get_template(name)
 
 
-def _metrics(run: RunDirectory, notices: list[str]) -> list[dict[str, Any]]:
+def _metrics(run: RunDirectory, notices: list[str]) -> list[MetricsLine]:
     try:
         return read_metrics(run.metrics_path)
     except (OSError, FtcliError) as error:
@@ -122,7 +122,7 @@ def _metrics(run: RunDirectory, notices: list[str]) -> list[dict[str, Any]]:
         return []
 
 
-def _recipe(run: RunDirectory, notices: list[str]) -> dict[str, Any]:
+def _recipe(run: RunDirectory, notices: list[str]) -> JsonObject:
     try:
         raw = yaml.safe_load(run.recipe_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -137,7 +137,7 @@ def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, 
     return [*ended, *((text, "") for text in troubles)]
 
 
-def _charts(metrics: Sequence[Mapping[str, Any]], resumed: Sequence[int]) -> list[Markup]:
+def _charts(metrics: Sequence[JsonMap], resumed: Sequence[int]) -> list[Markup]:
     steps = [int(row["step"]) for row in metrics]
     limits = (min(steps), max(steps)) if steps else None
     figures = []
@@ -152,7 +152,7 @@ def _charts(metrics: Sequence[Mapping[str, Any]], resumed: Sequence[int]) -> lis
     return figures
 
 
-def _points(metrics: Sequence[Mapping[str, Any]], key: str, unit: float) -> list[tuple[int, float | None]]:
+def _points(metrics: Sequence[JsonMap], key: str, unit: float) -> list[tuple[int, float | None]]:
     rows = sorted((row for row in metrics if key in row), key=lambda row: int(row["step"]))
     values = [(int(row["step"]), _number_or_none(row[key])) for row in rows]
     return [(step, None if value is None else value / unit) for step, value in values]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftcli.config import Recipe
+from ftcli.plain import JsonMap, JsonObject
+from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.charts import number, short
 from ftcli.run.status import Status
 from ftcli.units import size
@@ -115,7 +117,7 @@ class Provenance:
     folded: Mapping[str, Table]
 
 
-def summary(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
+def summary(recipe: JsonMap, manifest: JsonMap) -> str:
     """One line that says what was trained on what."""
     model, lora = _map(recipe, "model"), recipe.get("lora")
     parts = [str(model["name_or_path"])] if "name_or_path" in model else []
@@ -126,9 +128,7 @@ def summary(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     return " · ".join([*parts, *(str(value) for value in known if value)])
 
 
-def key_facts(
-    metrics: Sequence[Mapping[str, Any]], evaluation: Mapping[str, Any], status: Status | None
-) -> list[tuple[str, str]]:
+def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Status | None) -> list[tuple[str, str]]:
     """The figures that people look for first, with their labels."""
     base, tuned = _map(evaluation, "base"), _map(evaluation, "run")
     facts: list[tuple[str, str]] = []
@@ -146,7 +146,7 @@ def key_facts(
     return [*facts, *_work_facts(metrics, status)]
 
 
-def _work_facts(metrics: Sequence[Mapping[str, Any]], status: Status | None) -> list[tuple[str, str]]:
+def _work_facts(metrics: Sequence[MetricsLine], status: Status | None) -> list[tuple[str, str]]:
     facts = []
     tokens, rates, memory = (_values(metrics, key) for key in ("tokens", "tokens_per_second", "peak_memory_bytes"))
     if tokens:
@@ -168,7 +168,7 @@ def _duration(status: Status | None) -> str | None:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
-def scores(evaluation: Mapping[str, Any]) -> list[Score]:
+def scores(evaluation: JsonMap) -> list[Score]:
     """Base model against the run, and whether a change is an improvement."""
     base, tuned = _map(evaluation, "base"), _map(evaluation, "run")
     found = [_score(label, base.get(key), tuned.get(key), sign, number) for key, label, sign in _SCORES]
@@ -199,7 +199,7 @@ def samples(rows: object) -> list[ShownRow]:
     return [_sample(row) for row in _maps(rows)]
 
 
-def _sample(row: Mapping[str, Any]) -> ShownRow:
+def _sample(row: JsonMap) -> ShownRow:
     labels = {"prompt": "Prompt", "reference": "Reference", "before": "Before training", "after": "After training"}
     reference = row.get("reference")
     quotes = []
@@ -214,7 +214,7 @@ def _sample(row: Mapping[str, Any]) -> ShownRow:
     return ShownRow(_words(str(row["task"])) if row.get("task") else "", quotes)
 
 
-def tokens(counts: Mapping[str, Any]) -> Tokens | None:
+def tokens(counts: JsonMap) -> Tokens | None:
     """Tokens trained, masked and cut of each data set."""
     datasets = _maps(counts.get("datasets"))
     if not datasets:
@@ -224,7 +224,7 @@ def tokens(counts: Mapping[str, Any]) -> Tokens | None:
     return Tokens([_bar(dataset) for dataset in datasets], table)
 
 
-def _bar(dataset: Mapping[str, Any]) -> Bar:
+def _bar(dataset: JsonMap) -> Bar:
     kept, masked, cut = (float(dataset.get(f"tokens_{k}") or 0) for k in ("kept", "masked", "cut"))
     total = max(1.0, kept + cut)
     shares = (("s0", kept - masked), ("masked", masked), ("cut", cut))
@@ -232,7 +232,7 @@ def _bar(dataset: Mapping[str, Any]) -> Bar:
     return Bar(str(dataset.get("name", "")), f"{(kept - masked) / total:.1%}", parts)
 
 
-def settings(recipe: Mapping[str, Any]) -> dict[str, list[Setting]]:
+def settings(recipe: JsonMap) -> dict[str, list[Setting]]:
     """Every setting by section."""
     defaults = _defaults()
     return {
@@ -245,13 +245,13 @@ def settings(recipe: Mapping[str, Any]) -> dict[str, list[Setting]]:
     }
 
 
-def _defaults() -> dict[str, Any]:
+def _defaults() -> JsonObject:
     """The recipe that says nothing, as plain values: the defaults of every section."""
     nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, "grpo": {}}
     return Recipe.model_validate(nothing).model_dump(mode="json")
 
 
-def provenance(manifest: Mapping[str, Any]) -> Provenance | None:
+def provenance(manifest: JsonMap) -> Provenance | None:
     """Device, versions, plan, seeds, data; the layers' kernels folded away."""
     if not manifest:
         return None
@@ -274,12 +274,12 @@ def provenance(manifest: Mapping[str, Any]) -> Provenance | None:
     return Provenance(cards, folded)
 
 
-def _processes(processes: Sequence[Mapping[str, Any]]) -> Table:
+def _processes(processes: Sequence[JsonMap]) -> Table:
     facts = ((p.get("started"), p.get("from_step"), _map(p, "device").get("name"), p.get("ftcli")) for p in processes)
     return Table(["Started", "From step", "Device", "ftcli"], [[str(fact) for fact in row] for row in facts])
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(value: JsonMap, prefix: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for key, item in value.items():
         name = f"{prefix}.{key}" if prefix else str(key)
@@ -301,16 +301,16 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _map(value: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _map(value: JsonMap, key: str) -> JsonObject:
     found = value.get(key)
     return found if isinstance(found, dict) else {}
 
 
-def _maps(value: object) -> list[dict[str, Any]]:
+def _maps(value: object) -> list[JsonObject]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def _values(metrics: Sequence[MetricsLine], key: str) -> list[float]:
     return [float(row[key]) for row in metrics if _is_number(row.get(key))]
 
 
