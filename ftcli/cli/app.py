@@ -51,7 +51,6 @@ def build_app() -> typer.Typer:
         help="Fine-tune language models from YAML recipes, checked before anything is built.",
         epilog=_EPILOG,
         rich_markup_mode=None,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings=_PLAIN_HELP,
         no_args_is_help=False,
@@ -142,7 +141,11 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
         made = command.main(args=words, prog_name="ftcli", standalone_mode=False)
     except TyperException as error:
         return _Answer(int(ExitCode.RECIPE), (usage.usage_finding(error, words),))
-    return made if isinstance(made, Request) else int(made or 0)
+    except SystemExit as end:  # typer's way to end when it completes for a shell, or installs completion
+        made = end.code
+    if isinstance(made, Request):
+        return made
+    return int(ExitCode.RECIPE) if made else int(ExitCode.OK)
 
 
 def _run(request: AnyRequest, words: list[str]) -> _Answer:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ftcli.cli import completion
 from ftcli.cli.request import CommonOptions
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded, is_file, is_folder
@@ -15,7 +16,15 @@ from ftcli.paths import expanded, is_file, is_folder
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="The recipe, a YAML file.",
+        show_default=False,
+        autocompletion=completion.recipe_files,
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -11,17 +11,18 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from ftcli.config.dump import dump_recipe
-from ftcli.config.extends import read_merged
+from ftcli.config.extends import Merged, read_merged
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
 from ftcli.config.overrides import Override, apply_overrides
 from ftcli.config.recipe import Recipe
+from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import expanded
 
 SectionOfRecipe = TypeVar("SectionOfRecipe", bound=BaseModel)
 
-__all__ = ["LoadedRecipe", "Override", "dump_recipe", "load_recipe"]
+__all__ = ["LoadedRecipe", "Override", "dump_recipe", "load_recipe", "load_text"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,16 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     Raises FtcliError (exit RECIPE) with the first problem that keeps a file from being read as YAML, or with all other
     problems together: duplicate keys, secrets, overrides that cannot be applied, and everything the models refuse.
     """
-    merged = read_merged(path)
+    return _loaded(read_merged(path), path, overrides)
+
+
+def load_text(text: str, path: Path) -> LoadedRecipe:
+    """As :func:`load_recipe`, of a text that is to become the file ``path``. It extends nothing."""
+    parsed = parse_file(text, str(path))
+    return _loaded(Merged(parsed.tree, parsed.findings), path, ())
+
+
+def _loaded(merged: Merged, path: Path, overrides: Sequence[Override]) -> LoadedRecipe:
     tree, refused = apply_overrides(merged.tree, overrides)
     origins = Origins(tree)
     recipe, invalid = validate(tree, origins)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, samples, views
+from ftcli.cli import completion, options, samples, views
 from ftcli.cli.environment import style_for
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
@@ -25,6 +25,7 @@ def check(
             "--as",
             metavar="GPU",
             help="Answer for another machine: t4, l4, a10, rtx4090, a100-40gb, a100-80gb, h100, h200, b200 or cpu.",
+            autocompletion=completion.gpus,
         ),
     ] = None,
     show_sample: Annotated[

@@ -23,11 +23,17 @@ class Converted:
     recipe: str
 
 
+def _tools(incomplete: str) -> list[str]:
+    return [name for name in dialects.names() if name.startswith(incomplete)]
+
+
 def convert(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The other tool's recipe: YAML, JSON or a command line.")],
     dialect: Annotated[
         str | None,
-        typer.Option("--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}."),
+        typer.Option(
+            "--from", metavar="TOOL", help=f"Whose recipe it is: {', '.join(dialects.names())}.", autocompletion=_tools
+        ),
     ] = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,

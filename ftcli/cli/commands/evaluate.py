@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, views
+from ftcli.cli import completion, options, views
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
 
@@ -18,7 +18,13 @@ def evaluate(
     recipe: options.RecipeArgument,
     set_: options.SetOption = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="DIR", help="A finished run, compared with its base model.")
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="DIR",
+            help="A finished run, compared with its base model.",
+            autocompletion=completion.run_folders,
+        ),
     ] = None,
     checkpoint: options.CheckpointOption = None,
     json: options.JsonOption = False,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options
+from ftcli.cli import completion, options
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
 
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 def export(
     target: Annotated[
-        str, typer.Argument(metavar="RECIPE_OR_RUN", help="A recipe or a run directory.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_RUN",
+            help="A recipe or a run directory.",
+            show_default=False,
+            autocompletion=completion.runs_and_recipes,
+        ),
     ],
     set_: options.SetOption = None,
     checkpoint: options.CheckpointOption = None,

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from ftcli.cli import options, render
-from ftcli.cli.commands import convert
+from ftcli.cli import completion, options, render
+from ftcli.cli.commands import convert, new
+from ftcli.cli.files import write_new
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.plain import JsonObject
@@ -24,11 +25,18 @@ _EPILOG = (
     "  ftcli recipes show gemma2-9b\n"
     "  ftcli recipes copy gemma2-9b my-recipe.yaml\n"
     "  ftcli recipes schema > recipe.schema.json\n"
+    "  ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora\n"
     "  ftcli recipes convert axolotl.yml > mine.yaml\n"
 )
 
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="A recipe's name, as `ftcli recipes list` has it.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A recipe's name, as `ftcli recipes list` has it.",
+        show_default=False,
+        autocompletion=completion.shipped_recipes,
+    ),
 ]
 
 
@@ -80,7 +88,7 @@ def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    for command in (list_, show, copy, schema, convert.convert):
+    for command in (list_, show, copy, schema, new.new, convert.convert):
         app.command(command.__name__.rstrip("_"), context_settings=dict(context_settings))(command)
     return app
 
@@ -127,7 +135,7 @@ def copy(
         target = Path(destination) if destination is not None else Path(source.name)
         if target.is_dir():
             target = target / source.name
-        _write(source.read_text(encoding="utf-8"), target, force=force)
+        write_new(source.read_text(encoding="utf-8"), target, force=force)
         return Copied(source.stem, str(target))
 
     def shown(result: Copied) -> str:
@@ -172,28 +180,6 @@ def find(name: str) -> Path:
 
 
 _COMMAND_LINE = Origin("command line")
-
-
-def _write(text: str, target: Path, *, force: bool) -> None:
-    try:
-        with target.open("w" if force else "x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise FtcliError.single(
-            "FT153",
-            f"{target} exists",
-            exit_code=ExitCode.RECIPE,
-            origin=_COMMAND_LINE,
-            help="name another file, or use --force to overwrite it",
-        ) from None
-    except OSError as error:
-        raise FtcliError.single(
-            "FT155",
-            f"{target} cannot be written: {error.strerror}",
-            exit_code=ExitCode.RECIPE,
-            origin=_COMMAND_LINE,
-            help="name a file in a folder that exists and that you may write to",
-        ) from None
 
 
 def _about(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options
+from ftcli.cli import completion, options
 from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.errors import ExitCode, FtcliError, Origin
@@ -79,7 +79,9 @@ def runs(
 
 
 def compare(
-    directories: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.")],
+    directories: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN ...", help="Run directories.", autocompletion=completion.run_folders)
+    ],
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Also write a page that opens offline.")
     ] = None,

@@ -1,0 +1,163 @@
+"""`ftcli recipes new`: a recipe from four answers, which passes preflight on the GPU that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ftcli.config.conversion.draft import Drafted
+from ftcli.config.conversion.write import body
+from ftcli.config.load import LoadedRecipe, load_text
+from ftcli.config.schema import RecipeSchema
+from ftcli.errors import Finding, FtcliError
+from ftcli.facts.device import DeviceFacts, named_device
+
+#: What `--method` may say, and what it means.
+METHODS = {
+    "lora": "adapters on a base in 16 bits",
+    "qlora": "adapters on a base in 4 bits: least memory",
+    "full": "all weights: most memory",
+    "grpo": "adapters, by rewards",
+}
+#: Rows of an optimizer step.
+_ROWS = 16
+#: Rows of a forward pass and tokens of a row, the first that fits is taken.
+_SIZES = ((2, 2048), (1, 2048), (1, 1024), (1, 512))
+_ON_CPU = ((4, 512), (1, 256))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was answered.
+
+    Attributes:
+        model: A Hub id, a folder, or ``bundled:NAME``.
+        data: Files, or data sets of the Hub.
+        held_out: The same, for evaluation.
+        gpu: A name or a size as ``ftcli check --as`` takes it.
+        method: A key of :data:`METHODS`.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    held_out: tuple[str, ...]
+    gpu: str
+    method: str
+
+
+def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
+    """The text of the recipe that ``path`` is to hold: of the sizes that are tried, the largest that fits the GPU.
+
+    Raises:
+        FtcliError: What `ftcli check` says against it in the smallest size, or against model, data and GPU.
+    """
+    device = named_device(answers.gpu)
+    refused: FtcliError | None = None
+    for rows, length in _ON_CPU if device.kind == "cpu" else _SIZES:
+        text = "\n".join([*_header(answers, path), *body(_values(answers, device, rows, length), _order())]) + "\n"
+        try:
+            _require_fit(load_text(text, path), device, offline)
+        except FtcliError as error:
+            refused = error
+            if not any(finding.code.startswith("FT6") for finding in error.findings):
+                raise
+            continue
+        return text
+    assert refused is not None  # some size was tried
+    raise FtcliError([_with_remedy(finding, answers.method) for finding in refused.findings], refused.exit_code)
+
+
+def _with_remedy(finding: Finding, method: str) -> Finding:
+    """Where memory is short, what would be asked for instead."""
+    if finding.code != "FT601" or method == "qlora":
+        return finding
+    less = "--method qlora" if method == "lora" else "--method lora or qlora"
+    return replace(finding, help=f"choose {less}, a larger GPU or a smaller model; in the recipe: {finding.help}")
+
+
+def _order() -> list[str]:
+    return list(RecipeSchema().keys())
+
+
+def _require_fit(loaded: LoadedRecipe, device: DeviceFacts, offline: bool) -> None:
+    from ftcli.preflight.stages import preflight
+
+    preflight(loaded, command="check", device=device, offline=offline)
+
+
+def _header(answers: Answers, path: Path) -> Iterator[str]:
+    command = "grpo" if answers.method == "grpo" else "train"
+    file = " ".join(str(path).split())
+    yield f"# {' '.join(answers.model.split())}: {METHODS[answers.method]}; written by `ftcli recipes new`"
+    yield "#"
+    yield f"#   ftcli check {file} --as {answers.gpu}"
+    yield f"#   ftcli {command} {file}"
+    yield "#"
+    yield "# It fits that GPU by the memory estimate; nothing was measured. docs/recipes.md has all keys."
+    yield "version: 1"
+
+
+def _values(answers: Answers, device: DeviceFacts, rows: int, length: int) -> dict[str, Drafted]:
+    made = {
+        "model.name_or_path": Drafted(answers.model),
+        "model.dtype": Drafted(_dtype(device), None if device.kind == "cuda" else "16-bit arithmetic is slow on a CPU"),
+        "data.train": Drafted(list(answers.data), "what rows may look like: docs/data.md"),
+        "data.max_seq_len": Drafted(length, "longer rows are an error, not cut: see data.overlong"),
+        **_held_out(answers),
+        **_weights(answers),
+        **(_rewards(rows, length) if answers.method == "grpo" else _schedule(answers, rows)),
+        "logging.every_steps": Drafted(1 if answers.method == "grpo" else 10),
+    }
+    return {key: drafted for key, drafted in made.items() if drafted.value is not None}
+
+
+def _dtype(device: DeviceFacts) -> str:
+    return "float32" if device.kind == "cpu" else "auto"
+
+
+def _held_out(answers: Answers) -> dict[str, Drafted]:
+    if not answers.held_out:
+        return {}
+    every = Drafted(50, "steps between evaluations")
+    return {"data.eval": Drafted(list(answers.held_out), "never trained on"), "eval.every_steps": every}
+
+
+def _weights(answers: Answers) -> dict[str, Drafted]:
+    if answers.method == "full":
+        return {"train.learning_rate": Drafted(2e-5, "about a tenth of LoRA's: docs/sweeps.md")}
+    made = {
+        "lora.r": Drafted(16, "rank: more learns more, and takes more memory"),
+        "lora.alpha": Drafted(32.0),
+        "lora.target_modules": Drafted("all-linear"),
+        "train.learning_rate": Drafted(2e-4, "the setting that matters most: `ftcli sweep` finds the best"),
+    }
+    if answers.method == "qlora":
+        made["quantization.method"] = Drafted("nf4", "the frozen base in 4 bits")
+    return made
+
+
+def _schedule(answers: Answers, rows: int) -> dict[str, Drafted]:
+    return {
+        "train.num_train_epochs": Drafted(3.0),
+        "train.per_device_train_batch_size": Drafted(rows),
+        "train.gradient_accumulation_steps": Drafted(_ROWS // rows, f"{_ROWS} rows a step"),
+        "train.lr_scheduler_type": Drafted("cosine"),
+        "train.warmup_steps": Drafted(0.05, "below 1: a share of all steps"),
+        "checkpoint.keep_best": Drafted(True if answers.held_out else None, "of the evaluations"),
+    }
+
+
+def _rewards(rows: int, length: int) -> dict[str, Drafted]:
+    group = 8
+    return {
+        "grpo.num_generations": Drafted(group, "completions for each prompt"),
+        "grpo.max_prompt_length": Drafted(min(512, length // 2)),
+        "grpo.max_completion_length": Drafted(min(256, length // 2)),
+        "grpo.rewards": Drafted([{"use": "exact_match", "answer": "answer"}], "or file: my_rewards.py:function"),
+        "train.max_steps": Drafted(200),
+        "train.per_device_train_batch_size": Drafted(group, "completions, not prompts"),
+        "train.gradient_accumulation_steps": Drafted(4 * rows),
+        "train.learning_rate": Drafted(1e-5),
+        "train.lr_scheduler_type": Drafted("constant"),
+    }
