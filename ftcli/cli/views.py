@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.preflight.memory.advice import Verdict
     from ftcli.preflight.memory.policy import CheckpointingChoice
-    from ftcli.preflight.report import PreflightReport
 
 
 def check_text(result: CheckResult) -> str:
     """The verdict, then what it rests on, then what was not checked."""
     report = result.report
-    lines = [_verdict_line(report), "", *_facts(result), *_kernel_lines(report.parts)]
+    lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(report.parts)]
     memory, disk = report.memory, report.disk
     if memory is not None:
         lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak})"]
@@ -41,10 +40,13 @@ def check_text(result: CheckResult) -> str:
     return "\n".join(lines)
 
 
-def _verdict_line(report: PreflightReport) -> str:
+def _verdict_line(result: CheckResult) -> str:
+    report, outline = result.report, result.outline
     verdict, device = report.verdict, report.device.name
     if verdict is None:
-        return f"no problem found on {device}; memory could not be estimated"
+        least = None if outline is None else outline.at_least
+        needs = "" if least is None else f": it needs more than {gib(least.total)} GiB, which hold no activations"
+        return f"no problem found on {device}; memory could not be estimated{needs}"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
     return f"{words.get(verdict.level, verdict.level)} on {device}"
 
@@ -52,13 +54,13 @@ def _verdict_line(report: PreflightReport) -> str:
 def _facts(result: CheckResult) -> list[str]:
     report = result.report
     model, dtypes = report.facts, report.plan
-    count = model.parameters
+    count = model.parameters if result.outline is None else result.outline.parameters
     parameters = f", {_millions(count)} parameters" if count else ""
     adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
     return [
         f"model      {model.name} ({model.source}){parameters}",
         f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
-        f"attention  {report.setup.execution.attention}",
+        f"attention  {result.attention or report.setup.execution.attention}",
         *_adapters(result.adapters),
         *_checkpointing(report.checkpointing),
     ]

@@ -35,6 +35,7 @@ from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens, source_of, stop_token_ids
 from ftcli.plain import plain_fields
+from ftcli.preflight.memory.host import merge_bytes
 from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
@@ -231,7 +232,7 @@ def _require_memory(base: PreTrainedModel) -> None:
     """Refuse before the system kills the process: merging is done in float32."""
     parameters = sum(p.numel() for p in base.parameters())
     held = sum(p.numel() * p.element_size() for p in base.parameters())
-    needed, free = parameters * 4 * 1.1, cpu_device().free_bytes
+    needed, free = merge_bytes(parameters), cpu_device().free_bytes
     if free is None or needed <= free + held:
         return
     raise FtcliError.single(

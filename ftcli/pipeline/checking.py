@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.device import DeviceFacts, named_device
+from ftcli.facts.execution import Part
 from ftcli.facts.trained import PlannedAdapters, trained_parameters
 from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.preflight.checks.context import Command, NotMade
@@ -17,14 +18,23 @@ from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.data.sample import SampledRow
+    from ftcli.pipeline.outline import Outline
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What `ftcli check` answers. ``adapters`` is None for full fine-tuning."""
+    """What `ftcli check` answers.
+
+    Attributes:
+        adapters: None for full fine-tuning.
+        attention: What the layers take, where that is not what the report says; else nothing.
+        outline: What was found out by building the model without memory, where the family has no arithmetic.
+    """
 
     report: PreflightReport = field(metadata=SPREAD)
     adapters: PlannedAdapters | None
+    attention: str = field(default="", metadata=LEFT_OUT)
+    outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
 
 
@@ -44,13 +54,24 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     Raises FtcliError with all findings of the first stage that has errors; for samples, the faults of those rows.
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
-    adapters, not_made = _adapters(report), report.not_made
-    if report.facts.shape is None and adapters is not None:  # looked at here, in the model's outline
+    not_made = (*report.not_made, NotMade("rows as tokens", _why_no_tokens(samples)))
+    outline, adapters, attention = None, _arithmetic(report), ""
+    if report.facts.shape is None:
+        from ftcli.pipeline.outline import outline_of
+
+        outline = outline_of(report)
+        adapters, attention = outline.adapters, outline.attention
         not_made = tuple(item for item in not_made if item.check != TARGETS_CHECK)
-    not_made = (*not_made, NotMade("rows as tokens", _why_no_tokens(samples)))
-    return CheckResult(
-        replace(report, not_made=not_made), adapters, _samples(session, report, samples) if samples else ()
-    )
+        report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
+    found = _samples(session, report, samples) if samples else ()
+    return CheckResult(replace(report, not_made=not_made), adapters, attention, outline, found)
+
+
+def _corrected(part: Part, attention: str) -> Part:
+    """The row of attention as the model has it: some families have no SDPA."""
+    if part.part != "attention" or part.runs == attention:
+        return part
+    return replace(part, runs=attention, reason=f"transformers' own; this model has no {part.runs.upper()}")
 
 
 def _why_no_tokens(samples: int) -> str:
@@ -58,29 +79,13 @@ def _why_no_tokens(samples: int) -> str:
     return f"the command that tokenizes them holds them against the chat template and data.max_seq_len; {looked}"
 
 
-def _adapters(report: PreflightReport) -> PlannedAdapters | None:
-    """What the recipe adapts; None for full fine-tuning.
-
-    Where the family's arithmetic is not known, the model is built without memory.
-    Raises FtcliError FT311 to FT314 for names that mean nothing in it, FT305 where it cannot be built, FT336 where it
-    has nothing to quantise.
-    """
+def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
+    """What the recipe adapts in a family whose shape is known; None for full fine-tuning."""
     lora, shape = report.recipe.lora, report.facts.shape
-    if lora is None:
+    if lora is None or shape is None:
         return None
-    if shape is not None:
-        layers = {linear.leaf: shape.num_layers for linear in shape.adapted(lora.target_modules)}
-        trained = trained_parameters(report.recipe, shape).elements
-        return PlannedAdapters(layers, {}, trained)
-    from ftcli.model.checkpoint import hollow
-    from ftcli.model.load import config_of
-    from ftcli.model.quantize import layers_to_quantize
-    from ftcli.model.targets import planned
-    from ftcli.tables import quantizations
-
-    model = hollow(config_of(report.facts.raw))
-    packs = quantizations.row(report.recipe.quantization.method).quantize is not None
-    return planned(model, lora, layers_to_quantize(model) if packs else frozenset())
+    layers = {linear.leaf: shape.num_layers for linear in shape.adapted(lora.target_modules)}
+    return PlannedAdapters(layers, {}, trained_parameters(report.recipe, shape).elements)
 
 
 def _samples(session: Session, report: PreflightReport, count: int) -> tuple[SampledRow, ...]:

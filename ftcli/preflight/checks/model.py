@@ -17,7 +17,7 @@ _TABLES = ("lm_head", "embed_tokens")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325."""
+    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT747."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -33,6 +33,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         )
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
+    yield from _random_base(context, facts)
     if facts.shape is not None:
         yield from _heads(context, facts.shape)
         yield from _adapters(context, facts, facts.shape)
@@ -65,6 +66,19 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             "FT316",
             path,
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
+            help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+        )
+
+
+def _random_base(context: Context, facts: ModelFacts) -> Findings:
+    """What `export` will refuse after training, known before it. Benchmarks are not exported."""
+    recipe = context.recipe
+    merged = [name for name in recipe.export.formats if exports.row(name).merges]
+    if context.trains and recipe.model.init == "random" and recipe.lora is not None and merged:
+        yield context.note(
+            "FT747",
+            "model.init",
+            f"{facts.name} has random weights here, which are not kept: `ftcli export` can merge nothing with them",
             help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
         )
 

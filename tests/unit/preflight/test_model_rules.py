@@ -200,3 +200,24 @@ def test_what_was_not_looked_at_is_said(load: Callable[..., Any]) -> None:
     facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
     unmade = {item.check for item in model.not_made(Context(loaded.recipe, loaded.origins, "check"), facts)}
     assert unmade == {"vocabulary against the tokenizer", "pad and stop tokens", "chat template", "weights"}
+
+
+def test_what_export_refuses_of_random_weights_is_known_before_training(findings: Callable[..., list[Any]]) -> None:
+    name, random = "meta-llama/Llama-3.1-8B", "model.init=random"
+    assert summary(findings(name, "lora: {}\n", random)) == [("FT747", "note")]
+    assert findings(name, "lora: {}\nexport: {formats: [adapter]}\n", random) == []
+    assert findings(name, "lora: {}\n", random, command="bench") == []
+    assert findings(name, "", random) == []  # a full fine-tune is copied
+
+
+def test_a_merge_that_this_machine_cannot_make_is_known_before_training(load: Callable[..., Any]) -> None:
+    from ftcli.preflight.checks.memory_and_disk import merge_findings
+
+    def found(text: str, host: int | None) -> list[str]:
+        loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{text}")
+        context = Context(loaded.recipe, loaded.origins, "check")
+        return [finding.code for finding in merge_findings(context, 8 * 10**9, host)]
+
+    assert found("lora: {}\n", 32 * 2**30) == ["FT748"]
+    assert found("lora: {}\n", 34 * 2**30) == []
+    assert found("lora: {}\n", None) == found("", 2**30) == found("lora: {}\nexport: {formats: [adapter]}\n", 1) == []

@@ -1,0 +1,139 @@
+"""What `ftcli check` finds out about a family without arithmetic: the model is built without memory and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftcli.config import QuantizationConfig
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.shape import Linear
+from ftcli.facts.trained import PlannedAdapters, Trained, optimizer_state
+from ftcli.preflight.report import PreflightReport
+from ftcli.tables import code_of, quantizations
+from ftcli.units import gib
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMemory:
+    """What training holds at least, in bytes: all but activations and workspaces, which only arithmetic tells."""
+
+    weights: int
+    adapters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model without memory.
+
+    Attributes:
+        parameters: How many it has.
+        attention: What its layers take.
+        adapters: What would be adapted; None for full fine-tuning.
+        at_least: None where it is not known what is trained.
+    """
+
+    parameters: int
+    attention: str
+    adapters: PlannedAdapters | None
+    at_least: LeastMemory | None
+
+
+def outline_of(report: PreflightReport) -> Outline:
+    """Builds the recipe's model without memory.
+
+    Raises FtcliError (exit 3): FT305 where it cannot be built, FT311 to FT314 for names that mean nothing in it, FT336
+    where it has nothing to quantise, FT337 for an attention that it does not have, FT601 where what training holds at
+    least is more than the device has.
+    """
+    from ftcli.model.checkpoint import hollow
+    from ftcli.model.load import config_of
+    from ftcli.model.quantize import layers_to_quantize
+    from ftcli.model.targets import planned
+
+    recipe, model = report.recipe, hollow(config_of(report.facts.raw))
+    stores = quantizations.row(recipe.quantization.method).quantize is not None
+    packed = layers_to_quantize(model) if stores else frozenset[str]()
+    adapters = None if recipe.lora is None else planned(model, recipe.lora, packed)
+    found = Outline(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        attention=_attention(report, model),
+        adapters=adapters,
+        at_least=_least_memory(report, model, adapters, packed),
+    )
+    _require_room(report, found)
+    return found
+
+
+def _attention(report: PreflightReport, model: PreTrainedModel) -> str:
+    from ftcli.model.checkpoint import usable_attention
+
+    chosen = report.recipe.model.attention
+    found = usable_attention(report.setup.execution.attention, chosen=chosen != "auto", model=model)
+    if found == "sdpa" and not model._supports_sdpa:
+        raise FtcliError.single(
+            "FT337",
+            f"model.attention: {chosen}, which transformers does not have for a {type(model).__name__}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="use model.attention: auto, which takes one that it has",
+        )
+    return found
+
+
+def _least_memory(
+    report: PreflightReport, model: PreTrainedModel, adapters: PlannedAdapters | None, packed: Collection[str]
+) -> LeastMemory | None:
+    recipe, plan = report.recipe, report.plan
+    trained = _language_parameters(model) if adapters is None else adapters.parameters
+    if trained is None:
+        return None
+    state = optimizer_state(recipe.train.optim, Trained(trained, ()))
+    return LeastMemory(
+        weights=_weights(model, packed, recipe.quantization, plan.parameter_bytes),
+        adapters=0 if adapters is None else 4 * trained,
+        gradients=4 * trained,
+        optimizer=state.device,
+    )
+
+
+def _language_parameters(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    parts = [model.get_decoder(), *([] if head is None else [head])]
+    elements: dict[int, int] = {id(p): p.numel() for part in parts for p in part.parameters()}
+    return sum(elements.values())
+
+
+def _weights(model: PreTrainedModel, packed: Collection[str], settings: QuantizationConfig, element: int) -> int:
+    reference = quantizations.row(settings.method).stored_bytes
+    stored: Callable[[Linear, QuantizationConfig], int] | None = None if reference is None else code_of(reference)
+    total: int = element * sum(parameter.numel() for parameter in model.parameters())
+    for name in packed:
+        layer = model.get_submodule(name)
+        assert stored is not None  # as the method quantises
+        linear = Linear(name, int(layer.in_features), int(layer.out_features))
+        total += stored(linear, settings) - element * linear.parameters
+    return total
+
+
+def _require_room(report: PreflightReport, found: Outline) -> None:
+    available, least = report.setup.device.available_bytes, found.at_least
+    if least is None or available is None or least.total <= available:
+        return
+    raise FtcliError.single(
+        "FT601",
+        f"does not fit: weights, adapters, gradients and optimizer alone need {gib(least.total)} GiB, "
+        f"{report.device.name} has {gib(available)} GiB",
+        exit_code=ExitCode.PREFLIGHT,
+        help="use a smaller model, `quantization: {method: nf4}` with `lora`, or a larger GPU",
+    )

@@ -1,0 +1,79 @@
+"""What `ftcli check` says of families without arithmetic, and that what it says of export comes true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.cli.app import main
+from tests.e2e.conftest import User
+from tests.small_models import build
+from tests.unit.export.conftest import tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def recipe(model_type: str, user: User, **change: Any) -> str:
+    folder = user.folder / "base"
+    build(model_type).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return user.recipe(model={"name_or_path": str(folder), "dtype": "auto"}, **change)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"), [("mamba2", "eager"), ("bloom", "eager"), ("qwen3_5", "sdpa"), ("mixtral", "sdpa")]
+)
+def test_the_attention_is_one_that_the_family_has(model_type: str, attention: str, user: User) -> None:
+    """Issue 11, B6: `check` said sdpa of families that have none."""
+    result = user.done("check", recipe(model_type, user), "--as", "h100")
+    assert result["attention"] == attention
+    assert {row["part"]: row["runs"] for row in result["kernel_table"]}["attention"] == attention
+
+
+def test_an_attention_that_the_family_does_not_have_is_refused(user: User) -> None:
+    status, document = user.run("check", recipe("mamba2", user), "--as", "h100", "--set", "model.attention=sdpa")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT337")
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_without_arithmetic_the_first_line_says_so_and_what_is_known(lora: bool, user: User) -> None:
+    path = recipe("qwen3_5", user)
+    words = [] if lora else ["--set", "lora=null"]
+    least = user.done("check", path, "--as", "h100", *words)["outline"]["at_least"]
+    model = build("qwen3_5")
+    language = sum(p.numel() for p in [*model.get_decoder().parameters(), *model.lm_head.parameters()])
+    total = sum(p.numel() for p in model.parameters())
+    trained = 8416 if lora else language
+    assert least["weights"] == total * (2 if lora else 4)
+    assert (least["gradients"], least["optimizer"]) == (4 * trained, 8 * trained)
+    user.capture.readouterr()
+    assert main(["check", path, "--as", "h100", "--offline", "--quiet", *words]) == 0
+    first = user.capture.readouterr().out.splitlines()[0]
+    assert first.startswith("no problem found on h100; memory could not be estimated: it needs more than")
+
+
+def test_what_certainly_does_not_fit_is_refused_without_arithmetic(user: User, tmp_path: Path) -> None:
+    from tests.small_models import config_of
+
+    config = config_of("mixtral")
+    config.update({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8})
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path / "large")
+    path = user.recipe(
+        model={"name_or_path": str(tmp_path / "large"), "init": "random", "dtype": "auto", "tokenizer": "bytes"}
+    )
+    status, document = user.run("check", path, "--as", "h100")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT601")
+    assert "87." in document["findings"][-1]["message"]  # 47 billion parameters in bfloat16
+    assert user.run("check", path, "--as", "b200")[0] == 0
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
+def test_a_quantized_base_without_linear_layers_is_refused_before_training(model_type: str, user: User) -> None:
+    status, document = user.run("check", recipe(model_type, user, quantization={"method": "nf4"}), "--as", "h100")
+    if model_type == "mamba":
+        assert status == 0
+    else:
+        assert (status, document["findings"][-1]["code"]) == (3, "FT336")
