@@ -10,6 +10,7 @@ from ftcli.units import gib, size
 
 if TYPE_CHECKING:
     from ftcli.cli.commands.doctor import Examination
+    from ftcli.data.look import LookedAt
     from ftcli.evaluate.suite import ModelScores
     from ftcli.facts.execution import Part
     from ftcli.facts.trained import PlannedAdapters
@@ -34,10 +35,17 @@ def check_text(result: CheckResult) -> str:
         lines += ["", f"disk    {size(disk.total_bytes)}{free}"]
         lines += _sizes({f"checkpoints ({disk.checkpoints})": disk.checkpoint_bytes * disk.checkpoints})
         lines += _sizes({"result": disk.result_bytes})
+    if result.rows:
+        lines += ["", "rows    rendered and tokenized as in a run", *(_looked_at(one) for one in result.rows)]
     if report.not_made:
         lines += ["", "not checked"]
         lines += [f"  {item.check}: {item.reason}" for item in report.not_made]
     return "\n".join(lines)
+
+
+def _looked_at(source: LookedAt) -> str:
+    count = f"{source.rows:,}" if source.whole else f"only {source.rows:,}"
+    return f"  {source.key:<12}{count} of {source.source}"
 
 
 def _verdict_line(result: CheckResult) -> str:

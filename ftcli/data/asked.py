@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig, GrpoConfig
+from ftcli.data.budget import Budget
 from ftcli.data.ledger import skipped_finding
+from ftcli.data.prepare import allowed_of
 from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
@@ -69,22 +71,24 @@ def asked_rows(
     *,
     offline: bool,
     max_rows: int | None = None,
+    budget: Budget | None = None,
 ) -> tuple[list[Asked], list[Finding]]:
     """Prompts of all sources (the first ``max_rows`` of them), and warnings about rows that are skipped or cut.
 
     What ``data.max_bad_rows``, ``data.overlong`` and ``data.reasoning`` say of rows to train on holds for these, too.
+    Where ``budget`` is spent, what is left is not read.
 
     Raises:
         FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411 to
             FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
     """
-    reader = _Reader(data, tokenizer, room, offline)
+    reader = _Reader(data, tokenizer, room, offline, budget)
     asked: list[Asked] = []
     warnings: list[Finding] = []
     failures: list[Finding] = []
     for source in sources:
         left = None if max_rows is None else max_rows - len(asked)
-        if left == 0:
+        if left == 0 or (budget is not None and budget.spent()):
             break
         try:
             found, told = reader.read(source, left)
@@ -102,7 +106,15 @@ def asked_rows(
 class _Reader:
     """What is the same for all sources of one call."""
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, room: Room, offline: bool) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        room: Room,
+        offline: bool,
+        budget: Budget | None,
+    ) -> None:
+        self._budget = budget
         self._data = data
         self._tokenizer = tokenizer
         self._room = room
@@ -111,13 +123,13 @@ class _Reader:
 
     def read(self, source: DatasetConfig, most: int | None) -> tuple[list[Asked], list[Finding]]:
         asked, bad, rows = self._rendered(source, most)
-        if not rows:
+        if not rows and (self._budget is None or not self._budget.stopped):
             raise no_rows(source)
         kept, overlong, told = self._fitting(source, asked)
-        allowed = self._data.max_bad_rows
-        refused = bad if len(bad) > (allowed if allowed >= 1 else allowed * rows) else []
+        whole = self._budget is None or not self._budget.stopped
+        refused = bad if len(bad) > allowed_of(self._data.max_bad_rows, rows, whole=whole) else []
         raise_findings(sorted([*refused, *overlong], key=lambda finding: (finding.origin and finding.origin.line) or 0))
-        if not kept:
+        if not kept and whole:
             message = f"no prompt of {source.path} is left: {len(asked):,} too long, {len(bad):,} broken"
             raise data_error("FT404", message, Origin(source.path), "raise data.max_seq_len, or fix the broken rows")
         if bad:
@@ -130,6 +142,8 @@ class _Reader:
         bad: list[Finding] = []
         make, rows = None, 0
         for item in iterate(source, offline=self._offline):
+            if self._budget is not None and self._budget.spent():
+                break
             rows += 1
             if isinstance(item, Finding):
                 bad.append(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig
+from ftcli.data.budget import Budget, OutOfTime
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
 from ftcli.data.encode import Batch, Encoder, training_renderer
 from ftcli.data.ledger import (
@@ -36,6 +38,8 @@ __all__ = ["Prepared", "Tokens", "prepare"]
 
 #: From this size on, the time to start processes is small against the time that they save.
 LARGE_BYTES = 32 * 2**20
+#: A look that has a budget does not read larger sources just to find out whether they were tokenized before.
+MOST_HASHED = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def prepare(
             FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
             error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
-    job = _Job(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
+    job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter())
     cache = TokenCache(cache_dir, job.reporter.warn)
     stores: list[TokenStore] = []
     cached: list[bool] = []
@@ -86,21 +90,32 @@ def prepare(
         else:
             stores.append(store)
             cached.append(found)
+    raise_together(failures)
+    ledgers, findings = accounts([(source.path, store) for source, store in zip(sources, stores, strict=True)], data)
+    return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
+
+
+def raise_together(failures: Sequence[FtcliError]) -> None:
+    """Raises what is wrong with any of several sources, where anything is."""
     if failures:
         worst = next((e.exit_code for e in failures if e.exit_code != ExitCode.DATA), ExitCode.DATA)
         raise FtcliError(dict.fromkeys(finding for error in failures for finding in error.findings), worst)
-    ledgers = [ledger_of({**store.facts["ledger"], "name": s.path}) for store, s in zip(stores, sources, strict=True)]
+
+
+def accounts(stores: Sequence[tuple[str, TokenStore]], data: DataConfig) -> tuple[list[DatasetLedger], list[Finding]]:
+    """The ledger of each source, by its name, and what is to be told of them."""
+    ledgers = [ledger_of({**store.facts["ledger"], "name": name}) for name, store in stores]
     findings = [
         skipped_finding(
             ledger.name, ledger.rows, ledger.bad_codes, [_finding(values) for values in store.facts["skipped"]]
         )
-        for ledger, store in zip(ledgers, stores, strict=True)
+        for ledger, (_, store) in zip(ledgers, stores, strict=True)
         if ledger.bad_rows
     ]
     findings += [finding for ledger in ledgers for finding in chat_findings(ledger, data.history)]
     apart = rendered_apart(ledgers)
     findings += [apart] if apart is not None else []
-    return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
+    return ledgers, findings
 
 
 def _finding(values: JsonObject) -> Finding:
@@ -166,8 +181,11 @@ def _kept(findings: list[Finding], codes: Counter[str], finding: Finding) -> Non
         findings.append(finding)
 
 
-class _Job:
-    """What is the same for all sources of one call."""
+class SourceReader:
+    """Reads and tokenizes sources; what is the same for all of them.
+
+    With a ``budget``, a source of which rows are left when it is spent raises OutOfTime.
+    """
 
     def __init__(
         self,
@@ -176,8 +194,10 @@ class _Job:
         stops: tuple[int, ...],
         offline: bool,
         reporter: Reporter,
+        budget: Budget | None = None,
     ) -> None:
         self.reporter = reporter
+        self._budget = budget
         self._data = data
         self._tokenizer = tokenizer
         self._stops = stops
@@ -193,6 +213,8 @@ class _Job:
         return cache.make(key, lambda writer: self._tokenize(source, writer)), False
 
     def _key(self, source: DatasetConfig) -> str | None:
+        if self._budget is not None and _bytes(source) > MOST_HASHED:
+            return None
         try:
             contents = contents_of(source, offline=self._offline)
         except OSError:
@@ -217,6 +239,9 @@ class _Job:
             for batch in encode_all(encoder, _chain(first, rows), self._processes(source)):
                 counts.add(batch)
                 writer.append(batch.encoded)
+                if self._budget is not None and self._budget.spent():
+                    self._raise_bad(source, counts, whole=False)
+                    raise OutOfTime(counts.rows)
         self._raise_bad(source, counts)
         ledger = counts.ledger(source.path, layout)
         if not ledger.kept_rows:
@@ -234,10 +259,10 @@ class _Job:
             else:
                 counts.fault(item)
 
-    def _raise_bad(self, source: DatasetConfig, counts: _Counts) -> None:
+    def _raise_bad(self, source: DatasetConfig, counts: _Counts, *, whole: bool = True) -> None:
         """Raises what is wrong with the rows, unless it is little enough to be skipped."""
         allowed = self._data.max_bad_rows
-        limit = allowed if allowed >= 1 else allowed * counts.rows
+        limit = allowed_of(allowed, counts.rows, whole=whole)
         findings, uncounted = list(counts.overlong), counts.overlong_codes - Counter(f.code for f in counts.overlong)
         if counts.bad_codes.total() > limit:
             findings += counts.bad
@@ -251,14 +276,29 @@ class _Job:
         raise_findings(ordered, uncounted)
 
     def _processes(self, source: DatasetConfig) -> int:
+        if self._budget is not None:
+            return 1
         if self._data.num_proc is not None:
             if self._data.num_proc > cores():
                 self.reporter.info(f"data.num_proc: {cores()} processes, one for each processor that there is")
             return min(self._data.num_proc, cores())
-        if is_hub(source):
-            return 1
-        size = sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))
-        return cores() if size >= LARGE_BYTES and source.max_rows is None else 1
+        return cores() if _bytes(source) >= LARGE_BYTES and source.max_rows is None else 1
+
+
+def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
+    """How many of ``rows`` may be broken by ``data.max_bad_rows``: a share is one of ``whole`` sources."""
+    if allowed >= 1:
+        return allowed
+    return allowed * rows if whole or allowed == 0 else rows
+
+
+def _bytes(source: DatasetConfig) -> int:
+    """About how much text the files of a source hold; 0 for a data set of the Hub, and for files that are not there."""
+    if is_hub(source):
+        return 0
+    with contextlib.suppress(FtcliError, OSError):  # whoever reads the files says what is wrong
+        return sum(file.path.stat().st_size * (4 if file.compressed else 1) for file in files_of(source))
+    return 0
 
 
 def _plain(finding: Finding) -> JsonObject:

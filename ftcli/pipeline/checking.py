@@ -9,14 +9,16 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.facts.device import DeviceFacts, named_device
 from ftcli.facts.execution import Part
 from ftcli.facts.trained import PlannedAdapters, trained_parameters
+from ftcli.pipeline.looking import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
-from ftcli.preflight.checks.context import Command, NotMade
+from ftcli.preflight.checks.context import Command
 from ftcli.preflight.checks.model import TARGETS_CHECK
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
+    from ftcli.data.look import LookedAt
     from ftcli.data.sample import SampledRow
     from ftcli.pipeline.outline import Outline
 
@@ -27,12 +29,14 @@ class CheckResult:
 
     Attributes:
         adapters: None for full fine-tuning.
+        rows: Which rows were looked at.
         attention: What the layers take, where that is not what the report says; else nothing.
         outline: What was found out by building the model without memory, where the family has no arithmetic.
     """
 
     report: PreflightReport = field(metadata=SPREAD)
     adapters: PlannedAdapters | None
+    rows: tuple[LookedAt, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)
     outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)
@@ -51,10 +55,11 @@ def checked(
 def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:
     """The preflight report, with ``samples`` rows of each training source as tokens.
 
-    Raises FtcliError with all findings of the first stage that has errors; for samples, the faults of those rows.
+    Raises FtcliError with all findings of the first stage that has errors; the last one is what the rows come to, as
+    training and evaluation read them, as far as that can be said here and now.
     """
     report = checked(loaded, session, "check", named_device(as_gpu) if as_gpu is not None else None)
-    not_made = (*report.not_made, NotMade("rows as tokens", _why_no_tokens(samples)))
+    not_made = report.not_made
     outline, adapters, attention = None, _arithmetic(report), ""
     if report.facts.shape is None:
         from ftcli.pipeline.outline import outline_of
@@ -63,8 +68,10 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
         adapters, attention = outline.adapters, outline.attention
         not_made = tuple(item for item in not_made if item.check != TARGETS_CHECK)
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
-    found = _samples(session, report, samples) if samples else ()
-    return CheckResult(replace(report, not_made=not_made), adapters, attention, outline, found)
+    shown = _samples(session, report, samples) if samples else ()
+    looked = look_at_rows(report, session)
+    report = replace(report, not_made=(*not_made, *looked.not_made))
+    return CheckResult(report, adapters, looked.rows, attention, outline, shown)
 
 
 def _corrected(part: Part, attention: str) -> Part:
@@ -72,11 +79,6 @@ def _corrected(part: Part, attention: str) -> Part:
     if part.part != "attention" or part.runs == attention:
         return part
     return replace(part, runs=attention, reason=f"transformers' own; this model has no {part.runs.upper()}")
-
-
-def _why_no_tokens(samples: int) -> str:
-    looked = f"only the first {samples} of each source were, here" if samples else "--show-sample N looks at some"
-    return f"the command that tokenizes them holds them against the chat template and data.max_seq_len; {looked}"
 
 
 def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:

@@ -321,14 +321,6 @@ def test_a_run_of_random_weights_is_held_to_its_seed(user: User) -> None:
     assert "run.seed 3 -> 4" in document["findings"][-1]["message"]
 
 
-def test_check_says_that_it_did_not_tokenize(user: User) -> None:
-    """Issue 12, mend 2: it said "fits" of rows that the template or max_seq_len refuse, and nothing else."""
-    recipe = user.recipe()
-    assert "--show-sample" in user.done("check", recipe)["not_made"][-1]["reason"]
-    sampled = user.done("check", recipe, "--show-sample", "1")["not_made"][-1]
-    assert (sampled["check"], "the first 1 of" in sampled["reason"]) == ("rows as tokens", True)
-
-
 @pytest.mark.parametrize(
     "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "ftcli_state.json", "trainer_state.json"]
 )

@@ -1,0 +1,101 @@
+"""`ftcli check` looks at rows as training and evaluation will: rendered by the chat template, as tokens, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftcli.config import DatasetConfig
+from ftcli.errors import FtcliError
+from ftcli.preflight.checks.context import NotMade
+from ftcli.preflight.report import PreflightReport
+from ftcli.reporting import Session
+from ftcli.rows.places import is_hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ftcli.data.look import LookedAt, Looking
+
+#: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
+SECONDS = 10.0
+_CHECK = "rows as tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsLookedAt:
+    """Which rows of which sources were looked at, and of what that could not be done."""
+
+    rows: tuple[LookedAt, ...]
+    not_made: tuple[NotMade, ...]
+
+
+def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
+    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told.
+
+    Raises FtcliError (exit 4) with what training and evaluation would refuse, all of it; whatever the tokenizer of a
+    local model raises.
+    """
+    tokenizer, reason = _tokenizer(report)
+    if tokenizer is None:
+        return RowsLookedAt((), (NotMade(_CHECK, reason),))
+    from ftcli.data.budget import Budget
+    from ftcli.data.look import Looking
+
+    looking = Looking(
+        report.recipe.data, tokenizer, Budget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
+    )
+    _look(looking, report, tokenizer)
+    for finding in dict.fromkeys(looking.findings):
+        session.reporter.finding(finding)
+    looking.raise_failures()
+    hub = sorted({source.path for source in _all_sources(report) if is_hub(source)})
+    not_made = [NotMade(f"{_CHECK}: {name}", "it is on the Hub; the run reads it") for name in hub]
+    for one in looking.found:
+        if not one.whole:
+            looked = f"its first {one.rows:,} rows were, and nothing is wrong with them" if one.rows else "none was"
+            not_made.append(NotMade(f"{_CHECK}: {one.source}", f"{looked}, in {SECONDS:g} s; the run looks at all"))
+    return RowsLookedAt(tuple(looking.found), tuple(not_made))
+
+
+def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The recipe's tokenizer if it is on this machine, or why it is not used."""
+    from ftcli.data.template import Renderer
+    from ftcli.model.load import load_tokenizer
+
+    model, template = report.recipe.model, report.recipe.data.chat_template
+    try:
+        tokenizer = load_tokenizer(model, offline=True)
+    except FtcliError:
+        if report.facts.tokenizer is not None:
+            raise
+        named = model.tokenizer or model.name_or_path
+        return None, f"the tokenizer of {named} is not on this machine; --show-sample N fetches it"
+    if template is not None:
+        tokenizer.chat_template = Renderer(tokenizer, template).source
+    return tokenizer, ""
+
+
+def _look(looking: Looking, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
+    from ftcli.data.asked import room_of_grpo, room_of_task
+    from ftcli.model.load import stop_token_ids
+
+    recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
+    if report.setup.method.from_prompts and recipe.grpo is not None:
+        looking.prompts("data.train", _local(recipe.data.train), room_of_grpo(recipe.grpo))
+    else:
+        looking.rows("data.train", _local(recipe.data.train), stops)
+        looking.rows("data.eval", _local(recipe.data.eval), stops)
+    room = room_of_task(recipe.data, recipe.eval.generate.max_new_tokens)
+    for task in recipe.eval.tasks:
+        looking.prompts("eval.tasks", _local(task.data or recipe.data.eval), room, task.max_rows)
+
+
+def _local(sources: tuple[DatasetConfig, ...]) -> list[DatasetConfig]:
+    return [source for source in sources if not is_hub(source)]
+
+
+def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:
+    yield from (*report.recipe.data.train, *report.recipe.data.eval)
+    yield from (source for task in report.recipe.eval.tasks for source in task.data)

@@ -1,0 +1,81 @@
+"""`ftcli check` looks at rows as `train`, `grpo` and `eval` do, where that is quick, and says what it looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.pipeline import looking
+from tests.e2e.conftest import User
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+GOOD = {"messages": CHAT}
+SYSTEM = {"messages": [{"role": "system", "content": "s"}, *CHAT]}
+LONG = {"messages": [{"role": "user", "content": "q" * 100}, CHAT[1]]}
+GRPO: dict[str, Any] = {
+    "num_generations": 4,
+    "max_prompt_length": 48,
+    "max_completion_length": 4,
+    "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+}
+
+
+def rows(path: Path, *fields: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in fields))
+    return str(path)
+
+
+def errors(answer: tuple[int, dict[str, Any]]) -> tuple[int, list[tuple[str, int | None]]]:
+    status, document = answer
+    return status, [(f["code"], f["line"]) for f in document["findings"] if f["severity"] == "error"]
+
+
+@pytest.mark.parametrize(("row", "code"), [(SYSTEM, "FT425"), (LONG, "FT431")])
+@pytest.mark.parametrize("number", [3, 300])
+def test_check_refuses_what_train_refuses(user: User, row: dict[str, Any], code: str, number: int) -> None:
+    path = rows(user.folder / "d.jsonl", *[GOOD] * (number - 1), row, GOOD)
+    recipe = user.recipe(data={"train": [path], "eval": []})
+    checked, trained = errors(user.run("check", recipe)), errors(user.run("train", recipe))
+    assert checked == trained == (4, [(code, number)])
+
+
+def test_check_refuses_held_out_rows_tasks_and_prompts_together(user: User) -> None:
+    held = rows(user.folder / "e.jsonl", GOOD, LONG)
+    task = rows(user.folder / "t.jsonl", GOOD, GOOD, SYSTEM)
+    recipe = user.recipe(data={"eval": [held]}, eval={"tasks": [{"data": [task]}]})
+    assert errors(user.run("check", recipe)) == (4, [("FT431", 2), ("FT425", 3)])
+    asked = rows(user.folder / "p.jsonl", {"prompt": "q"}, {"prompt": "q" * 100})
+    change: dict[str, Any] = {"train": {"per_device_train_batch_size": 4, "max_steps": 1}, "grpo": GRPO}
+    recipe = user.recipe("g", data={"train": [asked], "eval": []}, **change)
+    assert errors(user.run("check", recipe)) == errors(user.run("grpo", recipe)) == (4, [("FT781", 2)])
+
+
+def test_check_says_what_it_looked_at_and_the_run_does_not_do_it_again(user: User) -> None:
+    recipe = user.recipe(eval={"tasks": [{"max_rows": 2}]}, train={"max_steps": 1})
+    result = user.done("check", recipe)
+    assert [(one["key"], one["rows"], one["whole"]) for one in result["rows"]] == [
+        ("data.train", 40, True), ("data.eval", 6, True), ("eval.tasks", 2, True),
+    ]  # fmt: skip
+    assert not any("rows" in item["check"] for item in result["not_made"])
+
+
+def test_what_there_was_no_time_for_is_listed(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rows(user.folder / "d.jsonl", *[GOOD] * 600, SYSTEM)
+    recipe = user.recipe(data={"train": [path, "bundled:smoke-eval"], "eval": []})
+    monkeypatch.setattr(looking, "SECONDS", 1e-9)
+    result = user.done("check", recipe)
+    assert [(one["rows"], one["whole"]) for one in result["rows"]] == [(0, False), (0, False)]
+    reasons = [item["reason"] for item in result["not_made"] if item["check"].startswith("rows as tokens")]
+    assert len(reasons) == 2
+    assert all("none was" in reason for reason in reasons)
+
+
+def test_a_tokenizer_that_is_not_here_is_said(user: User) -> None:
+    recipe = user.recipe(model={"name_or_path": "google/gemma-2-2b-it", "dtype": "auto"})
+    result = user.done("check", recipe, "--as", "h100")
+    reason = next(item["reason"] for item in result["not_made"] if item["check"] == "rows as tokens")
+    assert "the tokenizer of google/gemma-2-2b-it is not on this machine" in reason
+    assert result["rows"] == []
