@@ -8,6 +8,7 @@ that share an input are one product.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
@@ -85,7 +86,22 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
     if method.products is None:
         return f"there are no products of {quantization.method} weights"
     why_not: Callable[[Gpu, str], str | None] = code_of(method.products.why_not)
-    return why_not(gpu_of(device), plan.compute)
+    reason = why_not(gpu_of(device), plan.compute)
+    if reason is not None or device.capability is None or device.probed:
+        return reason or device.failed_products
+    known: Callable[[tuple[int, int]], str | None] = code_of(method.products.known)
+    return known(device.capability)
+
+
+def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -> DeviceFacts:
+    """This machine, with what came of trying the method's products on it. Takes seconds, once a process."""
+    products = quantizations.row(quantization.method).products
+    if products is None or not device.probed or device.capability is None:
+        return device
+    if device.capability < code_of(products.capability):
+        return device
+    tried: Callable[[tuple[int, int]], str | None] = code_of(products.tried)
+    return replace(device, failed_products=tried(device.capability))
 
 
 def dequantized_bytes(

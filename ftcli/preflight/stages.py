@@ -25,6 +25,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, cpu_device, probe_device
 from ftcli.facts.execution import parts_of
 from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
 from ftcli.preflight.checks import crossfield, data, files, machine, memory_and_disk, model, sources, support
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
@@ -58,13 +59,17 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         rows = data.check(context, facts, offline=offline)
         found.stage(ExitCode.DATA, rows.findings, rows.not_made)
     device = probe_device() if device is None else device
+    if context.work != "export":
+        device = with_products_tried(device, loaded.recipe.quantization)
     setup = Setup(loaded.recipe, facts, within_budget(device, loaded.recipe), context.work, context.method)
     checkpointing = choose_checkpointing(setup)
     setup = checkpointing.applied_to(setup)
     context = replace(context, recipe=setup.recipe)
     estimates = _estimates(context, setup)
     found.stage(
-        ExitCode.PREFLIGHT, [*machine.check(context, device, setup.plan), *estimates.findings], estimates.not_made
+        ExitCode.PREFLIGHT,
+        [*machine.check(context, device, setup.plan), *estimates.findings],
+        [*machine.not_made(context, device), *estimates.not_made],
     )
     return PreflightReport(
         setup=setup,

@@ -16,11 +16,15 @@ class StoredProducts:
     Attributes:
         capability: The lowest compute capability of a GPU that has such products, (major, minor).
         why_not: A function of ``ftkernels.limits.Gpu`` and the compute dtype: why there are no such products, or None.
+        known: A function of a GPU's compute capability: why such products are not to be relied on there, or None.
+        tried: The same of this machine's GPU, by trying them.
         measure_rate: A function of a torch device that measures how many operations a second such products do.
     """
 
     capability: str
     why_not: str
+    known: str
+    tried: str
     measure_rate: str
 
 
@@ -84,6 +88,8 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             products=StoredProducts(
                 capability="ftkernels.limits:FLOAT8_CAPABILITY",
                 why_not="ftkernels.limits:why_no_fp8",
+                known="ftkernels.fp8_trial:why_no_rows",
+                tried="ftkernels.fp8_trial:why_no_rows_here",
                 measure_rate="ftcli.trainers.bench:measure_fp8_rate",
             ),
         ),

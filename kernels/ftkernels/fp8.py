@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ftkernels.device import BackendName, choose_backend, dtype_name, gpu_of
 from ftkernels.fp8_kernels import E4M3, quantize_rows_torch, quantize_rows_triton
+from ftkernels.fp8_trial import why_no_rows_here
 from ftkernels.limits import why_no_fp8
 
 # cuBLAS and CUTLASS want rows of fp8 operands to start at multiples of 16 bytes.
@@ -199,7 +200,12 @@ def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
 
 
 def on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the fp8 instructions serve this product: as ``limits.why_no_fp8``, and with rows that are aligned."""
-    if a.shape[0] == 0 or why_no_fp8(gpu_of(a.device), dtype_name(dtype)) is not None:
+    """Whether the fp8 instructions serve this product: as ``limits.why_no_fp8``, where they have been tried on the
+    machine (``fp8_trial``), and with rows that are aligned.
+    """
+    gpu = gpu_of(a.device)
+    if a.shape[0] == 0 or why_no_fp8(gpu, dtype_name(dtype)) is not None:
+        return False
+    if gpu.capability is None or why_no_rows_here(gpu.capability) is not None:
         return False
     return a.shape[1] % _ALIGNED == 0 and b.shape[0] % _ALIGNED == 0 and b.stride(0) % _ALIGNED == 0

@@ -8,7 +8,7 @@ from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.facts.execution import why_no_kernels
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
-from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, quantizations
 from ftcli.units import gib
 
@@ -64,6 +64,14 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
             f"{path} {quantization.method}: {dequantized}; here the weights are dequantised to {plan.compute} first",
             help="use it here to try a recipe out; training without `quantization` is faster",
         )
+
+
+def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
+    """What only the machine itself can tell."""
+    method = context.recipe.quantization.method
+    if quantizations.row(method).products is None or device.probed or device.kind != "cuda":
+        return []
+    return [NotMade(f"products of {method} weights", "they are tried on the machine itself, before a run begins")]
 
 
 def _occupied(context: Context, device: DeviceFacts) -> Findings:

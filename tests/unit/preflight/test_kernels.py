@@ -9,6 +9,7 @@ import pytest
 import torch
 from ftkernels.device import fuses_products
 from ftkernels.fp8 import on_tensor_cores
+from ftkernels.fp8_trial import why_no_rows
 from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
@@ -59,6 +60,7 @@ def test_fp8_products_run_where_the_weights_would_take_them(
     device = named_device(gpu)
     operand: Any = SimpleNamespace(shape=(32, 32), device=gpu, stride=lambda _: 32)
     monkeypatch.setattr("ftkernels.fp8.gpu_of", lambda _: _gpu(device))
+    monkeypatch.setattr("ftkernels.fp8.why_no_rows_here", why_no_rows)
     part = "products of the frozen weights"
     rows = rows_for(load(LLAMA % (dtype, 16), "quantization.method=fp8", "model.kernels=reference"), device)
     assert (rows[part].runs == "fp8") == on_tensor_cores(operand, operand, DTYPES[dtype])
