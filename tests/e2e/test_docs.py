@@ -14,6 +14,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: Each page, how many blocks it has at least, and a file that it leaves.
 PAGES = [
     ("quickstart", 7, "runs/my-first/report.html"),
+    ("migrating", 12, "outputs/mine/export/safetensors/model.safetensors"),
     ("sweeps", 2, "runs/rates/comparison.html"),
     ("evaluation", 4, "runs/my/eval.json"),
     ("troubleshooting", 10, "runs/trial.previous-1/report.html"),

@@ -131,6 +131,6 @@ def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:
     if "boolean" in kinds and kinds <= {"boolean", "null"}:
         switch = truth(value)
         return value if switch is None else switch
-    if "array" in kinds and isinstance(value, str):
+    if "array" in kinds and isinstance(value, str) and value not in schema.choices(node or {}):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value

@@ -336,6 +336,18 @@ def test_trl_command_line(made: Callable[..., Made]) -> None:
     assert found.heard("FT161", "every token of `messages` rows")
 
 
+def test_a_word_for_all_modules_is_no_list_of_one(made: Callable[..., Made]) -> None:
+    text = "model_name_or_path: m\nuse_peft: true\nmax_length: 8\ndataset_name: r.jsonl\nlora_target_modules: "
+    for words, ours in (
+        ("all-linear", "all-linear"),
+        ("[q_proj]", ("q_proj",)),
+        ("q_proj, v_proj", ("q_proj", "v_proj")),
+    ):
+        lora = made("trl.yaml", text + words + "\n").recipe.lora
+        assert lora is not None
+        assert lora.target_modules == ours
+
+
 def test_trl_without_adapters_has_its_own_defaults(made: Callable[..., Made]) -> None:
     text = (
         "model_name_or_path: org/m\ndataset_name: rows.jsonl\nmax_length: 128\nassistant_only_loss: true\nlora_r: 8\n"
