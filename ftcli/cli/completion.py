@@ -20,7 +20,7 @@ def recipe_files(incomplete: str) -> list[str]:
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """Names of the recipes that ship with ftcli."""
-    from ftcli.cli.commands.recipes import shipped
+    from ftcli.cli.shipped import shipped
 
     return [name for name in shipped() if name.startswith(incomplete)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,20 +89,36 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
     """Read a recipe and its overrides. Raises FtcliError with every finding of the stage that failed."""
     from ftcli.config.load import load_recipe
 
-    return load_recipe(expanded(path), changes)
+    try:
+        return load_recipe(expanded(path), changes)
+    except FtcliError as error:
+        raise _advised(error, expanded(path)) from error
+
+
+def _advised(error: FtcliError, path: Path) -> FtcliError:
+    """A recipe that is not there (FT101), with what was probably meant."""
+    finding = error.findings[0]
+    if finding.code != "FT101" or (finding.help or "").startswith("did you mean"):
+        return error
+    from ftcli.cli.near import recipe_meant, run_meant
+
+    meant = recipe_meant(path) or (run_meant(path) if path.suffix not in (".yaml", ".yml") else None)
+    return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
 
 def run_directory(path: str, label: str) -> Path:
     """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml."""
     folder = expanded(path)
     if not is_file(folder / "recipe.yaml"):
+        from ftcli.cli.near import run_meant
+
         problem = "holds no recipe.yaml, so it is no run directory" if is_folder(folder) else "is not a directory"
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",
             exit_code=ExitCode.RECIPE,
             origin=Origin(f"{label} {path}" if label.startswith("-") else label),
-            help="name the directory that `ftcli train` wrote, as in runs/smoke",
+            help=run_meant(folder) or "name the directory that `ftcli train` wrote, as in runs/smoke",
         )
     return folder
 

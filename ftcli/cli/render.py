@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from ftcli.errors import Finding, Origin
@@ -29,8 +30,22 @@ class Style:
 
 
 def findings_text(findings: Iterable[Finding], style: Style) -> str:
-    """One block for each finding, in the format that the contract promises."""
-    return "\n".join(_block(finding, style) for finding in findings)
+    """One block for each finding, in the format that the contract promises.
+
+    A remedy of many rows of data stands once, below the last of them.
+    """
+    shown = list(findings)
+    last = {(finding.code, finding.help): number for number, finding in enumerate(shown)}
+    blocks = []
+    for number, finding in enumerate(shown):
+        later = of_row(finding) and last[finding.code, finding.help] > number
+        blocks.append(_block(replace(finding, help=None) if later else finding, style))
+    return "\n".join(blocks)
+
+
+def of_row(finding: Finding) -> bool:
+    """Whether a finding is about a row of data: of such there may be very many."""
+    return finding.origin is not None and finding.origin.line is not None and finding.origin.excerpt is None
 
 
 def _block(finding: Finding, style: Style) -> str:

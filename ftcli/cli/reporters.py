@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
-from ftcli.cli.render import Style, findings_text
+from ftcli.cli.render import Style, findings_text, of_row
 from ftcli.errors import Finding
 from ftcli.reporting import Progress, SilentProgress
 
@@ -25,6 +26,7 @@ class CollectingReporter:
 
     def __init__(self, stream: TextIO, style: Style, *, quiet: bool) -> None:
         self.findings: list[Finding] = []
+        self._helped: set[tuple[str, str | None]] = set()
         self._stream = stream
         self._style = style
         self._quiet = quiet
@@ -42,7 +44,9 @@ class CollectingReporter:
         """The finding's block; notes only when not quiet."""
         self.findings.append(finding)
         if finding.severity != "note" or not self._quiet:
-            self._write(findings_text([finding], self._style))
+            told = of_row(finding) and (finding.code, finding.help) in self._helped
+            self._helped.add((finding.code, finding.help))
+            self._write(findings_text([replace(finding, help=None) if told else finding], self._style))
 
     @contextmanager
     def progress(self, total: int | None, description: str) -> Iterator[Progress]:

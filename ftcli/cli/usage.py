@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from itertools import pairwise
 from types import MappingProxyType
 
 from typer.exceptions import TyperException
 
+from ftcli.cli.near import is_run, is_shipped
 from ftcli.errors import Finding, Origin
 
 #: What other tools call our commands.
@@ -25,6 +26,13 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 
 
+#: How other tools name their configuration, and a GPU.
+_OF_RECIPES = frozenset(("config", "config-file", "config_file", "recipe", "file", "c", "f", "cfg", "yaml"))
+_OF_DEVICES = frozenset(("gpu", "device", "gpu-type", "gpu_type", "hardware", "for", "on"))
+#: An option that is so similar to one of ours was misspelt, though it is the name of a recipe's key as well.
+_MISSPELT = 0.8
+
+
 def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     """FT151 for a first word that is no command."""
     from ftcli.config.secrets import mask
@@ -34,6 +42,10 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     near = [meant] if meant else get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     if word.endswith((".yaml", ".yml")):
         help = f"a command comes first: `ftcli train {word}` or `ftcli check {word}`"
+    elif is_shipped(word):
+        help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"
+    elif is_run(word):
+        help = f"that is a run: `ftcli export {word}`, `ftcli runs` or `ftcli compare {word} ...`"
     elif near:
         help = f"did you mean `ftcli {near[0]}`?"
     else:
@@ -57,15 +69,23 @@ def usage_finding(error: TyperException, argv: Sequence[str]) -> Finding:
         help = _option_help(option, getattr(error, "possibilities", None) or (), path) or help
     elif "unexpected extra argument" in message:
         help = _extra_help(argv) or help
+    elif "no such command" in message and argv and argv[-1] and is_shipped(argv[-1]):
+        help = f"did you mean `ftcli recipes show {argv[-1]}`?"
     return Finding("FT150", message, Origin("command line"), help)
 
 
 def _option_help(option: str, near: Sequence[str], path: str) -> str | None:
     if path == "ftcli":
         return f"options come after the command, as in `ftcli train RECIPE {option}`"
-    if near:
-        return f"did you mean {near[0]}?"
-    keys = _keys_named(option.lstrip("-").partition("=")[0])
+    name = option.lstrip("-").partition("=")[0]
+    if name in _OF_RECIPES:
+        return f"the recipe is named without an option: `{path} RECIPE`"
+    if name in _OF_DEVICES and path == "ftcli check":
+        return "did you mean --as, as in `--as t4`?"
+    keys = _keys_named(name)
+    likely = get_close_matches(option, near, n=1, cutoff=0.5 if keys else 0.4)
+    if likely and not (keys and SequenceMatcher(None, option, likely[0]).ratio() < _MISSPELT):
+        return f"did you mean {likely[0]}?"
     return f"values of a recipe are set by --set {keys[0]}=VALUE" if keys else None
 
 
@@ -73,6 +93,9 @@ def _extra_help(argv: Sequence[str]) -> str | None:
     """For ``ftcli train recipe.yaml lora.r=8``, as other tools have it."""
     loose = [word for before, word in pairwise(argv) if "=" in word and before != "--set"]
     loose = [word for word in loose if not word.startswith("-")]
+    runs = [word for word in argv[2:] if is_run(word)]
+    if argv[0] == "eval" and runs:
+        return f"write --run {runs[0]}"
     return f"write --set {loose[0]}" if loose else None
 
 

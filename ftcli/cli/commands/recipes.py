@@ -15,6 +15,7 @@ from ftcli.cli import completion, options, render
 from ftcli.cli.commands import convert, new
 from ftcli.cli.files import write_new
 from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.shipped import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.plain import JsonObject
 from ftcli.reporting import Session
@@ -156,14 +157,6 @@ def schema(json: options.JsonOption = False, debug: options.DebugOption = False)
         return json_module.dumps(result, indent=2)
 
     return Request("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
-
-
-def shipped() -> dict[str, Path]:
-    """Recipes by name: those inside an installed package, or those of the checkout that this package stands in."""
-    package = Path(__file__).resolve().parents[2]
-    inside = package / "assets" / "recipes"
-    folder = inside if inside.is_dir() else package.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def find(name: str) -> Path:

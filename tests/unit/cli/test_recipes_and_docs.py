@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import recipes_page
 
+from ftcli.cli import shipped
 from ftcli.cli.app import main
-from ftcli.cli.commands import recipes
 from ftcli.config.schema import RecipeSchema
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,12 +46,12 @@ def test_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "ftcli" / "cli" / "commands" / "recipes.py"
+    module = tmp_path / "ftcli" / "cli" / "shipped.py"
     inside = tmp_path / "ftcli" / "assets" / "recipes"
     inside.mkdir(parents=True)
     (inside / "only.yaml").write_text("# One.\n")
-    monkeypatch.setattr(recipes, "__file__", str(module))
-    assert recipes.shipped() == {"only": inside / "only.yaml"}
+    monkeypatch.setattr(shipped, "__file__", str(module))
+    assert shipped.shipped() == {"only": inside / "only.yaml"}
 
 
 def test_schema_is_all_that_stdout_gets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,56 @@
+"""What a name on the command line probably meant: a recipe of the package, a recipe here, or a run."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from ftcli.cli.shipped import shipped
+from ftcli.paths import is_file, is_folder
+
+#: Where recipes and runs lie when nobody said otherwise.
+_RECIPES, _RUNS = Path("recipes"), Path("runs")
+
+
+def recipe_meant(path: Path) -> str | None:
+    """What to do about a recipe that is not there; None where nothing like it is known."""
+    here = _RECIPES / f"{_stem(path)}.yaml"
+    if is_file(here):
+        return f"did you mean {here}?"
+    known = shipped()
+    found = get_close_matches(_stem(path), known, n=1, cutoff=0.8)
+    if not found:
+        return None
+    return f"`ftcli recipes copy {found[0]}` writes the recipe of that name, which ships with ftcli, to {found[0]}.yaml"
+
+
+def run_meant(path: Path) -> str | None:
+    """A run of a similar name, beside the one that is not there or below ``runs``."""
+    for folder in dict.fromkeys((path.parent, _RUNS)):
+        names = [entry for entry in _folders(folder) if is_file(folder / entry / "recipe.yaml")]
+        found = get_close_matches(path.name, names, n=1, cutoff=0.6)
+        if found:
+            return f"did you mean {folder / found[0]}?"
+    return None
+
+
+def is_run(word: str) -> bool:
+    """Whether a word names a run's folder."""
+    return is_file(Path(word) / "recipe.yaml")
+
+
+def is_shipped(word: str) -> bool:
+    """Whether a word is the name of a recipe that ships with ftcli."""
+    return word in shipped()
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".yaml").removesuffix(".yml")
+
+
+def _folders(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(folder) if is_folder(Path(entry.path))]
+    except OSError:
+        return []
