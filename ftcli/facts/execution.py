@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from ftkernels.limits import LARGEST_FUSED_RANK, Activation, packed_rank, why_no_elementwise, why_no_products
+from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, why_no_elementwise, why_no_products
 
 from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
@@ -53,20 +53,23 @@ class LayerChoice:
     parts: bool = False
 
 
-def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, device: str, cuda: bool) -> LayerChoice:
+def choose_layers(
+    model_type: str, activation: str | None, kernels: Kernels, *, device: str, gpu: Gpu | None
+) -> LayerChoice:
     """What computes the layers of a model whose base weights are frozen.
 
     Args:
         activation: transformers' name of the MLP's activation; None where it is not known.
         kernels: The recipe's ``model.kernels``. ``triton`` allows no exception; enforcing that is left to the caller.
         device: The device's name, for the reason.
-        cuda: Whether it is a CUDA GPU.
+        gpu: None where it is no CUDA GPU.
     """
     family = family_of(model_type)
     if kernels == "off":
         return LayerChoice("transformers", "model.kernels: off")
-    if kernels != "reference" and not cuda:
-        return LayerChoice("transformers", f"{device} is no CUDA GPU")
+    refusal = _why_no_triton(gpu)
+    if kernels != "reference" and refusal is not None:
+        return LayerChoice("transformers", f"{device} is no CUDA GPU" if gpu is None else refusal)
     if family is None or family.kernels == "none":
         return LayerChoice("transformers", f"model_type {model_type} is not in the family table of the kernels")
     if activation is None or activation not in ACTIVATIONS:
@@ -81,9 +84,15 @@ def choose_layers(model_type: str, activation: str | None, kernels: Kernels, *, 
 
 def why_no_kernels(device: DeviceFacts) -> str | None:
     """Why ftcli's Triton kernels cannot run on a device at all, as one clause, or None."""
-    if device.kind != "cuda":
-        return "the kernels need a CUDA GPU"
-    return why_no_elementwise(gpu_of(device))
+    return _why_no_triton(_cuda_gpu(device))
+
+
+def _cuda_gpu(device: DeviceFacts) -> Gpu | None:
+    return gpu_of(device) if device.kind == "cuda" else None
+
+
+def _why_no_triton(gpu: Gpu | None) -> str | None:
+    return "the kernels need a CUDA GPU" if gpu is None else why_no_elementwise(gpu)
 
 
 def own_attention(model: ModelConfig, softcap: float | None) -> str:
@@ -176,8 +185,8 @@ def parts_of(
 def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work, method: Method) -> LayerChoice:
     if work == "export":
         return LayerChoice("transformers", "nothing is trained or evaluated")
-    kernels, cuda = recipe.model.kernels, device.kind == "cuda"
-    choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, cuda=cuda)
+    kernels, gpu = recipe.model.kernels, _cuda_gpu(device)
+    choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
     if work == "eval" or (choice.code == "transformers" and not choice.parts):
         return choice
     if not method.on_kernels:

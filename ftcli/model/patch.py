@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.device import BackendName
+from ftkernels.device import BackendName, gpu_of
 from ftkernels.projection import join_weights
 from torch import nn
 
@@ -100,7 +100,8 @@ def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
     config = base.config.get_text_config()
     device = next(base.parameters()).device
     activation = activation_of(config.to_dict(), family_of(config.model_type))
-    return choose_layers(config.model_type, activation, kernels, device=str(device), cuda=device.type == "cuda")
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    return choose_layers(config.model_type, activation, kernels, device=str(device), gpu=gpu)
 
 
 def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backend: BackendName) -> None:

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.preflight.memory.advice import Saving, savings
-from ftcli.preflight.memory.terms import EVALUATION
+from ftcli.preflight.memory.terms import BACKWARD, END, EVALUATION, FORWARD, Phase
 from ftcli.preflight.report import PreflightReport
 from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
 
 if TYPE_CHECKING:
-    from ftcli.trainers.base import RunTrainerMixin
+    from ftcli.trainers.base import Doing, RunTrainerMixin
 
 _size = partial(size, smallest="MiB")
 _SUGGESTED = 3
+_WORDS: Mapping[Phase, str] = {FORWARD: "forward pass", BACKWARD: "backward pass"}
 #: Buffers of safetensors and torch, and some more.
 _ROOM_BYTES = 4 << 20
 
@@ -31,7 +32,8 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
     """
     held = _held({})
     let_go(error)
-    found = savings(report.setup.on(report.device), EVALUATION) if where.endswith("evaluating") else ()
+    evaluation: tuple[Phase, ...] = (EVALUATION,)
+    found = savings(report.setup.on(report.device), evaluation) if where.endswith("evaluating") else ()
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 
@@ -41,16 +43,29 @@ def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport,
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
     """
     step = trainer.state.global_step
-    phase = trainer.phase
-    if phase in ("evaluation", "saving"):
-        where = f"in the {phase} after step {step}" if phase == "evaluation" else f"while step {step} was saved"
-    else:
-        where = f"in the {phase} of step {step + 1}" if phase != "step" else f"in step {step + 1}"
-        where += _batch(trainer.batch_shape)
+    doing = trainer.phase
+    where = _where(doing, step, trainer.batch_shape)
     held = _held(_parts(trainer))
     let_go(error)
-    found = savings(report.setup.on(report.device), phase)
+    found = savings(report.setup.on(report.device), _estimated(doing))
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
+
+
+def _where(doing: Doing, step: int, batch_shape: tuple[int, ...] | None) -> str:
+    """In words: what was done after ``step`` steps, and with which batch."""
+    if doing == "saving":
+        return f"while step {step} was saved"
+    if doing == EVALUATION:
+        return f"in the evaluation after step {step}"
+    part = f"step {step + 1}" if doing == "step" else f"the {_WORDS.get(doing, doing)} of step {step + 1}"
+    return f"in {part}{_batch(batch_shape)}"
+
+
+def _estimated(doing: Doing) -> tuple[Phase, ...]:
+    """The phases of the memory estimate that it may be in; none where the estimate knows nothing of it."""
+    if doing == "step" or doing == "saving":
+        return ()
+    return (BACKWARD, END) if doing == BACKWARD else (doing,)
 
 
 def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:

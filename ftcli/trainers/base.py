@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
+from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping, measured
@@ -30,8 +31,9 @@ TRAINER_STATE = "trainer_state.json"
 #: What torch, numpy and pickle raise at content that is not what they wrote.
 _UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
 
-#: What a trainer is doing. ``step`` stands for everything between the others, such as collating and logging.
-Phase = Literal["step", "forward pass", "backward pass", "optimizer step", "evaluation", "saving"]
+#: What a trainer is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
+#: everything between the others, such as collating and logging.
+Doing: TypeAlias = Phase | Literal["step", "saving"]
 
 
 class CheckpointStore(Protocol):
@@ -83,7 +85,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.row_origins: RowOrigins = row_origins or (lambda _row: ())
         self.tokens_seen = 0
         self.window = LogWindow()
-        self.phase: Phase = "step"
+        self.phase: Doing = "step"
         self.batch_shape: tuple[int, ...] | None = None
         self.evaluation_due = False
         self.saved_step = 0
@@ -151,7 +153,7 @@ class RunTrainerMixin(OptimisationMixin):
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one batch; notes what is being done, for the message when memory runs out."""
         self._batch += 1
-        self.phase = "forward pass"
+        self.phase = FORWARD
         ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
         self.batch_shape = None if ids is None else tuple(ids.shape)
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -183,7 +185,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.evaluation_due = True
         self.take_token_count()
         self.window.stop()
-        self.phase = "evaluation"
+        self.phase = EVALUATION
         model = self.model
         training, states = model.training, RandomStates.now()
         model.eval()
@@ -330,7 +332,7 @@ class RunTrainerMixin(OptimisationMixin):
         as one written right after the last step: what the failed step has drawn, counted and added is undone.
         """
         state = getattr(self, "state", None)
-        if self.hooks.checkpoints is None or state is None or self.phase in ("optimizer step", "saving"):
+        if self.hooks.checkpoints is None or state is None or self.phase in (STEP, "saving"):
             return None
         if state.global_step <= self.saved_step or self._random_states is None:
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ftcli.preflight.memory.terms import STEP
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import TrainingOver
@@ -101,7 +102,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Marks that from here to the end of the step some weights are old and some are new."""
-        self._trainer.phase = "optimizer step"
+        self._trainer.phase = STEP
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

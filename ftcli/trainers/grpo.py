@@ -19,6 +19,7 @@ from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
+from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.rewards import Reward, build_rewards
@@ -49,8 +50,10 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
             return super().training_step(model, inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self.phase = GENERATION
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self.phase = FORWARD
         return output
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -103,7 +106,7 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.watch("the loss", loss)
-        self.phase = "backward pass"
+        self.phase = BACKWARD
         return loss
 
 

@@ -20,6 +20,7 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter
 from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
@@ -64,7 +65,7 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         with compute_context(device, self.plan.compute, self.plan.autocast):
             loss = forward_loss(self.model, inputs, num_items=items).loss
         self.watch("the loss", loss)
-        self.phase = "backward pass"
+        self.phase = BACKWARD
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

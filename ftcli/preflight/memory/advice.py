@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,7 +21,7 @@ from ftcli.preflight.memory.candidates import (
     smaller_batches,
 )
 from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import EVALUATION
+from ftcli.preflight.memory.terms import EVALUATION, Phase
 from ftcli.tables import quantizations
 
 #: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
@@ -86,12 +86,11 @@ def verdict_on(found: Candidate) -> Verdict:
     return Verdict(found.level, needed, available, _cheapest(found.setup), _gpus_that_fit(found.setup))
 
 
-def savings(setup: Setup, phase: str | None = None) -> tuple[Saving, ...]:
+def savings(setup: Setup, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
     """What each single change to a recipe is predicted to save, cheapest for the user first.
 
     Args:
-        phase: The phase of the estimate in which memory ran out. For None, and for a name that the estimate does not
-            have, the phase that needs most.
+        phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
 
     Empty for a model family whose sizes are not known, and where nothing helps.
     """
@@ -99,14 +98,11 @@ def savings(setup: Setup, phase: str | None = None) -> tuple[Saving, ...]:
     if before is None:
         return ()
     saved = []
-    for settings in _single_changes(setup, phase):
+    for settings in _single_changes(setup, phases):
         after = candidate(setup, settings)
         if after is None:
             continue
-        if phase is not None and phase in before.estimate.phases and phase in after.estimate.phases:
-            count = before.estimate.phase_bytes(phase) - after.estimate.phase_bytes(phase)
-        else:
-            count = before.estimate.total_bytes - after.estimate.total_bytes
+        count = before.estimate.most_of(phases) - after.estimate.most_of(phases)
         if count > 0:
             saved.append(Saving(settings, count))
     return tuple(saved)
@@ -194,10 +190,10 @@ def _smallest_base(setup: Setup) -> Settings:
     return settings
 
 
-def _single_changes(setup: Setup, phase: str | None) -> Iterator[Settings]:
+def _single_changes(setup: Setup, phases: Collection[Phase]) -> Iterator[Settings]:
     """One step in each direction that saves memory, those that only cost time first."""
     recipe = setup.recipe
-    if phase == EVALUATION:
+    if set(phases) == {EVALUATION}:
         rows = recipe.eval.per_device_eval_batch_size
         if rows > 1:
             yield {"eval.per_device_eval_batch_size": rows // 2}

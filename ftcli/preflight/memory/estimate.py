@@ -6,7 +6,7 @@ the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
 from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import Settled, held_by_layers, phases_of, terms
+from ftcli.preflight.memory.terms import Phase, Settled, held_by_layers, phases_of, terms
 from ftcli.tables import quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
@@ -37,17 +37,21 @@ class MemoryEstimate:
     """
 
     parts: Mapping[str, int]
-    phases: Mapping[str, tuple[str, ...]]
+    phases: Mapping[Phase, tuple[str, ...]]
     pinned_host_bytes: int = 0
     offloaded: Offloaded | None = None
     dequantized_layers: int = 0
 
-    def phase_bytes(self, phase: str) -> int:
+    def phase_bytes(self, phase: Phase) -> int:
         """Bytes that are needed at once in a phase."""
         return sum(self.parts[name] for name in self.phases[phase])
 
+    def most_of(self, phases: Collection[Phase]) -> int:
+        """Bytes that are needed at once in the largest of ``phases``; where the run has none of them, at its peak."""
+        return max((self.phase_bytes(phase) for phase in phases if phase in self.phases), default=self.total_bytes)
+
     @property
-    def peak(self) -> str:
+    def peak(self) -> Phase:
         """Name of the phase that needs most."""
         return max(self.phases, key=self.phase_bytes)
 

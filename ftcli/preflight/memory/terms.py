@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
@@ -29,9 +30,18 @@ from ftcli.preflight.memory.workspaces import cublas_bytes, mask_bytes
 from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.policies import Policy
 
-FORWARD, BACKWARD, END, STEP = "forward", "backward", "end of backward", "optimizer step"
-GENERATION, EVALUATION, EXPORT = "generation", "evaluation", "export"
-_TRAINING = (FORWARD, BACKWARD, END, STEP)
+#: A part of a run with a peak of its own. What a trainer is doing goes by the same names.
+Phase: TypeAlias = Literal[
+    "forward", "backward", "end of backward", "optimizer step", "generation", "evaluation", "export"
+]
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+END: Final = "end of backward"
+STEP: Final = "optimizer step"
+GENERATION: Final = "generation"
+EVALUATION: Final = "evaluation"
+EXPORT: Final = "export"
+_TRAINING: tuple[Phase, ...] = (FORWARD, BACKWARD, END, STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class Term:
 
     name: str
     bytes: int
-    phases: tuple[str, ...]
+    phases: tuple[Phase, ...]
     lasting: bool = False
 
 
@@ -57,7 +67,7 @@ class Settled:
     dequantized_layers: int = 0
 
 
-def phases_of(setup: Setup) -> tuple[str, ...]:
+def phases_of(setup: Setup) -> tuple[Phase, ...]:
     """The phases of a run, in order."""
     recipe = setup.recipe
     if setup.work == "export":
@@ -87,7 +97,7 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
         yield Term("evaluation", _evaluation(setup, settled), (EVALUATION,))
 
 
-def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term]:
+def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Term]:
     """What outlives a micro-batch: copies that autocast makes, gradients, optimizer state, a reference model.
 
     Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
@@ -96,9 +106,9 @@ def _what_training_holds(setup: Setup, always: tuple[str, ...]) -> Iterator[Term
     """
     trained, recipe = setup.trained, setup.recipe
     if setup.plan.autocast:
-        phases = (FORWARD,) if _copies_run_again(setup) else (FORWARD, BACKWARD)
+        phases: tuple[Phase, ...] = (FORWARD,) if _copies_run_again(setup) else (FORWARD, BACKWARD)
         # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
-        later = (GENERATION,) if setup.execution.on_kernels else (GENERATION, EVALUATION)
+        later: tuple[Phase, ...] = (GENERATION,) if setup.execution.on_kernels else (GENERATION, EVALUATION)
         phases = tuple(phase for phase in (*phases, *later) if phase in always)
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1

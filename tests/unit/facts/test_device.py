@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
-from ftcli.facts.device import DEVICE_NAMES, GPUS, cpu_device, named_device, probe_device
-from ftcli.facts.execution import why_no_kernels
+from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, gpu_of, named_device, probe_device
+from ftcli.facts.execution import LayerChoice, choose_layers, why_no_kernels
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
 from ftcli.preflight.checks.context import Context
@@ -223,6 +224,20 @@ def test_the_kernels_need_a_gpu_of_capability_7() -> None:
     assert why_no_kernels(named_device("cpu")) == "the kernels need a CUDA GPU"
     pascal = replace(GPUS["t4"], capability=(6, 1))
     assert why_no_kernels(pascal) == "the kernels need compute capability 7.0, not 6.1"
+
+
+def test_layers_stay_transformers_own_where_the_kernels_cannot_run() -> None:
+    """Under `kernels: auto` any CUDA GPU got the kernels, and the first launch failed."""
+
+    def chosen(device: DeviceFacts, kernels: Kernels = "auto") -> LayerChoice:
+        gpu = gpu_of(device) if device.kind == "cuda" else None
+        return choose_layers("llama", "silu", kernels, device=device.name, gpu=gpu)
+
+    pascal = replace(GPUS["t4"], name="GTX 1080", capability=(6, 1))
+    assert chosen(pascal) == LayerChoice("transformers", "the kernels need compute capability 7.0, not 6.1")
+    assert chosen(pascal, "reference").code == "reference"
+    assert chosen(GPUS["t4"]).code == "fused"
+    assert chosen(named_device("cpu")) == LayerChoice("transformers", "cpu is no CUDA GPU")
 
 
 def test_a_busy_gpu_is_warned_of(context: Callable[..., Any]) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from ftcli.facts.device import GPUS, named_device
 from ftcli.preflight.checks import memory_and_disk
+from ftcli.preflight.memory.advice import savings
 from ftcli.preflight.memory.candidates import TIGHT_SHARE, leaner_policies
-from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
+from ftcli.preflight.memory.terms import BACKWARD, END, FORWARD, GENERATION, STEP
 from tests.estimates import Case, setup_of
 
 LORA = "lora: {r: 16}\n"
@@ -157,3 +159,21 @@ def test_where_only_a_quantised_base_fits_it_is_proposed(case: Callable[..., Cas
     assert verdict.level == "does not fit"
     assert dict(verdict.change.settings).items() >= {"quantization.method": "nf4", "model.dtype": "float16"}.items()
     changed(case("meta-llama/Llama-3.1-8B", LORA + ROWS), verdict.change, "t4")
+
+
+def test_what_a_change_saves_is_counted_in_the_phase_in_which_memory_ran_out(case: Callable[..., Case]) -> None:
+    """The trainer's names were others than the estimate's, so that the peak was taken in silence."""
+    text = "data: {train: [a.jsonl], max_seq_len: 1024}\ntrain: {optim: adamw_torch, gradient_checkpointing: true}\n"
+    made = case("google/gemma-2-2b", text)
+    setup = setup_of(made.recipe, made.facts, "h200")
+    whole = estimate_memory(setup)
+    assert whole is not None
+    assert whole.peak not in (FORWARD, BACKWARD)
+    for phases in ((FORWARD,), (BACKWARD, END), (STEP,)):
+        assert whole.most_of(phases) == max(whole.phase_bytes(phase) for phase in phases)
+        for saving in savings(setup, phases):
+            after = estimate_memory(setup.changed(saving.settings))
+            assert after is not None
+            assert saving.saved_bytes == whole.most_of(phases) - after.most_of(phases)
+    assert savings(setup, (FORWARD,)) != savings(setup)
+    assert savings(setup, (GENERATION,)) == savings(setup)  # it does not generate: the peak stands for it
