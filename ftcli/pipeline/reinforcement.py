@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import judges_of
 from ftcli.pipeline.fit import Fitted, fit
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
@@ -35,31 +34,21 @@ class GrpoResult:
 
 
 def train_grpo(loaded: LoadedRecipe, session: Session) -> GrpoResult | CompleteRun:
-    """GRPO on the recipe's prompts into its run directory; held-out tasks are scored before and after.
-
-    Raises FtcliError FT782 (exit 2) when the recipe has no grpo section.
-    """
-    grpo = loaded.recipe.grpo
-    if grpo is None:
-        raise FtcliError.single(
-            "FT782",
-            "this recipe has no grpo section",
-            exit_code=ExitCode.RECIPE,
-            help="add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example",
-        )
+    """GRPO on the recipe's prompts into its run directory; held-out tasks are scored before and after."""
     with checked_run(loaded, session, "grpo") as context:
         if context is None:
             return complete_result(loaded.recipe, session)
-        return _train(grpo, session, context)
+        return _train(session, context)
 
 
-def _train(grpo: GrpoConfig, session: Session, context: RunContext) -> GrpoResult:
+def _train(session: Session, context: RunContext) -> GrpoResult:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.grpo import build_grpo_trainer
 
-    started = time.perf_counter()
+    started, grpo = time.perf_counter(), context.recipe.grpo
+    assert grpo is not None  # preflight refuses such a recipe (FT260)
     functions = judges_of(context.recipe)
     with context.phase("preparing data"):
         job = open_job(context.report, session)

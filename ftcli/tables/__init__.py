@@ -6,8 +6,18 @@ calls :func:`code_of`: so the tables stand below the whole program, import nothi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An optional package that a row needs: its name, what to give to ``pip install``, and what it is for."""
+
+    name: str
+    install: str
+    use: str
 
 
 def code_of(reference: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ftcli.tables import Package
+
 
 @dataclass(frozen=True, slots=True)
 class ExportFormat:
@@ -16,11 +18,13 @@ class ExportFormat:
             for a format that recipes may name and that is not supported yet.
         needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
         merges: It adds a run's adapter to the base model, which must be there in full precision.
+        package: What it needs beside ftcli.
     """
 
     write: str | None = None
     needs_adapter: bool = False
     merges: bool = False
+    package: Package | None = None
 
     @property
     def supported(self) -> bool:
@@ -32,7 +36,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True),
         "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True),
-        "gguf": ExportFormat(merges=True),
+        "gguf": ExportFormat(merges=True, package=Package("gguf", "ftcli[gguf]", "export to GGUF")),
         "ollama": ExportFormat(merges=True),
         "bitnet": ExportFormat(merges=True),
         "fp8": ExportFormat(merges=True),

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ftcli.tables import Package
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -35,6 +37,7 @@ class Method:
         packs: It supports ``data.packing`` and weights of sources.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
+        package: What it can use beside ftcli.
         supports: Recipe keys of which it supports only some values, with these values.
     """
 
@@ -55,6 +58,7 @@ class Method:
     packs: bool = True
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
+    package: Package | None = None
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -108,6 +112,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             packs=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
+            package=Package("vllm", "ftcli[vllm]", "generation in GRPO"),
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),

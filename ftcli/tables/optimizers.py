@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A package that can be imported by ``name``, and what to ``install`` for it."""
-
-    name: str
-    install: str
+from ftcli.tables import Package
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +45,10 @@ class Optimizer:
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _BETAS = _ADAM[:2]
-_BITSANDBYTES = Package("bitsandbytes", "ftcli[bitsandbytes]")
-_SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]")
+_BITSANDBYTES = Package(
+    "bitsandbytes", "ftcli[bitsandbytes]", "optimizers with 8-bit and paged state; NF4 does not need it"
+)
+_SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]", "schedule-free optimizers")
 
 TABLE: Mapping[str, Optimizer] = MappingProxyType(
     {

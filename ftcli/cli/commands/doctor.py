@@ -14,7 +14,7 @@ from ftcli.cli import options, views
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session
-from ftcli.tables import loggers
+from ftcli.tables import Package, exports, loggers, methods, optimizers
 
 if TYPE_CHECKING:
     from ftcli.facts.device import DeviceFacts
@@ -24,14 +24,8 @@ _REQUIRED = (
     "rich", "typer", "jinja2",
 )  # fmt: skip
 
-#: Package, how to install it, and what it is for.
-_OPTIONAL = (
-    ("bitsandbytes", "ftcli[bitsandbytes]", "optimizers with 8-bit and paged state; NF4 does not need it"),
-    ("schedulefree", "ftcli[schedulefree]", "schedule-free optimizers"),
-    ("gguf", "ftcli[gguf]", "export to GGUF"),
-    ("lm-eval", "ftcli[eval]", "public benchmarks"),
-    ("vllm", "ftcli[vllm]", "generation in GRPO"),
-)
+#: Needed by a recipe key, `eval.lm_eval`, and by no row of a table.
+_HARNESS = Package("lm-eval", "ftcli[eval]", "public benchmarks")
 
 #: ftcli's own kernels, by the operation that each fuses.
 _KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
@@ -118,7 +112,7 @@ def examine(session: Session) -> Examination:
         python=platform.python_version(),
         platform=platform.platform(),
         packages={name: version(name) for name in _REQUIRED},
-        extras=[_extra(*entry) for entry in (*_OPTIONAL, *_loggers())],
+        extras=[_extra(package) for package in _optional()],
         environment=dict(session.environment),
         offline=session.offline,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
@@ -166,18 +160,22 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
     return [_row(name, against, "Triton kernel on this GPU") for name in _KERNELS]
 
 
-def _loggers() -> list[tuple[str, str, str]]:
-    rows = ((name, loggers.row(name)) for name in loggers.names())
-    return [(row.package, row.install, f"logging.{name}") for name, row in rows]
+def _optional() -> list[Package]:
+    """What the rows of the tables need beside ftcli, each package once."""
+    found = [row.package for row in optimizers.TABLE.values()] + [row.package for row in exports.TABLE.values()]
+    found += [_HARNESS, *(row.package for row in methods.TABLE.values())]
+    logging = ((name, loggers.row(name)) for name in loggers.names())
+    found += [Package(row.package, row.install, f"logging.{name}") for name, row in logging]
+    return [package for package in dict.fromkeys(found) if package is not None]
 
 
 def _row(name: str, against: str | None, otherwise: str) -> Ability:
     return Ability(name, against is None, against or otherwise)
 
 
-def _extra(package: str, install: str, use: str) -> Extra:
-    found = version(package)
-    return Extra(package, use, found, None if found else f"pip install '{install}'")
+def _extra(package: Package) -> Extra:
+    found = version(package.name)
+    return Extra(package.name, package.use, found, None if found else f"pip install '{package.install}'")
 
 
 def version(package: str) -> str | None:

@@ -22,7 +22,10 @@ def check(context: Context) -> Findings:
         return
     if grpo is None:
         yield context.error(
-            "FT260", "", "`ftcli grpo` needs the section `grpo`", help="see `ftcli recipes show mistral-7b-grpo`"
+            "FT260",
+            "",
+            "`ftcli grpo` needs the section `grpo`",
+            help="add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example",
         )
         return
     yield from _batch(context, grpo)
