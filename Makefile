@@ -5,12 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
+FUZZ_SECONDS ?= 600
 
-.PHONY: help install smoke test test-families test-gpu check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz test-families test-gpu check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
 	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
+	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
 	@echo "make test-families  a small random model of every further family through train, eval and export"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
@@ -33,6 +35,9 @@ smoke: install
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families" -n auto --dist worksteal
+
+fuzz: install
+	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e -n auto --dist worksteal

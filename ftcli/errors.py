@@ -59,9 +59,14 @@ class Finding:
     severity: Severity = "error"
 
 
+#: Of a library's message. Some hold the whole value that they are about.
+_LONGEST_LINE = 500
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says; its type's name where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The first line of what an exception says, of a long one its begin; its type's name where it says nothing."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..."
 
 
 class Unwinding(BaseException):

@@ -11,7 +11,8 @@ from ftcli.config import Recipe
 from ftcli.data.template import Renderer
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.load import load_tokenizer, stop_token_ids
+from ftcli.model.load import config_of, stop_token_ids
+from ftcli.model.tokenizer import load_tokenizer
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
@@ -84,8 +85,9 @@ def device_of(report: PreflightReport) -> torch.device:
 
 
 def open_job(report: PreflightReport, session: Session) -> Job:
-    """Loads the tokenizer. Raises FtcliError as :func:`ftcli.model.load.load_tokenizer`."""
+    """Loads the tokenizer. Raises FtcliError as :func:`config_of` and :func:`ftcli.model.tokenizer.load_tokenizer`."""
     recipe = report.recipe
+    config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
     tokenizer = load_tokenizer(recipe.model, offline=session.offline)
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = Renderer(tokenizer, recipe.data.chat_template).source

@@ -152,10 +152,6 @@ class _Reader:
             try:
                 prompt = self._referenced(make(item))
                 text = self._renderer.prompt(prompt)
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                reason = f"a lone surrogate at character {error.start + 1} of its text: broken UTF-16"
-                bad.append(Finding("FT412", reason, item.origin))
             except FtcliError as error:
                 if error.findings[0].code == "FT421":
                     raise

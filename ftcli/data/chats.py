@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftcli.data.answers import Rendered, Stops, Turn, after_prompt, common_prefix, unopened, with_reasoning
-from ftcli.data.presence import PROBE, REFUSALS, Tools, reasoning_of
+from ftcli.data.bounded import REFUSALS
+from ftcli.data.presence import PROBE, Tools, reasoning_of
 from ftcli.data.template import Renderer, left_out
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Message, Ranges, Row, data_error

@@ -18,7 +18,7 @@ from ftcli.data.tokens import Encoded, Tokens, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
-from ftcli.rows.row import Example, Message, Misfit, Row, data_error
+from ftcli.rows.row import Example, Message, Misfit, Row, data_error, surrogate
 from ftcli.tables import layouts
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class Encoder:
             except Misfit as misfit:
                 read.findings.append(misfit_finding(row, misfit, self.layout))
             except UnicodeEncodeError as error:
-                reason = f"a lone surrogate at character {error.start + 1} of its text: broken UTF-16"
-                read.findings.append(Finding("FT412", reason, row.origin))
+                read.findings.append(surrogate(error, row))
             except FtcliError as error:
                 if error.findings[0].code == "FT421":
                     raise

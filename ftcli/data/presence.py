@@ -12,21 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from jinja2.exceptions import TemplateError
-
+from ftcli.data.bounded import REFUSALS
 from ftcli.plain import JsonObject
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.row import Message
 
 #: Functions that a chat may call, as JSON schemas.
 Tools: TypeAlias = Sequence[JsonObject]
-#: ``(messages, tools, generation prompt)`` to text; raises one of :data:`REFUSALS`.
+#: ``(messages, tools, generation prompt)`` to text; raises one of :data:`ftcli.data.bounded.REFUSALS`.
 Apply = Callable[[Sequence[Message], "Tools | None", bool], str]
 Edit = Callable[["Part", str], str]
 Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
 
-#: What a template raises for a conversation that it cannot render: they add, slice and compare what rows hold.
-REFUSALS = (TemplateError, TypeError, ValueError)
 #: Shapes of conversations that are remembered; conversations of agents have very many.
 _MOST_SHAPES = 2000
 #: Text that no conversation holds.

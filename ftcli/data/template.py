@@ -16,12 +16,13 @@ from jinja2.exceptions import TemplateError
 from ftcli.assets import bundled_file
 from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
-from ftcli.data.presence import PROBE, REFUSALS, Part, Presence, Tools, reasoning_of, split_reasoning
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.data.bounded import REFUSALS, Allowance, Stopped
+from ftcli.data.presence import PROBE, Part, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.paths import expanded
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
-from ftcli.rows.row import Example, Message, Row, Switches, data_error
+from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ class Renderer:
         self._switches = dict(switches or {})
         self._knows_role: dict[str, bool] = {}
         self._of_parts: bool | None = None  # whether the template takes contents as lists of parts only
+        self._allowance = Allowance()
         self._bos = _bos_of(tokenizer)
         self._presence = Presence(self.apply)
         self._switched: dict[str, Renderer] = {}
@@ -105,7 +107,7 @@ class Renderer:
                 self._switched.clear()
             given = {**self._switches, **switches}
             made = Renderer(self._tokenizer, reasoning=self._reasoning, switches=given)
-            made._template = self._template
+            made._template, made._allowance = self._template, self._allowance
             self._switched[key] = made
         return self._switched[key]
 
@@ -217,17 +219,29 @@ class Renderer:
         return Rendered(text, ((start, len(text)),), answers=True)
 
     def prompt(self, prompt: Prompt) -> str:
-        """The prompt as the model sees it, up to where its answer begins."""
+        """The prompt as the model sees it, up to where its answer begins.
+
+        Raises FtcliError as :meth:`text` and :meth:`switched`, FT412 for text that no tokenizer can read.
+        """
         if prompt.messages is not None:
             renderer = self.switched(prompt.switches, prompt.row)
-            return renderer.text(prompt.messages, prompt.row, generation_prompt=True, tools=prompt.tools)
-        return f"{self._head(str(prompt.text))}{prompt.text}"
+            text = renderer.text(prompt.messages, prompt.row, generation_prompt=True, tools=prompt.tools)
+        else:
+            text = f"{self._head(str(prompt.text))}{prompt.text}"
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise FtcliError([surrogate(error, prompt.row)], ExitCode.DATA) from error
+        return text
 
     def _head(self, text: str) -> str:
         return "" if text.startswith(self._bos) else self._bos
 
     def apply(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
-        """The template's text. Raises one of :data:`ftcli.data.presence.REFUSALS`."""
+        """The template's text. Raises one of :data:`ftcli.data.bounded.REFUSALS`.
+
+        A template that took too much time or memory once is not run again.
+        """
         try:
             return self._apply(messages, tools, generation_prompt)
         except TypeError:
@@ -240,6 +254,10 @@ class Renderer:
         if self._of_parts is None:
             self._of_parts = False  # while it is asked
             self._of_parts = self._takes_parts_only()
+        size = sum(len(str(message.get("content") or "")) for message in messages)
+        return self._allowance.run(size, lambda: self._written(messages, tools, generation_prompt))
+
+    def _written(self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 [_in_parts(message) for message in messages] if self._of_parts else list(messages),
@@ -252,15 +270,26 @@ class Renderer:
         )
 
     def _refusal(self, messages: Sequence[Message], row: Row, error: Exception) -> FtcliError:
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
+        if isinstance(error, Stopped):
+            return data_error(
+                "FT422",
+                f"the chat template was stopped: {first_line(error)}",
+                row.origin,
+                "use another template (data.chat_template); if only one row is that large, remove it",
+            )
+        own = isinstance(error, TemplateError)
+        roles = dict.fromkeys(str(message["role"]) for message in messages)
+        for role in roles if own and self._knows("user") else ():  # else it is not about the role
             if not self._knows(role):
                 return data_error(
-                    "FT425", f"the chat template has no role {role!r}: {error}", row.origin, _role_help(role)
+                    "FT425",
+                    f"the chat template has no role {role!r}: {first_line(error)}",
+                    row.origin,
+                    _role_help(role),
                 )
-        own = isinstance(error, TemplateError)
         return data_error(
             "FT422",
-            f"the chat template refuses this conversation: {error}",
+            f"the chat template refuses this conversation: {_said(error)}",
             row.origin,
             help="user and assistant must alternate, starting with the user"
             if own
@@ -291,6 +320,12 @@ class Renderer:
             return text in self.apply(chat, None, False)
         except REFUSALS:
             return False
+
+
+def _said(error: Exception) -> str:
+    """What a template says itself when it refuses; what Python says with the kind of its error."""
+    said = first_line(error)[:500]
+    return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
 
 
 def _bos_of(tokenizer: PreTrainedTokenizerBase) -> str:

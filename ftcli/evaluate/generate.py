@@ -80,9 +80,15 @@ def _complete(
 ) -> tuple[list[str], int]:
     """The completions, and how many of them ``max_length`` has ended."""
     # Padding on the left puts every answer at the same place; the mask keeps the padding out of attention.
-    batch = tokenizer(list(texts), add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt").to(
-        device
+    encoding = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_attention_mask=True,  # some tokenizers' configs leave it out
+        return_tensors="pt",
     )
+    batch = encoding.to(device)
     extra: dict[str, bool] = {}
     # A config may ask for the router's logits in every call; with a cache, transformers fails on them.
     if getattr(model.config.get_text_config(), "output_router_logits", False):

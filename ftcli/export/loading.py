@@ -14,7 +14,8 @@ from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole
-from ftcli.model.load import config_of, load_tokenizer, source_of
+from ftcli.model.load import config_of
+from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, source_of
 from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
 
 if TYPE_CHECKING:
@@ -99,15 +100,10 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer saved in ``folder``; None where there is none."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer saved in ``folder``; None where there is none. Raises FtcliError FT321 for one that is damaged."""
     if not (folder / "tokenizer_config.json").is_file():
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False
-    )
-    return tokenizer
+    return read_tokenizer(str(folder), offline=True)
 
 
 def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokenizerBase:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ftcli.data.bounded import REFUSALS, bounded
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,12 +41,15 @@ def probe_batch(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Probe:
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """``text`` as a user's message up to where the answer begins; plain without a chat template."""
-    if tokenizer.chat_template:
-        conversation = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
+    """``text`` as a user's message up to where the answer begins; plain without a chat template that takes it."""
+    try:
+        with bounded():
+            shown = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+    except REFUSALS:  # without a template this is a ValueError
+        return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
 
 
 @torch.no_grad()

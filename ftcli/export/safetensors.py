@@ -33,7 +33,8 @@ from ftcli.export.verify import (
 )
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
-from ftcli.model.load import align_special_tokens, source_of, stop_token_ids
+from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.model.tokenizer import source_of
 from ftcli.plain import plain_fields
 from ftcli.preflight.memory.host import merge_bytes
 from ftcli.run.checkpoint import PROGRESS

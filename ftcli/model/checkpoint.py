@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
 _NAMED = 3
 #: What transformers and torch raise for values of a config.json that no model can be built of.
-_IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ZeroDivisionError)
+IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
 
 
 def model_class(config: PretrainedConfig) -> Any:
@@ -52,7 +52,7 @@ def hollow(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
             # Every model has eager attention. What a config.json names may be code on a hub.
             options = {"attn_implementation": "eager", **options}
             model: PreTrainedModel = model_class(config).from_config(config, **options)
-    except _IMPOSSIBLE as error:
+    except IMPOSSIBLE as error:
         raise impossible(error) from error
     return model
 
@@ -76,7 +76,7 @@ def read_config(name: str, *, revision: str | None, offline: bool) -> Pretrained
         config: PretrainedConfig = AutoConfig.from_pretrained(
             name, revision=revision, local_files_only=offline, trust_remote_code=False
         )
-    except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
+    except (StrictDataclassError, *IMPOSSIBLE) as error:
         raise impossible(error) from error
     return config
 
@@ -103,16 +103,19 @@ def load_whole(
     """
     config = read_config(name, revision=revision, offline=offline)
     outline = hollow(config)
+    # Set and handed over: what config.json says of attention would win over the argument, and may be code on a hub.
+    config._attn_implementation = usable_attention(attention, chosen=attention_chosen, model=outline)
     try:
         model, told = model_class(config).from_pretrained(
             name,
+            config=config,
             revision=revision,
             local_files_only=offline,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, with their names
-            attn_implementation=usable_attention(attention, chosen=attention_chosen, model=outline),
+            attn_implementation=config._attn_implementation,
             **options,
         )
     except torch.OutOfMemoryError:
@@ -195,7 +198,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except torch.OutOfMemoryError:
         raise
-    except (OSError, *_IMPOSSIBLE, SafetensorError) as error:
+    except (OSError, ImportError, *IMPOSSIBLE, SafetensorError) as error:
         raise _unusable(folder, [first_line(error)]) from error
     held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     problems = [f"it lacks {name}" for name in sorted(set(held) - set(stored))]

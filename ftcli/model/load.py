@@ -8,65 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.execution import own_attention
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.checkpoint import hollow, impossible, load_whole, model_class, read_config, usable_attention
+from ftcli.model.checkpoint import (
+    IMPOSSIBLE,
+    hollow,
+    impossible,
+    load_whole,
+    model_class,
+    read_config,
+    usable_attention,
+)
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
+from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-def source_of(name: str) -> str:
-    """Path of a bundled model, or the name itself (Hub id or folder) for transformers to resolve."""
-    return str(bundled(name, "models") or name)
-
-
-def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerBase:
-    """The recipe's tokenizer, padded on the right, with a pad token.
-
-    Raises FtcliError FT321 when there is none to load and FT322 when it has no end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
-
-    if model.tokenizer == "bytes":
-        source = str(asset("tokenizers", "bytes"))
-    else:
-        source = source_of(model.tokenizer or model.name_or_path)
-    revision = model.revision if model.tokenizer is None else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision, local_files_only=offline, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise FtcliError.single(
-            "FT321",
-            f"no tokenizer can be loaded from {source}: {first_line(error)}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="name one with model.tokenizer, or use `model.tokenizer: bytes`",
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise FtcliError.single(
-            "FT322",
-            f"the tokenizer of {source} has no end-of-sequence token, so a model could never learn to stop",
-            exit_code=ExitCode.PREFLIGHT,
-            help="set eos_token in its tokenizer_config.json",
-        )
-    if tokenizer.pad_token_id is None:
-        # Padding is masked in attention and loss by position, never by token id, so sharing eos is safe here.
-        tokenizer.pad_token = tokenizer.eos_token
-    if model.tokenizer == "bytes" and tokenizer.unk_token is None:
-        # Beside some models' config.json (Qwen2's) transformers takes the family's own class, whatever the tokenizer
-        # says of itself, and that one adds a token where none is named. Every byte is known: it is never used.
-        tokenizer.unk_token = tokenizer.pad_token
-    tokenizer.padding_side = "right"
-    return tokenizer
 
 
 def load_model(
@@ -127,7 +89,7 @@ def load_model(
             exit_code=ExitCode.PREFLIGHT,
             help="download or copy it again; a copy that was cut short is the usual reason",
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # of an index that is rubbish, say
         raise FtcliError.single(
             "FT323",
             f"the weights of {source or model.name_or_path} cannot be loaded: {first_line(error)}",
@@ -184,7 +146,7 @@ def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
     try:
         # As from_pretrained does: a list in the file is a tuple in some configs (Mamba-2's time_step_limit).
         config: PretrainedConfig = CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(values))
-    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StrictDataclassError, *IMPOSSIBLE) as error:
         raise impossible(error) from error
     return config
 
@@ -236,7 +198,7 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         config.eos_token_id = ids[0] if len(ids) == 1 else list(ids)
 
 
-def _special(ids: Iterable[int | None], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those of ``ids`` that are special tokens of the tokenizer."""
+def _special(ids: Iterable[object], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Those of ``ids`` that are special tokens of the tokenizer; a generation_config.json may name anything."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return [one for one in ids if one is not None and one in special]
+    return [one for one in ids if isinstance(one, int) and one in special]

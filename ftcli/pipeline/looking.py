@@ -62,8 +62,10 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
 def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The recipe's tokenizer if it is on this machine, or why it is not used."""
     from ftcli.data.template import Renderer
-    from ftcli.model.load import load_tokenizer
+    from ftcli.model.load import config_of
+    from ftcli.model.tokenizer import load_tokenizer
 
+    config_of(report.facts.raw)  # transformers reads it for the tokenizer as well, which is not at fault
     model, template = report.recipe.model, report.recipe.data.chat_template
     try:
         tokenizer = load_tokenizer(model, offline=True)

@@ -1,21 +1,58 @@
-"""JSON as rows hold it, read so that nothing of it is lost."""
+"""JSON as rows hold it, read so that nothing of it is lost and all that follows can walk through it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from ftcli.plain import JsonObject
+
+#: Levels of lists and objects in a row. Conversations with calls and schemas of tools have about twenty; Python gives
+#: up at some hundreds, in whichever step comes to them first.
+MAX_LEVELS = 100
+
+
+class TooDeep(ValueError):
+    """A value of more levels than :data:`MAX_LEVELS`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"lists and objects in one another, more than {MAX_LEVELS} levels deep")
 
 
 def parse(text: str) -> Any:
     """The value of a JSON text.
 
     Raises ValueError for what is no JSON, and for a key that an object has twice (of which Python's ``json`` would
-    keep the last); RecursionError for values nested too deeply.
+    keep the last); :class:`TooDeep`, which is one, for values nested too deeply.
     """
-    return json.loads(text, object_pairs_hook=_unique)
+    value = parse_list(text)
+    if text.count("[") + text.count("{") > MAX_LEVELS and not is_shallow(value):  # most texts need no closer look
+        raise TooDeep
+    return value
+
+
+def parse_list(text: str) -> Any:
+    """As :func:`parse`, of a list whose items are looked at one by one: Python's own limit is the only one here."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise TooDeep from error
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether a value has at most :data:`MAX_LEVELS` levels."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_LEVELS):
+        level = [inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:

@@ -17,12 +17,10 @@ from typing import IO, Any, TypeVar, cast
 
 from ftcli.errors import FtcliError, Origin
 from ftcli.plain import JsonObject
-from ftcli.rows.jsontext import parse
+from ftcli.rows.jsontext import TooDeep, is_shallow, parse, parse_list
 from ftcli.rows.places import DataFile
 from ftcli.rows.row import data_error
 
-#: Rows of a Parquet or Arrow file that are turned into Python objects at a time.
-_BATCH_ROWS = 512
 #: Longest line of JSON Lines in bytes, and of CSV in characters: several books. A compressed file of a megabyte can
 #: hold a line of a gigabyte, and tokenizing took 200 bytes for each byte of it (the byte-level tokenizer, CPU).
 MAX_LINE = 16 * 2**20
@@ -107,22 +105,26 @@ def _parsed(line: bytes) -> Any:
         return parse(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return Broken(f"not UTF-8: {error.reason} at byte {error.start + 1} of the line")
-    except (ValueError, RecursionError) as error:
+    except TooDeep as error:
+        return Broken(str(error))
+    except ValueError as error:
         return Broken(f"not JSON: {error}")
 
 
 def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+    text = _whole(stream, file).decode("utf-8-sig")
     try:
-        values = parse(_whole(stream, file).decode("utf-8-sig"))
+        values = parse_list(text)
     except json.JSONDecodeError as error:
         yield error.lineno, Broken(f"not JSON: {error}; a file with one object per line must be named .jsonl")
         return
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _unreadable(file, error) from error
     if not isinstance(values, list):
         yield 1, Broken(f"a .json file must hold a list of rows, this is {kind_of(values)}")
         return
-    yield from enumerate(values, 1)
+    for number, value in enumerate(values, 1):
+        yield number, value if is_shallow(value) else Broken(str(TooDeep()))
 
 
 def _table(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
@@ -156,33 +158,16 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
 
 def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    number = 0
+    from ftcli.rows.columnar import Unreadable, records
+
     try:
         source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
-            batches = pq.ParquetFile(source).iter_batches(_BATCH_ROWS) if file.kind == ".parquet" else _ipc(source)
-            for batch in batches:
-                for start in range(0, batch.num_rows, _BATCH_ROWS):
-                    for value in batch.slice(start, _BATCH_ROWS).to_pylist():
-                        number += 1
-                        yield number, without_nulls(value)
-    except pa.ArrowException as error:
+            for number, row in enumerate(records(source, parquet=file.kind == ".parquet"), 1):
+                yield number, Broken(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
+    except (pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from error
-
-
-def _ipc(source: Any) -> Iterator[Any]:
-    """Record batches of an Arrow file, or of an Arrow stream (what `datasets` writes)."""
-    import pyarrow as pa
-
-    magic = source.read(6)
-    source.seek(0)
-    if magic == b"ARROW1":
-        reader = pa.ipc.open_file(source)
-        yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
-    else:
-        yield from pa.ipc.open_stream(source)
 
 
 def without_nulls(value: JsonObject) -> JsonObject:

@@ -95,6 +95,12 @@ def data_error(code: str, message: str, origin: Origin, help: str | None = None)
     return FtcliError.single(code, message, exit_code=ExitCode.DATA, origin=origin, help=help)
 
 
+def surrogate(error: UnicodeEncodeError, row: Row) -> Finding:
+    """FT412: a row's text holds half of a surrogate pair."""
+    reason = f"a lone surrogate at character {error.start + 1} of its text: broken UTF-16"
+    return Finding("FT412", reason, row.origin, "remove the character; emoji that were cut in two are the usual reason")
+
+
 def raise_findings(findings: Sequence[Finding], uncounted: Counter[str] | None = None) -> None:
     """Raises all ``findings`` together; ``uncounted`` are further ones by code, too many to be named."""
     more = Counter(finding.code for finding in findings[MAX_NAMED:])

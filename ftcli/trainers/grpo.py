@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.optimisation import Arguments
-from ftcli.trainers.rewards import Reward, build_rewards
+from ftcli.trainers.rewards import Reward, Score, build_rewards
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+#: The column of the data set that says which row a prompt is.
+_ROW = "ftcli_row"
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"
 
@@ -129,15 +131,30 @@ def build_grpo_trainer(
     with config_kept(model):
         trainer = GrpoTrainer(
             model=model,
-            reward_funcs=[reward.function for reward in rewards],
+            reward_funcs=[_of_rows(reward, columns) for reward in rewards],
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], **columns}),
+            train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], _ROW: list(range(len(asked)))}),
             processing_class=job.tokenizer,
         )
     trainer.plan = job.plan
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
     trainer.bind(hooks, job.recipe.train)
     return trainer
+
+
+def _of_rows(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> Score:
+    """The reward as TRL calls it: with the numbers of rows, whose values it gets as the data has them.
+
+    A data set would bring all values of a column into one type, or refuse them.
+    """
+
+    def score(prompts: Sequence[str], completions: Sequence[str], **given: Any) -> list[float | None]:
+        rows = given.pop(_ROW)
+        lent = {name: [values[row] for row in rows] for name, values in columns.items()}
+        return reward.function(prompts=prompts, completions=completions, **lent)
+
+    score.__name__ = reward.name  # TRL logs rewards under the function's name
+    return score
 
 
 def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence[int]) -> Arguments:

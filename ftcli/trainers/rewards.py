@@ -55,7 +55,6 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
         same = sum(r.name.split("#")[0] == name for r in built)
         name = f"{name}#{same + 1}" if same else name
         score = _users(config) if config.use is None else _built_in(config, config.use, columns)
-        score.__name__ = name  # TRL logs rewards under the function's name
         built.append(Reward(name, config.weight, score))
     return built
 

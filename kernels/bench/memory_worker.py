@@ -26,7 +26,7 @@ from ftcli import pipeline
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.template import Renderer
 from ftcli.facts.device import probe_device
-from ftcli.model.load import load_tokenizer
+from ftcli.model.tokenizer import load_tokenizer
 from ftcli.reporting import Progress, Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row

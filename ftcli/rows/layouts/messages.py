@@ -69,7 +69,7 @@ def list_of(value: Any) -> list[Any]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # CSV and many Parquet files hold JSON as text
         try:
             value = parse(value)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Misfit(f"the conversation is text that is no JSON: {error}") from error
     if not isinstance(value, list) or not value:
         raise Misfit("the conversation must be a list with at least one message")
@@ -124,7 +124,7 @@ def call_of(call: Any, number: int) -> JsonObject:
     if isinstance(arguments, str):
         try:
             arguments = parse(arguments or "{}")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Misfit(f"message {number}: the arguments of {function['name']} are no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise Misfit(f"message {number}: the arguments of {function['name']} must be a JSON object")
@@ -173,5 +173,5 @@ def _from_text(row: Row, name: str) -> Any:
         return value
     try:
         return parse(value)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Misfit(f"column {name!r} is text that is no JSON: {error}") from error

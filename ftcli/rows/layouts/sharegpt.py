@@ -50,7 +50,7 @@ def _called(text: str, number: int) -> Message:
     """A turn of JSON: one call, or several."""
     try:
         calls = parse(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Misfit(f"message {number} is a function call and no JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}

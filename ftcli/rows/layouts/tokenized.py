@@ -55,7 +55,7 @@ def _ints(row: Row, name: str) -> list[int]:
     if isinstance(value, str):  # CSV
         try:
             value = parse(value)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise Misfit(f"{name!r} is text that is no JSON: {error}") from error
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise Misfit(f"{name!r} must be a list of whole numbers")

@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config import DatasetConfig
 from ftcli.data.template import Renderer
-from ftcli.model.load import load_tokenizer
+from ftcli.model.tokenizer import load_tokenizer
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import read_rows
 

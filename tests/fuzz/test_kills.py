@@ -1,0 +1,54 @@
+"""A short run that is killed at random moments and started again: in the end it has the same bytes as one that was not."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.e2e.resilience import Drills
+from tests.fuzz.budget import examples
+
+if TYPE_CHECKING:
+    from tests.e2e.drill import Server
+
+_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"checkpoint": {"every_steps": 1, "keep_last": 9}},
+    {"checkpoint": {"every_steps": 2, "keep_last": 9, "keep_best": True}, "eval": {"every_steps": 2}},
+)
+#: Statuses of a command that was stopped: by SIGKILL, by a request, before or after it had something to save.
+_STOPPED = {-signal.SIGKILL, 0, 75, 130}
+_stops = st.lists(
+    st.tuples(st.sampled_from([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]), st.floats(0, 2.5)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@examples(1, 5)
+@given(stops=_stops, change=st.sampled_from(_SETTINGS))
+def test_killed_runs(drill_server: Server, stops: list[tuple[signal.Signals, float]], change: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        drills = Drills(Path(name), drill_server)
+        whole = drills.whole(**change)
+        recipe = drills.recipe("r", **change)
+        for number, seconds in stops:
+            drill = drills.start(recipe)
+            time.sleep(seconds)
+            if drill.pid > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    drill.signal(number)
+            assert drill.wait() in _STOPPED, drill.said
+            assert "Traceback" not in drill.said, drill.said
+            assert "FT190" not in drill.said, drill.said
+        drills.run(recipe)
+        drills.require_same_run("r", whole)
+        assert not list((drills.folder / "r").rglob("*.tmp*")), "something is left behind"
+        shutil.rmtree(drills.folder / "r")

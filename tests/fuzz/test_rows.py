@@ -1,0 +1,77 @@
+"""Data files of every kind, with rows of every kind."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz import recipes, rows
+from tests.fuzz.budget import examples
+from tests.fuzz.contract import hold, run
+
+_SETTINGS = (
+    {},
+    {"loss_on": "all"},
+    {"format": "text"},
+    {"format": "messages", "history": "template"},
+    {"history": "last", "reasoning": "drop"},
+    {"reasoning": "refuse"},
+    {"overlong": "truncate", "max_seq_len": 16},
+    {"overlong": "drop", "max_seq_len": 16},
+    {"max_bad_rows": 3.0},
+    {"chat_template": "chatml"},
+    {"chat_template": "llama3"},
+    {"chat_template": "mistral"},
+    {"chat_template": "gemma-system"},
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A working directory, once everything is imported."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        _write(root, recipes.TRAINS, "rows.jsonl", b'{"text": "a"}', {})
+        for words in (("check", "r.yaml", "--show-sample", "1"), ("train", "r.yaml", "--resume", "never")):
+            assert run(root, *words, "--offline", "--json").status == 0
+        (root / "rows.parquet").write_bytes(rows.parquet(rows.pa.Table.from_pylist([{"text": "a"}])))
+        run(root, "check", "r.yaml", "--show-sample", "1", "--offline", "--set", "data.train.0.path=rows.parquet")
+        yield root
+
+
+def _write(folder: Path, base: dict[str, Any], name: str, content: bytes, settings: dict[str, Any]) -> None:
+    (folder / name).write_bytes(content)
+    data = {"train": [{"path": name}], "max_seq_len": 512, **settings}
+    (folder / "r.yaml").write_bytes(recipes.written({**base, "data": data}))
+
+
+@examples(30)
+@given(file=rows.files(), settings=st.sampled_from(_SETTINGS), sample=st.sampled_from(["0", "9"]))
+def test_data_files_are_read_or_refused(
+    folder: Path, file: tuple[str, bytes], settings: dict[str, Any], sample: str
+) -> None:
+    _write(folder, recipes.TRAINS, *file, settings)
+    hold(run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu", "--show-sample", sample))
+
+
+@examples(1, 5)
+@given(file=rows.files(), settings=st.sampled_from(_SETTINGS))
+def test_rows_are_trained_on_or_refused(folder: Path, file: tuple[str, bytes], settings: dict[str, Any]) -> None:
+    _write(folder, recipes.TRAINS, *file, settings)
+    hold(run(folder, "train", "r.yaml", "--json", "--offline", "--resume", "never"), looks_only=False)
+
+
+@examples(1, 5)
+@given(content=st.lists(rows.rows(), min_size=1, max_size=3).map(rows.lines))
+def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
+    _write(folder, {**recipes.SAMPLES, "grpo": _GRPO}, "rows.jsonl", content, {})
+    hold(run(folder, "grpo", "r.yaml", "--json", "--offline", "--resume", "never"), looks_only=False)
+
+
+_GRPO = {**recipes.SAMPLES["grpo"], "max_prompt_length": 400, "rewards": [{"use": "regex", "pattern": "a"}]}

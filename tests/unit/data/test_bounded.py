@@ -1,0 +1,147 @@
+"""Chat templates are programs of others: none takes more than its share of time and memory, and none ends a command."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ftcli.config import ModelConfig
+from ftcli.data.bounded import REFUSALS, Stopped, bounded
+from ftcli.data.template import Renderer
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.tokenizer import load_tokenizer
+from ftcli.rows.row import Row
+
+ROW = Row("rows.jsonl", 1, {})
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+FAILS = {
+    "division by zero": "{{ 1 // 0 }}",
+    "remainder by zero": "{{ messages | length % 0 }}",
+    "huge range": "{% for i in range(999999999) %}{% endfor %}",
+    "overflow": "{{ 10.0 ** 400 }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "attribute in a format": "{{ '{0.nothing}'.format(1).nothing.more }}",
+    "unknown encoding": "{{ 'a'.encode('nothing') }}",
+    "index": "{{ 'a'.index('b') }}",
+    "huge text": "{{ 'a' * 99999999999 }}",
+    "huge text that is not constant": "{{ messages[0].content * 99999999999 }}",
+    "huge width": "{{ '%99999999999d' % 1 }}",
+    "huge centre": "{{ 'a' | center(99999999999) }}",
+    "text that doubles": "{% set n = namespace(t='ab') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+    "list that doubles": "{% set n = namespace(t=[1]) %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
+    "nested too deep": "{{ " + "(" * 400 + "1" + ")" * 400 + " }}",
+    "blocks nested too deep": "{% if 1 %}" * 300 + "{% endif %}" * 300,
+    "operators nested too deep": "{{ " + "not " * 3000 + "1 }}",
+    "no template": "{% for",
+}
+
+SLOW = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "power of what a row holds": "{% set n = messages | length + 7 %}{{ (n ** 9999999) ** 99 > 0 }}",
+}
+
+
+def _renderer(tmp_path: Path, template: str) -> Renderer:
+    path = tmp_path / "t.jinja"
+    path.write_text(template, encoding="utf-8")
+    tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True)
+    return Renderer(tokenizer, str(path))
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_template_that_fails_refuses_the_row(tmp_path: Path, name: str) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(FtcliError) as caught:
+        _renderer(tmp_path, FAILS[name]).text(CHAT, ROW)
+    finding = caught.value.findings[0]
+    assert (finding.code, caught.value.exit_code) == ("FT422", ExitCode.DATA)
+    assert finding.help
+    assert finding.origin == ROW.origin
+    assert len(finding.message) < 1000
+    assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_template_that_does_not_end_is_stopped_once(tmp_path: Path, name: str) -> None:
+    renderer = _renderer(tmp_path, SLOW[name])
+    begun = time.process_time()
+    for number in (1, 2):
+        with pytest.raises(FtcliError, match="FT422: the chat template was stopped") as caught:
+            renderer.text(CHAT, Row("rows.jsonl", number, {}))
+        assert caught.value.exit_code == ExitCode.DATA
+        assert time.process_time() - begun < 5  # the second row does not run it again
+
+
+def test_a_template_that_is_slow_again_and_again_is_stopped(tmp_path: Path) -> None:
+    renderer = _renderer(tmp_path, "{% for a in range(99999) %}{% endfor %}" * 99 + "{{ messages[0].content }}")
+    begun, number = time.process_time(), 0
+
+    def again() -> None:
+        nonlocal number
+        while time.process_time() - begun < 8:
+            number += 1
+            renderer.render(CHAT, ROW)
+
+    with pytest.raises(FtcliError, match="too slow"):
+        again()
+    assert number > 2
+
+
+def test_time_and_memory_are_bounded() -> None:
+    with pytest.raises(Stopped, match="far too slow"), bounded(seconds=0.2):
+        _spin()
+    with pytest.raises(Stopped, match=r"64.00 MiB of memory"), bounded(spare=64 * 2**20):
+        bytearray(2**30)
+    assert len(bytearray(2**30)) == 2**30  # and no longer
+
+
+def test_code_that_takes_the_signal_for_its_own_error_gets_it_again() -> None:
+    seen: list[Stopped] = []
+
+    def stubborn() -> None:
+        while len(seen) < 3:
+            try:
+                _spin()
+            except Stopped as error:
+                seen.append(error)
+        raise seen[-1]
+
+    with pytest.raises(Stopped), bounded(seconds=0.1):
+        stubborn()
+    assert len(seen) == 3
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def test_another_thread_is_bounded_in_memory_only() -> None:
+    found: list[str] = []
+
+    def work() -> None:
+        with bounded(seconds=0.01):
+            found.append("begun")
+            time.sleep(0.05)
+            found.append("ended")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["begun", "ended"]
+
+
+def test_nothing_is_left_behind() -> None:
+    import resource
+    import signal
+
+    before = (signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS))
+    for error in (*REFUSALS[:2], KeyboardInterrupt):
+        with pytest.raises(error), bounded():
+            raise error("x")
+    assert (signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
