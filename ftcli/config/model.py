@@ -63,6 +63,9 @@ class QuantizationConfig(Section):
     )
 
 
+Initialisation = Annotated[str, Field(pattern=r"^(gaussian|orthogonal|olora|pissa|pissa_niter_[1-9][0-9]{0,2})$")]
+
+
 class LoraConfig(Section):
     """Low-rank adapters (PEFT). Leave the section out for full fine-tuning."""
 
@@ -81,6 +84,39 @@ class LoraConfig(Section):
         description="Modules trained whole and saved with the adapter; a name stands for all whose path ends in it.",
     )
     use_rslora: bool = Field(default=False, description="Scale by `alpha / sqrt(r)` instead of `alpha / r`.")
+    use_dora: bool = Field(
+        default=False,
+        description="DoRA: the length of each row of the adapted weight is trained apart from its direction. Runs on "
+        "PEFT's own layers, slower than LoRA on the kernels.",
+    )
+    init_lora_weights: Literal[True] | Initialisation = Field(
+        default=True,
+        description="How adapters begin: `true` at no change; `gaussian` and `orthogonal` likewise with other random "
+        "numbers; `pissa` (`pissa_niter_4` is faster) with the largest singular vectors of the weights, `olora` with "
+        "their QR decomposition. Results of the last two are saved as plain adapters of twice the rank.",
+    )
+    layers_to_transform: Annotated[Items[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
+        default=None, description="Numbers of the layers that have adapters; all when absent."
+    )
+    layers_pattern: Items[Annotated[str, Field(min_length=1)]] = Field(
+        default=(), description="Names before a layer's number, where the first number in a path is not it."
+    )
+    exclude_modules: Annotated[str, Field(min_length=1)] | Items[Annotated[str, Field(min_length=1)]] = Field(
+        default=(),
+        description="Modules without an adapter: ends of their paths, or one regular expression for whole paths.",
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=4096)]] = Field(
+        default_factory=dict,
+        description="Ranks of single modules: ends of their paths, or regular expressions, and the rank.",
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="Likewise for `alpha`."
+    )
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether adapters take a part of the base weights over, so that these are others in training."""
+        return self.init_lora_weights == "olora" or str(self.init_lora_weights).startswith("pissa")
 
 
 class LaunchConfig(Section):

@@ -75,6 +75,11 @@ class TrainConfig(Section):
         description="Under `selective` and `offload`: of the decoder layers the last so many keep everything all the "
         "same. `auto` chooses it.",
     )
+    loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1e4)] | None = Field(
+        default=None,
+        description="LoRA+: matrices B (and what has one dimension) learn so many times faster. 4 to 16 are usual, "
+        "at a somewhat lower rate.",
+    )
     train_sampling_strategy: Literal["random", "group_by_length"] = Field(
         default="random",
         description="`group_by_length` puts rows of similar length into one batch, which pads less: random within a "

@@ -2,7 +2,7 @@
 
 s is ``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA. A is (r, in), B is (out, r), W is (out, in); A and B are
 float32. A stack of experts has a product for each of them. PEFT's own merge rounds twice: it rounds s B A to bfloat16
-before it adds it.
+before it adds it. DoRA's weights are then brought to the row lengths that were trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def merge(adapted: PeftModel, dtypes: Dtypes) -> PreTrainedModel:
     for module in list(adapted.modules()):
         if isinstance(module, LoraLayer):
             # A new parameter, not an addition in place: the old one may be tied to the embeddings.
-            total = torch.nn.Parameter(_weight(module) + _change(module), requires_grad=False)
+            total = torch.nn.Parameter(_merged(module), requires_grad=False)
             setattr(module.get_base_layer(), _leaf(module), total)
     model: PreTrainedModel = adapted.unload()
     _untie_where_they_differ(model)
@@ -77,15 +77,21 @@ def rounded(adapted: PeftModel, weights: Mapping[str, str], dtypes: Dtypes) -> I
 
 
 def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
-    kept: list[Tensor] = []
+    kept: list[tuple[Tensor, Tensor | None]] = []
 
     def before(*_: object) -> None:
-        weight, change = _weight(module), _change(module)
-        kept.append(weight.data)
-        weight.data = (weight.data + change).to(dtype).float() - change
+        weight, change, magnitude = _weight(module), _change(module), _magnitude(module)
+        kept.append((weight.data, None if magnitude is None else magnitude.data))
+        merged = _merged(module).to(dtype).float()
+        weight.data = merged - change
+        if magnitude is not None:  # so that the lengths that the layer gives the rows are those that they have
+            magnitude.data = _lengths(module, weight.data + change)
 
     def after(*_: object) -> None:
-        _weight(module).data = kept.pop()
+        magnitude = _magnitude(module)
+        _weight(module).data, lengths = kept.pop()
+        if magnitude is not None and lengths is not None:
+            magnitude.data = lengths
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
@@ -104,6 +110,30 @@ def _change(module: Any) -> Tensor:
     """s B A of a layer with an adapter, in float32."""
     delta: Tensor = module.get_delta_weight(module.active_adapters[0])
     return delta.float()
+
+
+def _magnitude(module: Any) -> torch.nn.Parameter | None:
+    """The lengths of the rows (out,) that DoRA has trained; None for another adapter."""
+    name = module.active_adapters[0]
+    if not module.use_dora.get(name):
+        return None
+    lengths: torch.nn.Parameter = module.lora_magnitude_vector[name].weight
+    return lengths
+
+
+def _lengths(module: Any, weight: Tensor) -> Tensor:
+    """The length of each row (out,); of each column where the weight is stored as (in, out)."""
+    lengths: Tensor = torch.linalg.vector_norm(weight, dim=0 if module.fan_in_fan_out else 1)
+    return lengths
+
+
+def _merged(module: Any) -> Tensor:
+    """The weight with the adapter in it, in float32."""
+    summed, magnitude = _weight(module).data + _change(module), _magnitude(module)
+    if magnitude is None:
+        return summed
+    factor = magnitude.data / _lengths(module, summed)
+    return summed * (factor if module.fan_in_fan_out else factor[:, None])
 
 
 def _untie_where_they_differ(model: PreTrainedModel) -> None:

@@ -20,7 +20,6 @@ from ftcli.run.directory import RunDirectory
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: Settings of PEFT's LoRA under which merging is another formula.
 _OTHER_FORMULAS = (
-    "use_dora",
     "lora_bias",
     "alora_invocation_tokens",
     "arrow_config",
@@ -99,7 +98,7 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
 
 
 def read_adapter_config(folder: Path) -> JsonObject:
-    """The adapter's config, checked to be plain LoRA: nothing else can be merged here.
+    """The adapter's config, checked to be LoRA or DoRA: nothing else can be merged here.
 
     Raises:
         FtcliError: FT742 when it is missing, damaged or of another method.

@@ -85,6 +85,8 @@ def places(adapted: PeftModel) -> dict[str, Place]:
 class Update:
     """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
 
+    With ``magnitude`` (out,), which DoRA has, the sum's rows are then brought to these lengths.
+
     ``a`` is (r, in), ``b`` is (out, r). For a stack of n experts (n, out, in), ``a`` is (n · r, in) with an expert's
     rows together, and ``b`` is (out, r · n) with an expert's columns n apart.
     """
@@ -94,6 +96,7 @@ class Update:
     scale: float = 0.0
     whole: Tensor | None = None
     transposed: bool = False
+    magnitude: Tensor | None = None
 
     def applied(self, weight: Tensor) -> Tensor:
         """The merged weight in ``weight``'s dtype."""
@@ -109,7 +112,12 @@ class Update:
         delta = b @ a
         if self.transposed:
             delta = delta.transpose(-2, -1)
-        return (weight.float() + delta * self.scale).to(weight.dtype)
+        changed = weight.float() + delta * self.scale
+        if self.magnitude is not None:
+            lengths = changed.norm(dim=0 if self.transposed else 1)
+            factor = self.magnitude.float() / lengths
+            changed = changed * (factor if self.transposed else factor[:, None])
+        return changed.to(weight.dtype)
 
 
 def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, Place]) -> dict[str, Update]:
@@ -119,7 +127,7 @@ def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str,
         placed: What :func:`places` says of the adapter on its model.
 
     Raises:
-        ValueError: the file holds a tensor that plain LoRA does not have.
+        ValueError: the file holds a tensor that neither LoRA nor DoRA has.
     """
     found: dict[str, Update] = {}
     for key, tensor in tensors.items():
@@ -135,9 +143,10 @@ def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str,
                 tensors.get(key.replace("lora_A", "lora_B")),
                 _scale(config, pattern),
                 transposed=place.transposed,
+                magnitude=tensors.get(f"{key.removesuffix('A.weight')}magnitude_vector"),
             )
-        elif part != "B.weight":
-            raise ValueError(f"{key} is not a tensor of plain LoRA")
+        elif part not in ("B.weight", "magnitude_vector"):
+            raise ValueError(f"{key} is no tensor of LoRA or DoRA")
     return found
 
 

@@ -27,6 +27,9 @@ from ftcli.tables.methods import Method
 #: Why projections of a family whose checkpoints join them are left as they are.
 JOINED_PROJECTIONS = "q, k, v and gate, up are single layers with one adapter each"
 
+#: Why a layer with DoRA is left as it is.
+DORA = "DoRA scales the merged weight, which is never formed on the kernels"
+
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -187,6 +190,8 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
         return LayerChoice("transformers", "nothing is trained or evaluated")
     kernels, gpu = recipe.model.kernels, _cuda_gpu(device)
     choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
+    if recipe.lora is not None and recipe.lora.use_dora and choice.code != "transformers":
+        return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
     if work == "eval" or (choice.code == "transformers" and not choice.parts):
         return choice
     if not method.on_kernels:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
+from ftcli.facts.adapters import Adapter, adapters
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import GATE_AND_UP, Linear
 from ftcli.tables import policies
@@ -57,17 +58,17 @@ def step_flops(
     if shape is None:
         return None
     layers = num_layers if num_layers is not None else shape.num_layers
-    targets = () if lora is None else lora.target_modules
-    adapted = shape.adapted(targets if isinstance(targets, str) else tuple(targets))
-    rank = 0 if lora is None else lora.r
+    adapted = () if lora is None else adapters(shape, lora)
+    share = layers / shape.num_layers
     linear_forward = _linear(shape.linears) * layers
-    adapters_forward = _adapters(adapted, rank) * layers
+    adapters_forward = _adapters(adapted) * share
     product = 2.0 * shape.q_width * _mean_keys(facts, seq_len, layers)
     head_forward = 2.0 * shape.vocab_size * shape.hidden_size
     recompute = 0.0
     again = policies.row(gradient_checkpointing).recomputes
     if again == "gate and up":
-        recompute = layers * (_linear(_gate_and_up(shape.linears)) + _adapters(_gate_and_up(adapted), rank))
+        recompute = layers * _linear(_gate_and_up(shape.linears))
+        recompute += share * _adapters(each for each in adapted if each.linear.name in GATE_AND_UP)
     elif again == "layer":
         recompute = linear_forward + adapters_forward + product * 2.0
     recompute *= max(layers - uncheckpointed_layers, 0) / layers
@@ -85,8 +86,8 @@ def _linear(linears: Iterable[Linear]) -> float:
     return 2.0 * sum(x.in_features * x.out_features for x in linears)
 
 
-def _adapters(linears: Iterable[Linear], rank: int) -> float:
-    return 2.0 * rank * sum(x.in_features + x.out_features for x in linears)
+def _adapters(adapted: Iterable[Adapter]) -> float:
+    return 2.0 * sum(each.elements for each in adapted)
 
 
 def _gate_and_up(linears: Iterable[Linear]) -> tuple[Linear, ...]:

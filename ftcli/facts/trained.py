@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftcli.config import Recipe
+from ftcli.facts.adapters import adapters
 from ftcli.facts.shape import ModelShape
 from ftcli.tables import optimizers
 
@@ -77,10 +78,12 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
         tables = [Matrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
         tables += [] if shape.tied else [Matrices(shape.vocab_size, shape.hidden_size, 1, "head")]
         return Trained(shape.language_parameters, tuple(layer + tables))
-    rank, layers = recipe.lora.r, shape.num_layers
-    matrices: list[Matrices] = []
-    for linear in shape.adapted(recipe.lora.target_modules):
-        matrices += [Matrices(rank, linear.in_features, layers), Matrices(linear.out_features, rank, layers)]
+    layers, matrices = shape.num_layers, list[Matrices]()
+    for each in adapters(shape, recipe.lora):
+        matrices.append(Matrices(each.rank, each.linear.in_features, each.layers))
+        matrices.append(Matrices(each.linear.out_features, each.rank, each.layers))
+        if recipe.lora.use_dora:
+            matrices.append(Matrices(each.linear.out_features, 1, each.layers, "vector"))
     for name in recipe.lora.modules_to_save:
         if name in ("lm_head", "embed_tokens"):
             part: Literal["head", "embedding"] = "head" if name == "lm_head" else "embedding"

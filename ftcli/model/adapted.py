@@ -7,6 +7,7 @@ from typing import Any
 from ftkernels.projection import FrozenWeight, Projection
 from torch import Tensor, nn
 
+from ftcli.facts.execution import DORA
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 
@@ -18,7 +19,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
     if isinstance(layer, LoraLinear):
         base = layer.base_layer
         if any(layer.use_dora.values()):
-            return "DoRA scales the merged weight, which is never formed here"
+            return DORA
         if any(getattr(layer, "lora_bias", {}).values()):
             return "the adapter has a bias"
         if getattr(layer, "fan_in_fan_out", False):

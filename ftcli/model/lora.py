@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,8 +11,10 @@ import torch
 
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.facts.adapters import alpha_of, rank_of
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.targets import Targets, resolve_saved, resolve_targets, shortest
+from ftcli.model.initial import remember_initial
+from ftcli.model.targets import Targets, chosen, resolve_saved, resolve_targets, shortest
 
 if TYPE_CHECKING:
     import peft
@@ -26,11 +30,11 @@ def apply_lora(
         The model with its adapters, and what they are on.
 
     Raises:
-        FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
+        FtcliError: FT311 to FT314, FT333 and FT338 (exit 3) for names that mean nothing here or cannot be trained.
     """
     import peft
 
-    targets = resolve_targets(model, lora.target_modules)
+    targets = chosen(resolve_targets(model, lora.target_modules), lora)
     _require_possible(lora, targets)
     config = peft_config(model, lora, targets)
     torch.manual_seed(seed)
@@ -45,6 +49,8 @@ def apply_lora(
     config.target_modules = sorted(config.target_modules or ())
     if config.target_parameters is not None:
         config.target_parameters = sorted(config.target_parameters)
+    if lora.changes_base:
+        remember_initial(adapted)
     return adapted, targets
 
 
@@ -62,9 +68,21 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         target_parameters=list(targets.parameters) or None,
         modules_to_save=saved or None,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        init_lora_weights=lora.init_lora_weights,
+        rank_pattern={**_of_weights(targets, lora, rank_of, lora.r), **lora.rank_pattern},
+        alpha_pattern={**_of_weights(targets, lora, alpha_of, lora.alpha), **lora.alpha_pattern},
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
+
+
+def _of_weights(
+    targets: Targets, lora: LoraConfig, value_of: Callable[[str, LoraConfig], float], default: float
+) -> dict[str, float]:
+    """Ranks or alphas of layers that PEFT adapts as parameters: its names for those end in ``.weight``."""
+    values = {name: value_of(name.removesuffix(".weight"), lora) for name in targets.weights}
+    return {re.escape(name): value for name, value in values.items() if value != default}
 
 
 def hold_saved_modules(adapted: peft.PeftModel, dtype: torch.dtype) -> None:
@@ -95,13 +113,21 @@ def _require_possible(lora: LoraConfig, targets: Targets) -> None:
             exit_code=ExitCode.PREFLIGHT,
             help="fine-tune fully, or choose another model",
         )
-    if lora.dropout and (targets.experts or targets.by_peft):
+    if not targets.experts and not targets.by_peft:
+        return
+    settings = {
+        f"dropout: {lora.dropout:g}": lora.dropout > 0,
+        "use_dora": lora.use_dora,
+        f"init_lora_weights: {lora.init_lora_weights}": lora.init_lora_weights is not True,
+    }
+    wanted = [said for said, on in settings.items() if on]
+    if wanted:
         raise FtcliError.single(
             "FT333",
-            f"lora.dropout {lora.dropout:g} cannot be applied to adapters on experts: PEFT adds those to the weights "
-            "of all experts at once, before any token is there",
+            f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
+            "experts at once, before any token is there",
             exit_code=ExitCode.PREFLIGHT,
-            help="set lora.dropout: 0, or list linear layers of attention in lora.target_modules",
+            help="leave it out, or list linear layers of attention in lora.target_modules",
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.model.initial import initial_of, trained_by_file_name
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -40,6 +41,18 @@ def require_saveable(model: PreTrainedModel | PeftModel) -> None:
         raise _differs("the adapter would not hold what is trained", problems)
 
 
+def save_weights(model: Any, folder: Path) -> None:
+    """Writes an adapter in PEFT's layout or a model in transformers', safetensors in either case."""
+    if not hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder))
+        return
+    # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    initial = initial_of(model)
+    if initial is not None:
+        initial.rewrite(folder)
+
+
 def check_saved(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     """Reads ``folder`` again and compares it with the model: the adapter with all that was trained, a full fine-tune
     with every weight.
@@ -48,7 +61,7 @@ def check_saved(model: PreTrainedModel | PeftModel, folder: Path) -> None:
         FtcliError: FT706 (exit 1) when a tensor is missing, is there unasked, or differs in a bit.
         OSError: a file cannot be read.
     """
-    wanted = _trained(model) if hasattr(model, "peft_config") else _weights(model)
+    wanted = _saved_form(model) if hasattr(model, "peft_config") else _weights(model)
     names = set(_saved_names(folder))
     if not hasattr(model, "peft_config") and names != set(wanted):
         # transformers stores some families' weights under other names, or one file tensor for each expert.
@@ -67,13 +80,13 @@ def check_saved(model: PreTrainedModel | PeftModel, folder: Path) -> None:
 
 
 def _trained(model: Any) -> dict[str, Tensor]:
-    """What is trained, under the names that PEFT's files have: without the adapter's name in them."""
-    active = f".{model.active_adapter}"
-    return {
-        name.replace(".modules_to_save" + active, "").replace(active, ""): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    return {name: parameter.detach() for name, parameter in trained_by_file_name(model).items()}
+
+
+def _saved_form(model: Any) -> dict[str, Tensor]:
+    """What is trained, as it is to be saved."""
+    initial, trained = initial_of(model), _trained(model)
+    return trained if initial is None else initial.as_plain(trained)
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.adapters import Problem, has_adapter, problem_finding, problems, rank_of
 from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
 
@@ -109,6 +110,26 @@ def _all_linear(
     )
 
 
+def chosen(targets: Targets, lora: LoraConfig) -> Targets:
+    """Of the layers that ``lora.target_modules`` names those that the section's other settings leave in.
+
+    Raises:
+        FtcliError: FT338 (exit 3) for a setting that chooses nothing, or that cannot choose among experts.
+    """
+    found = list(problems(targets.adapted, lora))
+    if targets.by_peft and (lora.layers_to_transform is not None or lora.exclude_modules or lora.rank_pattern):
+        said = f"{', '.join(targets.by_peft)} stands for stacks of experts, among which no layers can be chosen"
+        found.append(Problem("target_modules", said, "use target_modules: all-linear"))
+    if found:
+        raise FtcliError([problem_finding(problem, None) for problem in found], ExitCode.PREFLIGHT)
+    return replace(
+        targets,
+        modules=tuple(name for name in targets.modules if has_adapter(name, lora)),
+        experts=tuple(name for name in targets.experts if has_adapter(name, lora)),
+        weights=tuple(name for name in targets.weights if has_adapter(name.removesuffix(".weight"), lora)),
+    )
+
+
 def shortest(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """The last parts of ``names`` where those mean exactly these modules of the whole model; else the full names.
 
@@ -150,11 +171,16 @@ def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str]
     Raises:
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
     """
-    targets, saved = resolve_targets(model, lora.target_modules, quantized), resolve_saved(model, lora.modules_to_save)
+    targets = chosen(resolve_targets(model, lora.target_modules, quantized), lora)
+    saved = resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}
-    shapes = [model.get_submodule(name).weight.shape for name in targets.modules if not name.endswith(tuple(saved))]
-    shapes += [model.get_parameter(name).shape for name in targets.parameters]
-    adapters = sum(lora.r * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) for shape in shapes)
+    names = [name for name in targets.modules if not name.endswith(tuple(saved))]
+    shapes = {name: model.get_submodule(name).weight.shape for name in names}
+    shapes |= {name.removesuffix(".weight"): model.get_parameter(name).shape for name in targets.parameters}
+    adapters = sum(
+        rank_of(name, lora) * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) + lora.use_dora * shape[0]
+        for name, shape in shapes.items()
+    )
     return PlannedAdapters(
         layers=dict(Counter(name.rpartition(".")[2] for name in targets.adapted)),
         left=dict(Counter(".".join(name.split(".")[-2:]) for name in targets.left)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
+from ftcli.facts.adapters import adapters
 from ftcli.facts.device import DeviceFacts, named_device
 from ftcli.facts.execution import Part
 from ftcli.facts.trained import PlannedAdapters, trained_parameters
@@ -86,7 +88,9 @@ def _arithmetic(report: PreflightReport) -> PlannedAdapters | None:
     lora, shape = report.recipe.lora, report.facts.shape
     if lora is None or shape is None:
         return None
-    layers = {linear.leaf: shape.num_layers for linear in shape.adapted(lora.target_modules)}
+    layers: Counter[str] = Counter()
+    for each in adapters(shape, lora):
+        layers[each.linear.leaf] += each.layers
     return PlannedAdapters(layers, {}, trained_parameters(report.recipe, shape).elements)
 
 

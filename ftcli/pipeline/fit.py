@@ -52,8 +52,8 @@ def fit(
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
-    from ftcli.model.saved import check_saved, require_saveable
-    from ftcli.trainers.base import TrainerHooks, save_weights
+    from ftcli.model.saved import check_saved, require_saveable, save_weights
+    from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.callbacks import RunCallback, Schedule
 
     recipe = job.recipe

@@ -86,7 +86,9 @@ def answered_rows(evaluator: Evaluator, model: Any) -> list[AnsweredRow]:
         return []
     before: list[str | None] = [None] * len(after)
     if hasattr(model, "disable_adapter"):
-        with model.disable_adapter():
+        from ftcli.model.initial import as_base
+
+        with as_base(model):
             before = [row.completion for row in evaluator.samples(model, SAMPLES)]
     return [
         AnsweredRow(row.prompt, row.reference, earlier, row.completion)

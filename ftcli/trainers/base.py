@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -350,7 +351,7 @@ class RunTrainerMixin(OptimisationMixin):
 
     def take_weights(self, folder: Path) -> None:
         """Loads the trained weights that lie in a checkpoint or a result."""
-        self._load_from_checkpoint(str(folder))  # type: ignore[attr-defined]
+        self._load_from_checkpoint(str(folder))
 
     def load_finished(self, checkpoint: Path) -> bool:
         """Loads a checkpoint of the very last step, after which transformers would train one step too many.
@@ -385,15 +386,6 @@ def _readable(checkpoint: str | None) -> Iterator[None]:
             exit_code=ExitCode.RECIPE,
             help="move this checkpoint away and use --resume auto, which takes the one before it",
         ) from error
-
-
-def save_weights(model: Any, folder: Path) -> None:
-    """Writes an adapter in PEFT's layout or a model in transformers', safetensors in either case."""
-    if hasattr(model, "peft_config"):
-        # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
-    else:
-        model.save_pretrained(str(folder))
 
 
 NO_SAVING = {"save_strategy": SaveStrategy.NO, "push_to_hub": False, "report_to": "none"}

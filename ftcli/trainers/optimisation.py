@@ -15,6 +15,7 @@ from transformers.optimization import get_scheduler
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of
+from ftcli.model.initial import initial_of, load_over
 from ftcli.tables import code_of, optimizers, schedules
 
 if TYPE_CHECKING:
@@ -44,27 +45,42 @@ class OptimisationMixin:
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The recipe's optimizer; transformers' grouping of the parameters unless the optimizer needs another."""
-        row = optimizers.row(self.settings.optim)
+        row, args = optimizers.row(self.settings.optim), self.args
         if self.optimizer is None and row.build is not None:
-            adam = {"lr": self.args.learning_rate, "eps": self.args.adam_epsilon}
-            adam["betas"] = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer_cls_and_kwargs = (code_of(row.build), {**adam, "params": self._groups()})
-        made: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        return made
+            betas = (args.adam_beta1, args.adam_beta2)
+            kwargs = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "params": self._groups()}
+            self.optimizer_cls_and_kwargs = (code_of(row.build), kwargs)
+        elif self.optimizer is None and self.settings.loraplus_lr_ratio is not None:
+            made, kwargs = self.get_optimizer_cls_and_kwargs(args, self.model)  # type: ignore[attr-defined]
+            self.optimizer_cls_and_kwargs = (made, {**kwargs, "params": self._groups()})
+        optimizer: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        return optimizer
 
     def _groups(self) -> list[Group]:
-        """The trained parameters by weight decay and by whether they are hidden matrices; none of them is empty."""
+        """The trained parameters in groups, of which none is empty; those with the recipe's learning rate come first.
+
+        Under LoRA+ matrices B, and with them what has one dimension, have a higher rate
+        (``peft.optimizers.create_loraplus_optimizer``). Muon is told which matrices are hidden ones.
+        """
         model: Any = self.model
         decays = set(self.get_decay_parameter_names(model))  # type: ignore[attr-defined]
-        outer = _outer_parameters(model)
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        by_kind = optimizers.row(self.settings.optim).state == "momentum"
+        outer = _outer_parameters(model) if by_kind else set()
+        ratio = self.settings.loraplus_lr_ratio
+        groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                hidden = parameter.dim() == 2 and id(parameter) not in outer
-                groups.setdefault((hidden, name in decays), []).append(parameter)
+                fast = ratio is not None and ("lora_B" in name or parameter.dim() == 1)
+                hidden = by_kind and parameter.dim() == 2 and id(parameter) not in outer
+                groups.setdefault((fast, hidden, name in decays), []).append(parameter)
         return [
-            {"params": found, "hidden": hidden, "weight_decay": self.settings.weight_decay if decay else 0.0}
-            for (hidden, decay), found in groups.items()
+            {
+                "params": found,
+                "lr": self.args.learning_rate * (ratio if fast and ratio is not None else 1.0),
+                "weight_decay": self.settings.weight_decay if decay else 0.0,
+                **({"hidden": hidden} if by_kind else {}),
+            }
+            for (fast, hidden, decay), found in sorted(groups.items(), key=lambda item: item[0][0])
         ]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
@@ -99,6 +115,13 @@ class OptimisationMixin:
             self.lr_scheduler.step(value)
 
     # -- weights that are evaluated --------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        initial = initial_of(self.model)
+        if initial is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            load_over(self.model, initial, Path(resume_from_checkpoint))
 
     @property
     def _averages(self) -> bool:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
-
 from ftcli.config import RewardConfig, TaskConfig
-from ftcli.preflight.checks import optimisation
+from ftcli.preflight.checks import adapters, optimisation
 from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.expressions import regex_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import exports, judges, layouts, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT253 to FT259, FT264, FT266 to FT269, FT272, FT273; FT451, FT452 and FT767 of evaluation tasks."""
+    """FT253 to FT259, FT264, FT266 to FT269, FT272 to FT274; FT451, FT452 and FT767 of evaluation tasks."""
     yield from _data(context)
     yield from _lengths(context)
     yield from optimisation.check(context, installed)
+    yield from adapters.check(context)
     yield from _tasks(context)
     yield from _harness(context, installed)
     yield from _without_effect(context)
@@ -151,17 +151,6 @@ def extract_findings(context: Context, path: str, judged: TaskConfig | RewardCon
     elif isinstance(judged, TaskConfig):
         readers = " and ".join(f"`use: {name}`" for name in judges.readers("extract"))
         yield context.error("FT767", f"{path}.extract", f"`extract` is only read by {readers}", help="remove it")
-
-
-def regex_findings(context: Context, path: str, pattern: str, *, group: bool = False) -> Findings:
-    """FT264 for what Python's ``re`` cannot compile and, with ``group``, for an expression without a group."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        yield context.error("FT264", path, f"not a regular expression: {error}", help="test it with Python's re")
-        return
-    if group and compiled.groups == 0:
-        yield context.error("FT264", path, "the expression has no group to extract", help="put (...) around the answer")
 
 
 def _without_effect(context: Context) -> Findings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
+from ftcli.facts.adapters import problem_finding, problems, targets_of
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
@@ -158,6 +159,8 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
             yield from _target(context, facts, shape, f"lora.target_modules.{index}", target)
         if not lora.target_modules:
             yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
+    for problem in problems(targets_of(shape, lora), lora):
+        yield problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
     for index, name in enumerate(lora.modules_to_save):
         yield from _saved_module(context, facts, shape, f"lora.modules_to_save.{index}", name)
 

@@ -13,6 +13,8 @@ linear input     Kept once for each linear that needs its input for a gradient: 
                  ones under LoRA. Under autocast each linear casts (PEFT: to float32 and back), so each keeps its own
                  c·W; without autocast one 4W is shared by the linears that read the same tensor.
 LoRA             c·r for each adapted linear (the output of A); dropout adds W bytes of mask and a float32 copy's cast.
+DoRA             2·cW besides for each adapted linear of W output features: what base and adapter give, which the rows'
+                 lengths are multiplied by.
 attention, sdpa  c(2Q + 2Q) + 4n: query, repeated key and value, output, log-sum-exp; and the mask, turned into c·S of
                  bias in every layer. Without padding (one row) no mask, and key and value stay K wide: c(2Q + 2K) + 4n.
                  The output is the input of o as well and counted once, unless PEFT's cast made a copy.
@@ -48,6 +50,7 @@ class Setting:
         bytes_residual, bytes_compute: p and c of the legend.
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
         full: Full fine-tuning.
+        dora: Adapters are DoRA's.
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
     """
@@ -62,6 +65,7 @@ class Setting:
     full: bool
     softcap: bool
     padded: bool
+    dora: bool = False
 
 
 Term = Callable[[ModelShape, Setting], float]
@@ -134,6 +138,8 @@ def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
 
 def _lora(shape: ModelShape, setting: Setting) -> float:
     kept = float(setting.bytes_compute * setting.rank * len(setting.adapted))
+    if setting.dora:
+        kept += 2 * setting.bytes_compute * sum(linear.out_features for linear in setting.adapted)
     if setting.dropout:
         kept += sum(linear.in_features for linear in setting.adapted)
         if not setting.autocast:  # without a cast the dropped-out input is a tensor of its own for each linear

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from ftcli.config import Recipe
 from ftcli.config.overrides import Settings
+from ftcli.facts.adapters import Adapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of
 from ftcli.facts.model import ModelFacts
@@ -106,6 +107,12 @@ class Setup:
         return trained_parameters(self.recipe, self.shape)
 
     @cached_property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters; none under full fine-tuning."""
+        lora = self.recipe.lora
+        return () if lora is None else adapters(self.shape, lora)
+
+    @cached_property
     def method_memory(self) -> MethodMemory:
         """What the method decides."""
         found: MethodMemory = code_of(self.method.memory)(self)
@@ -146,17 +153,21 @@ class Setup:
         return lora is None or "lm_head" in lora.modules_to_save
 
     def setting(self, seq_len: int, *, padded: bool) -> Setting:
-        """What the activation terms depend on. ``padded``: rows of a batch may differ in length."""
+        """What the activation terms depend on. ``padded``: rows of a batch may differ in length.
+
+        Where layers differ in their adapters, each counts as one that has all of them, with the largest rank.
+        """
         lora = self.recipe.lora
         return Setting(
             seq_len=seq_len,
             bytes_residual=self.plan.parameter_bytes,
             bytes_compute=self.plan.compute_bytes,
             autocast=self.plan.autocast,
-            adapted=self.shape.adapted(lora.target_modules) if lora is not None else (),
-            rank=lora.r if lora is not None else 0,
+            adapted=tuple(dict.fromkeys(each.linear for each in self.adapters)),
+            rank=max((each.rank for each in self.adapters), default=0),
             dropout=lora is not None and lora.dropout > 0,
             full=lora is None,
+            dora=lora is not None and lora.use_dora,
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
         )

@@ -90,6 +90,10 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
     if setup.trains:
         yield from _what_training_holds(setup, always)
         yield from _what_a_step_allocates(setup, settled)
+    if setup.work != "export" and (norms := _weight_norms(setup)):
+        again = setup.trains and setup.policy.recomputes == "nothing"
+        phases = tuple(phase for phase in always if phase not in (END, STEP) and not (again and phase == BACKWARD))
+        yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := setup.method_memory.generation) is not None:
         cache = _generation(setup, settled, batch.rows, batch.prompt, batch.seq_len)
         yield Term("generation", cache, (GENERATION,))
@@ -183,6 +187,19 @@ def _dequantized(setup: Setup, settled: Settled) -> int:
     return dequantized_bytes(quantization, setup.shape, setup.plan, setup.device, on_kernels=on_kernels)
 
 
+def _weight_norms(setup: Setup) -> int:
+    """What PEFT's DoRA makes of one linear layer to know the lengths of its rows.
+
+    A matrix of ones on the diagonal (in, in), which goes through the adapter: B A (out, in) in float32, and three of
+    that size in the compute dtype: its cast, its product with the scale, and the sum with the base weight.
+    """
+    lora, element = setup.recipe.lora, setup.plan.compute_bytes
+    if lora is None or not lora.use_dora:
+        return 0
+    linears = [each.linear for each in setup.adapters]
+    return max((4 * x.in_features**2 + (4 + 3 * element) * x.in_features * x.out_features for x in linears), default=0)
+
+
 def _cublas(setup: Setup) -> int:
     return cublas_bytes(setup.device, setup.execution, backward=setup.trains)
 
@@ -206,10 +223,11 @@ def _at_once(setup: Setup) -> int:
 
 def _autocast_copies(setup: Setup) -> int:
     """A copy of each trained matrix: cast by autocast or, on the kernels, packed to a padded rank."""
-    lora, cast = setup.recipe.lora, _cast_elements(setup)
+    cast = _cast_elements(setup)
     if setup.execution.on_kernels:
-        if lora is not None:
-            cast = cast * packed_rank(lora.r) // lora.r
+        if setup.adapters:
+            rank, held = packed_rank(max(each.rank for each in setup.adapters)), setup.adapters
+            cast = cast * sum(rank * each.elements // each.rank for each in held) // sum(x.elements for x in held)
         if setup.policy.repacks:
             cast = cast * _at_once(setup) // setup.shape.num_layers
     return setup.plan.compute_bytes * cast

@@ -20,7 +20,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import hollow, load_adapter
 from ftcli.model.load import config_of, load_model
 from ftcli.model.lora import apply_lora
-from ftcli.trainers.base import save_weights
+from ftcli.model.saved import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 from tests.unit.export.conftest import tokenizer
 

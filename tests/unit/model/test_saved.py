@@ -16,8 +16,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import forward_loss
 from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
-from ftcli.model.saved import check_saved, require_saveable
-from ftcli.trainers.base import save_weights
+from ftcli.model.saved import check_saved, require_saveable, save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

@@ -19,8 +19,8 @@ from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
 from ftcli.model.quantize import layers_to_quantize, quantize_linear
+from ftcli.model.saved import save_weights
 from ftcli.model.targets import planned, summary
-from ftcli.trainers.base import save_weights
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
 from tests.unit.conftest import Load
 

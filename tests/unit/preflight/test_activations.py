@@ -58,7 +58,14 @@ def held(layers: LayerMemory, shape: Any, setting: Setting, policy: Any, sent: O
 
 
 def build(
-    family: str, attention: str, plan: DtypePlan, layers: int, *, dropout: float = 0.0, targets: Any = "all-linear"
+    family: str,
+    attention: str,
+    plan: DtypePlan,
+    layers: int,
+    *,
+    dropout: float = 0.0,
+    targets: Any = "all-linear",
+    dora: bool = False,
 ) -> Any:
     sizes = {key: value for key, value in config_of(family, layers).items() if key != "model_type"}
     torch.manual_seed(0)
@@ -70,6 +77,7 @@ def build(
     lora = peft.LoraConfig(
         r=RANK,
         lora_dropout=dropout,
+        use_dora=dora,
         target_modules=list(targets) if targets != "all-linear" else targets,
         task_type="CAUSAL_LM",
     )
@@ -112,7 +120,13 @@ def config_of(family: str, layers: int) -> dict[str, Any]:
 
 
 def setting_of(
-    family: str, plan: DtypePlan, *, batch: int = BATCH, dropout: float = 0.0, targets: Any = "all-linear"
+    family: str,
+    plan: DtypePlan,
+    *,
+    batch: int = BATCH,
+    dropout: float = 0.0,
+    targets: Any = "all-linear",
+    dora: bool = False,
 ) -> Setting:
     shape = shape_of(config_of(family, 1))
     assert shape is not None
@@ -127,6 +141,7 @@ def setting_of(
         full=plan.adapter is None,
         softcap=family == "gemma2",
         padded=batch > 1,
+        dora=dora,
     )
 
 
@@ -181,6 +196,20 @@ def test_adapters_on_some_layers_only_keep_only_their_inputs(plan: str) -> None:
     predicted = predicted_bytes("gemma2", "eager", dtypes, targets=targets)
     assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
     assert predicted < 0.95 * predicted_bytes("gemma2", "eager", dtypes)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
+@pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
+def test_dora_keeps_what_base_and_adapter_give(plan: str, targets: Any) -> None:
+    # Differences in depth and in rows: free of what makes the norms, which does not grow with tokens and is not kept.
+    dtypes, options = PLANS[plan], {"targets": targets, "dora": True}
+    sizes = {
+        (n, rows): measured_bytes(build("llama", "sdpa", dtypes, n, **options), dtypes, batch=rows)
+        for n in (2, 3)
+        for rows in (2, 4)
+    }
+    measured = (sizes[3, 4] - sizes[2, 4]) - (sizes[3, 2] - sizes[2, 2])
+    assert predicted_bytes("llama", "sdpa", dtypes, batch=2, **options) == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])

@@ -9,7 +9,7 @@ import pytest
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
-from ftcli.preflight.checks import optimisation
+from ftcli.preflight.checks import adapters, optimisation
 from ftcli.preflight.checks.context import Context
 from ftcli.trainers.optimisation import schedule_arguments
 
@@ -89,3 +89,49 @@ def test_an_optimizer_of_a_package_that_is_not_there_is_refused(
     said = f"train.optim: {optim} needs the package {package}, which is not installed"
     assert found(context(text), package) == [("FT253", said)]
     assert found(context(text)) == []
+
+
+def adapter_findings(context: Context) -> list[tuple[str, str]]:
+    return [(finding.code, finding.message) for finding in adapters.check(context)]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("lora: {use_dora: true}\nquantization: {method: nf4}\n", "FT274", "DoRA needs the norm"),
+        ("lora: {use_dora: true}\nmodel: {name_or_path: a, kernels: triton}\n", "FT274", "allows no exception"),
+        ("lora: {init_lora_weights: pissa}\nquantization: {method: nf4}\n", "FT274", "stores them packed"),
+        ("lora: {init_lora_weights: olora, use_dora: true}\n", "FT274", "cannot be saved as an adapter"),
+        ("lora: {init_lora_weights: pissa_niter_4}\ngrpo: {beta: 0.1}\n", "FT274", "without adapters"),
+        ("lora: {layers_pattern: [layers]}\n", "FT274", "lora.layers_to_transform names none"),
+        ("train: {loraplus_lr_ratio: 8.0}\n", "FT274", "there is no section `lora`"),
+        ("lora: {exclude_modules: '('}\n", "FT264", "not a regular expression"),
+        ("lora: {rank_pattern: {'q[': 3}}\n", "FT264", "not a regular expression"),
+        ("lora: {layers_to_transform: [1], layers_pattern: ['(']}\n", "FT264", "not a regular expression"),
+    ],
+)
+def test_adapter_settings_that_exclude_each_other(
+    text: str, code: str, said: str, context: Callable[..., Context]
+) -> None:
+    found = adapter_findings(context(text))
+    assert [one for one, _ in found] == [code]
+    assert said in found[0][1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lora: {use_dora: true}\n",
+        "lora: {init_lora_weights: pissa}\ngrpo: {beta: 0.0}\n",
+        "lora: {init_lora_weights: gaussian}\nquantization: {method: nf4}\n",
+        "lora: {layers_to_transform: [0], layers_pattern: [layers]}\ntrain: {loraplus_lr_ratio: 8.0}\n",
+    ],
+)
+def test_adapter_settings_that_go_together(text: str, context: Callable[..., Context]) -> None:
+    assert adapter_findings(context(text)) == []
+
+
+@pytest.mark.parametrize("word", ["pisa", "pissa_niter_0", "eva", "false", "loftq"])
+def test_beginnings_that_are_not_offered(word: str, load: Callable[..., Any]) -> None:
+    with pytest.raises(FtcliError):
+        load(f"lora: {{init_lora_weights: {word}}}\n")

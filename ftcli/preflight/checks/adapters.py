@@ -1,0 +1,82 @@
+"""Rules of the section `lora`: settings that exclude each other, and expressions that are none."""
+
+from __future__ import annotations
+
+from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.expressions import regex_findings
+from ftcli.tables import quantizations
+
+
+def check(context: Context) -> Findings:
+    """FT264 and FT274."""
+    lora, train = context.recipe.lora, context.recipe.train
+    if lora is None:
+        if train.loraplus_lr_ratio is not None:
+            yield context.error(
+                "FT274",
+                "train.loraplus_lr_ratio",
+                "train.loraplus_lr_ratio is about the matrices of adapters, and there is no section `lora`",
+                help="remove it, or add a `lora` section",
+            )
+        return
+    if lora.layers_pattern and lora.layers_to_transform is None:
+        yield context.error(
+            "FT274",
+            "lora.layers_pattern",
+            "lora.layers_pattern says where a layer's number stands, and lora.layers_to_transform names none",
+            help="add layers_to_transform, or remove it",
+        )
+    if isinstance(lora.exclude_modules, str):
+        yield from regex_findings(context, "lora.exclude_modules", lora.exclude_modules)
+    for index, pattern in enumerate(lora.layers_pattern):
+        yield from regex_findings(context, f"lora.layers_pattern.{index}", pattern)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, key):
+            yield from regex_findings(context, f"lora.{key}", pattern)
+    yield from _kinds(context)
+
+
+def _kinds(context: Context) -> Findings:
+    """What DoRA and the beginnings that take over a part of the base weights do not go with."""
+    recipe, lora = context.recipe, context.recipe.lora
+    assert lora is not None
+    method = recipe.quantization.method
+    packed = quantizations.row(method).freezes_base
+    others = " | ".join(quantizations.supported(freezes_base=False))
+    if lora.use_dora and packed:
+        yield context.error(
+            "FT274",
+            "lora.use_dora",
+            f"DoRA needs the norm of each adapted weight, and quantization.method: {method} stores no matrix",
+            help=f"use quantization.method: {others}, or leave out use_dora",
+        )
+    if lora.use_dora and recipe.model.kernels == "triton" and context.work == "train":
+        yield context.error(
+            "FT274",
+            "lora.use_dora",
+            "DoRA runs on PEFT's own layers, and model.kernels: triton allows no exception",
+            help="use model.kernels: auto",
+        )
+    if not lora.changes_base:
+        return
+    path, said = "lora.init_lora_weights", f"init_lora_weights: {lora.init_lora_weights}"
+    why = "takes a part of the base weights over"
+    if packed:
+        yield context.error(
+            "FT274", path, f"{said} {why}, and quantization.method: {method} stores them packed", help=f"use {others}"
+        )
+    if lora.use_dora:
+        yield context.error(
+            "FT274",
+            path,
+            f"{said} {why}, and what DoRA trains beside it cannot be saved as an adapter of the base as it was",
+            help="leave one of the two out",
+        )
+    grpo = recipe.grpo
+    if context.work == "train" and context.method.section == "grpo" and grpo is not None and grpo.beta > 0:
+        yield context.error(
+            "FT274",
+            path,
+            f"{said} {why}, and grpo.beta compares with the model without adapters",
+            help="use grpo.beta: 0, or another init_lora_weights",
+        )
