@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Stored by old versions of transformers and computed since.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
+#: PEFT says so of patterns that are meant for parameters, which it applies them to all the same.
+PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 _NAMED = 3
 #: What transformers and torch raise for values of a config.json that no model can be built of.
 IMPOSSIBLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ArithmeticError)
@@ -195,6 +197,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below, with their names
+            warnings.filterwarnings("ignore", message=PATTERNS_UNMATCHED)
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except torch.OutOfMemoryError:
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.adapters import alpha_of, rank_of
 from ftcli.facts.precision import DtypePlan
+from ftcli.model.checkpoint import PATTERNS_UNMATCHED
 from ftcli.model.initial import remember_initial
 from ftcli.model.targets import Targets, chosen, resolve_saved, resolve_targets, shortest
 
@@ -39,7 +41,10 @@ def apply_lora(
     config = peft_config(model, lora, targets)
     torch.manual_seed(seed)
     try:
-        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=plan.adapter == "float32")
+        with warnings.catch_warnings():
+            # PEFT looks for the patterns among modules alone, and passes over the parameters that they are applied to.
+            warnings.filterwarnings("ignore", message=PATTERNS_UNMATCHED)
+            adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=plan.adapter == "float32")
     except ValueError as error:
         raise _refused(error) from error
     _require_adapted(adapted, targets)

@@ -17,13 +17,13 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of
 from ftcli.model.initial import initial_of, load_over
 from ftcli.tables import code_of, optimizers, schedules
+from ftcli.trainers.muon import Group
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel
 
-    from ftcli.trainers.muon import Group
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
 #: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
@@ -74,12 +74,12 @@ class OptimisationMixin:
                 hidden = by_kind and parameter.dim() == 2 and id(parameter) not in outer
                 groups.setdefault((fast, hidden, name in decays), []).append(parameter)
         return [
-            {
-                "params": found,
-                "lr": self.args.learning_rate * (ratio if fast and ratio is not None else 1.0),
-                "weight_decay": self.settings.weight_decay if decay else 0.0,
-                **({"hidden": hidden} if by_kind else {}),
-            }
+            Group(
+                params=found,
+                lr=self.args.learning_rate * (ratio if fast and ratio is not None else 1.0),
+                weight_decay=self.settings.weight_decay if decay else 0.0,
+                hidden=hidden,
+            )
             for (fast, hidden, decay), found in sorted(groups.items(), key=lambda item: item[0][0])
         ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import peft
 import pytest
+from peft.tuners.lora import LoraLayer
 
 from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
@@ -91,6 +92,17 @@ def test_what_chooses_nothing_is_refused_by_name(values: dict[str, Any], said: s
     shape = shape_of(config_of("llama").to_dict())
     assert shape is not None
     assert [said in f"lora.{each.key}: {each.message}" for each in problems(targets_of(shape, lora), lora)] == [True]
+
+
+def test_patterns_reach_experts_and_layers_that_peft_takes_for_them() -> None:
+    for model_type, pattern in (("mixtral", "gate_up_proj"), ("glm4_moe", "shared_experts.gate_proj")):
+        lora = LoraConfig.model_validate({"r": 4, "rank_pattern": {pattern: 3}, "alpha_pattern": {pattern: 7.0}})
+        model, targets = apply_lora(build(model_type), lora, PLAN, seed=0)
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert planned(build(model_type), lora).parameters == count
+        assert bool(targets.weights) == (model_type == "glm4_moe")
+        scales = {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
+        assert scales == {32.0 / 4, 7.0 / 3}
 
 
 def test_experts_are_chosen_by_layer_and_take_no_dora() -> None:
