@@ -1,8 +1,39 @@
-"""``python -m ftcli``: the same as the command ``ftcli``."""
+"""The command ``ftcli``, and ``python -m ftcli``: as little as can be before a signal is answered in our own words."""
 
+from __future__ import annotations
+
+import os
 import sys
 
-from ftcli.cli.app import main
+#: ``ftcli.errors.ExitCode.INTERRUPTED``; importing it would take as long as what is guarded here.
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Runs the command line of this process and returns its status; Ctrl-C before anything has begun is 130 as well."""
+    try:
+        _without_working_folder()
+        from ftcli.cli.app import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _without_working_folder() -> None:
+    """Takes the folder in which the user works out of the places where packages are looked for.
+
+    ``python -m`` puts it before all others. A folder there that is called `wandb` or `lm_eval`, where somebody's
+    results lie, would pass for the package of that name. In a checkout that is not installed, ftcli itself comes from
+    there; then it is the last place.
+    """
+    if not sys.path or sys.flags.safe_path or sys.path[0] not in ("", os.getcwd()):  # noqa: PTH109 - pathlib takes longer
+        return
+    folder = sys.path.pop(0)
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    if os.path.realpath(package) == os.path.realpath(folder or os.curdir) and package not in sys.path:
+        sys.path.append(package)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -145,6 +145,8 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
         made = end.code
     if isinstance(made, Request):
         return made
+    if made == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
+        return int(ExitCode.INTERRUPTED)
     return int(ExitCode.RECIPE) if made else int(ExitCode.OK)
 
 

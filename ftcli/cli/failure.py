@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding, first_line
 from ftcli.run.out_of_memory import is_out_of_memory
 
 
@@ -30,7 +30,7 @@ def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Fa
     """
     if isinstance(error, FtcliError):
         return Failure(error.findings, int(error.exit_code))
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interruption(error):
         return Failure((Finding("FT191", "interrupted", severity="note"),), int(ExitCode.INTERRUPTED))
     if is_out_of_memory(error):
         help = (
@@ -46,6 +46,18 @@ def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Fa
         )
         return Failure((found,), int(ExitCode.PREFLIGHT))
     return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether it is Ctrl-C, or what a library made of it: transformers raises a RuntimeError while it imports."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        if isinstance(found, KeyboardInterrupt | Unwinding):
+            return True
+        seen.add(id(found))
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:

@@ -50,17 +50,17 @@ def evaluate(
     loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
 ) -> EvaluationResult:
     """Loss and tasks of the base model, and of the run in ``run_dir``, or a checkpoint of it, beside it."""
-    from ftcli.pipeline.evaluation import evaluate_recipe
-
     with stoppable("evaluating"):
+        from ftcli.pipeline.evaluation import evaluate_recipe
+
         return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
 
 def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Exported:
     """Writes the run's result, or a checkpoint, in the recipe's formats, each verified by loading it again."""
-    from ftcli.pipeline.exporting import export_recipe
-
     with stoppable("exporting"):
+        from ftcli.pipeline.exporting import export_recipe
+
         return export_recipe(loaded, session, run_dir, checkpoint)
 
 

@@ -21,6 +21,7 @@ from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Progress, Reporter, Session
 from ftcli.rows.places import resolve_path
+from ftcli.run import status as run_status
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
@@ -29,7 +30,14 @@ from ftcli.run.manifest import Activations, build_manifest, read_manifest, write
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import write_report
-from ftcli.run.signals import LeavePhase, StopNow, StopRequest, exit_code_of, second_signal_as_error
+from ftcli.run.signals import (
+    LeavePhase,
+    StopNow,
+    StopRequest,
+    StopRequested,
+    exit_code_of,
+    second_signal_as_error,
+)
 
 if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
@@ -151,9 +159,10 @@ def _opened_run(
     recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest
 ) -> Iterator[RunContext | None]:
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
-    with ExitStack() as stack:
+    path = Path(str(recipe.run.output_dir))
+    with _never_left_running(path, stop), ExitStack() as stack:
         with stop.interruptible("opening the run directory"):
-            opened = stack.enter_context(open_run(Path(str(recipe.run.output_dir)), recipe.run.resume, recipe_yaml))
+            opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml))
         for warning in opened.warnings:
             session.reporter.finding(warning)
         if opened.already_complete:
@@ -181,6 +190,17 @@ def _opened_run(
             yield context
 
 
+@contextmanager
+def _never_left_running(path: Path, stop: StopRequest) -> Iterator[None]:
+    """Whenever a signal comes, while the run is opened or while its end is written, status.json says how it ended."""
+    try:
+        yield
+    except (StopRequested, StopNow) as error:
+        with stop.held(), contextlib.suppress(FtcliError):
+            run_status.finish_own(RunDirectory(path).status_path, error.exit_code, message=str(error))
+        raise
+
+
 def _open_loggers(recipe: Recipe, opened: OpenedRun, session: Session) -> OpenLoggers:
     return OpenLoggers(
         recipe.logging.loggers,
@@ -200,14 +220,30 @@ def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterato
     Where these cannot be written any more (a full disk, a vanished folder), the error that ended the run is raised
     all the same, and not the one about writing.
     """
+    with _ended(opened, session, stop):
+        yield
+        with stop.held():
+            opened.finish(ExitCode.OK)
+    try:
+        _report(opened, session)
+    except FtcliError as error:  # the run is complete, whatever became of its picture
+        for finding in error.findings:
+            session.reporter.finding(replace(finding, severity="warning"))
+
+
+@contextmanager
+def _ended(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterator[None]:
+    """Writes the error that ends the block, whole: a second signal waits for that."""
     try:
         yield
     except LeavePhase:
         error = stop.stopped()
-        _write_end(opened, session, error.exit_code, error.findings[0].message)
+        with stop.held():
+            _write_end(opened, session, error.exit_code, error.findings[0].message)
         raise error from None
     except FtcliError as error:
-        _write_end(opened, session, error.exit_code, error.findings[0].message)
+        with stop.held():
+            _write_end(opened, session, error.exit_code, error.findings[0].message)
         raise
     except StopNow as error:
         with contextlib.suppress(FtcliError):
@@ -215,15 +251,9 @@ def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterato
         raise
     except BaseException as error:
         code = ExitCode.OUT_OF_MEMORY if is_out_of_memory(error) else ExitCode.BUG
-        with contextlib.suppress(FtcliError):
+        with stop.held(), contextlib.suppress(FtcliError):
             opened.finish(code, message=f"{type(error).__name__}: {str(error)[:200]}")
         raise
-    opened.finish(ExitCode.OK)
-    try:
-        _report(opened, session)
-    except FtcliError as error:  # the run is complete, whatever became of its picture
-        for finding in error.findings:
-            session.reporter.finding(replace(finding, severity="warning"))
 
 
 def _write_end(opened: OpenedRun, session: Session, code: ExitCode, message: str) -> None:

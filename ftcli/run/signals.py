@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
 
+#: Signals that wait while files are written that say how a run ended; more of them mean that somebody insists.
+_MOST_HELD = 2
+
 SignalName = Literal["SIGTERM", "SIGINT", "SIGHUP"]
 
 _EXIT_CODES: dict[SignalName, ExitCode] = {
@@ -83,6 +86,8 @@ class StopRequest:
         self._leave_at_once = False
         self._leaving = False
         self._phase: str | None = None
+        self._held = 0
+        self._waiting: list[int] = []
         self._pid = os.getpid()
 
     def __enter__(self) -> StopRequest:
@@ -116,6 +121,11 @@ class StopRequest:
         if os.getpid() != self._pid:
             return _in_worker(number)
         name = next(name for name in self._names if signal.Signals[name] == number)
+        if self._held:
+            if len(self._waiting) < _MOST_HELD:
+                self._waiting.append(number)
+                return None
+            self.requested = self.requested or name
         if self.requested is not None:
             if name == "SIGHUP":  # shell and kernel both send one when a terminal goes, systemd one after SIGTERM
                 return None
@@ -145,6 +155,21 @@ class StopRequest:
         """
         if self.requested is not None:
             raise StopRequested(self.requested, phase)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A few writes that no signal shall cut short: signals are answered at the end of the block, the third at once.
+
+        Raises:
+            StopNow: the second signal came during the block.
+        """
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            while self._waiting and not self._held:
+                self._on_signal(self._waiting.pop(0), None)
 
     @contextlib.contextmanager
     def interruptible(self, phase: str | None = None) -> Iterator[None]:

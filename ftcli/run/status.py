@@ -183,6 +183,13 @@ def finish(path: Path, exit_code: int, *, message: str | None = None, resumable:
     return status
 
 
+def finish_own(path: Path, exit_code: int, *, message: str) -> None:
+    """Write how the run ended where its status says that this process still runs it, as :func:`finish`."""
+    status = read_status(path)
+    if status is not None and status.state == "running" and status.pid == os.getpid():
+        finish(path, exit_code, message=message)
+
+
 def _write(path: Path, status: Status) -> None:
     with storage_errors(path):
         write_json(path, asdict(status))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftcli.pipeline import lifecycle
+from ftcli.run import status as run_status
 from tests.e2e.conftest import User
 
 GRPO: dict[str, Any] = {
@@ -68,3 +72,68 @@ def test_long_prompts_of_tasks_are_treated_as_overlong_says_before_the_model_is_
     for overlong, judged in (("drop", 1), ("truncate", 2)):
         result = user.done("eval", user.recipe(**change, data={"overlong": overlong}))
         assert result["base"]["tasks"]["exact_match"]["rows"] == judged
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_two_ctrl_c_never_leave_a_run_that_says_it_is_running(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first while a phase goes on, the second while the report of the end is written."""
+
+    def first(*_: object) -> None:
+        interrupt()
+
+    def second(*args: object) -> None:
+        interrupt()
+        lifecycle_report(*args)
+
+    lifecycle_report = lifecycle.write_report
+    monkeypatch.setattr(lifecycle, "_write_manifest", first)
+    monkeypatch.setattr(lifecycle, "write_report", second)
+    status, document = user.run("train", user.recipe())
+    assert (status, document["findings"][-1]["code"]) == (130, "FT728")
+    written = json.loads((user.folder / "r" / "status.json").read_text())
+    assert (written["state"], written["exit_code"]) == ("preempted", 130)
+    assert (user.folder / "r" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_right_after_a_run_says_it_is_running(user: User, monkeypatch: pytest.MonkeyPatch, signals: int) -> None:
+    begin = run_status.begin
+
+    def begun(*args: Any, **kwargs: Any) -> None:
+        begin(*args, **kwargs)
+        for _ in range(signals):
+            interrupt()
+
+    monkeypatch.setattr(run_status, "begin", begun)
+    status, _ = user.run("train", user.recipe())
+    assert status == 130
+    written = json.loads((user.folder / "r" / "status.json").read_text())
+    assert (written["state"], written["exit_code"]) == ("preempted", 130)
+    monkeypatch.setattr(run_status, "begin", begin)
+    assert user.done("train", user.recipe())["steps"] == 6
+
+
+def test_a_reward_that_leaves_the_folder_does_not_move_the_run(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user.folder)
+    away = user.folder / "away"
+    away.mkdir()
+    mine = user.folder / "mine.py"
+    mine.write_text(
+        f"import os\nos.chdir({str(away)!r})\n\n\ndef score(completions, prompts, **kw):\n"
+        f"    os.chdir({str(away)!r})\n    return [float(len(c)) for c in completions]\n"
+    )
+    rows(user.folder / "p.jsonl", *[{"prompt": f"pick {n}", "answer": "1"} for n in range(8)])
+    recipe = user.recipe(
+        run={"output_dir": "here"}, data={"train": ["p.jsonl"], "eval": ["p.jsonl"]},
+        train={"max_steps": 2, "per_device_train_batch_size": 4},
+        checkpoint={"every_steps": 1}, logging={"every_steps": 1},
+        grpo={**GRPO, "rewards": [{"file": "mine.py:score"}]}, eval={"tasks": [{"file": "mine.py:score"}]},
+    )  # fmt: skip
+    assert user.done("grpo", recipe)["steps"] == 2
+    assert list(away.iterdir()) == []
+    assert {"adapter", "checkpoints", "status.json", "report.html"} <= {
+        p.name for p in (user.folder / "here").iterdir()
+    }

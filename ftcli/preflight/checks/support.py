@@ -15,8 +15,9 @@ Installed = Callable[[str], bool]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported; does not import it."""
-    return importlib.util.find_spec(package) is not None
+    """Whether a top-level package can be imported; does not import it. A folder without any code is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:

@@ -167,3 +167,29 @@ def test_it_refuses_to_work_outside_of_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+@pytest.mark.usefixtures("heeded")
+def test_a_signal_waits_while_the_end_of_a_run_is_written() -> None:
+    written = []
+
+    def write(stop: StopRequest, signals: int) -> None:
+        with stop.held(), stop.held():
+            for _ in range(signals):
+                send("SIGINT")
+            written.append("the end")
+
+    with StopRequest() as stop:
+        send("SIGINT")
+        with pytest.raises(StopNow):
+            write(stop, 1)
+        assert written == ["the end"]
+    with StopRequest() as stop:
+        with stop.held():
+            send("SIGTERM")
+            assert stop.requested is None
+        assert stop.requested == "SIGTERM"
+    with StopRequest() as stop:
+        with pytest.raises(StopNow):
+            write(stop, 3)
+        assert written == ["the end"], "the third one does not wait"
