@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config import GenerateConfig
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import in_batches
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
+from ftcli.model.finite import NotFinite, finite_logits
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -38,8 +40,11 @@ def generate(
         max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
             shorter.
 
-    The longest prompts come first. A batch that does not fit into memory is halved, with the warning FT764; raises
-    FtcliError FT761 (exit 5) when one prompt alone does not fit.
+    The longest prompts come first. A batch that does not fit into memory is halved, with the warning FT764.
+
+    Raises:
+        FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
+            finite.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions = [""] * len(prompts)
@@ -53,7 +58,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        with reporter.progress(len(prompts), "generating") as progress:
+        with finite_logits(model), reporter.progress(len(prompts), "generating") as progress:
             for chosen, (texts, cut) in in_batches(
                 order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
             ):
@@ -61,6 +66,13 @@ def generate(
                     completions[index] = text
                 ended += cut
                 progress.advance(len(chosen))
+    except NotFinite as error:
+        raise FtcliError.single(
+            "FT762",
+            "the model's logits are not finite, so there are no answers to judge",
+            exit_code=ExitCode.DIVERGED,
+            help="evaluate an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate",
+        ) from error
     finally:
         model.train(was_training)
     if ended:

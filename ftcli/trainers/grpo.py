@@ -13,11 +13,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config.training import GrpoConfig
 from ftcli.data.asked import Asked
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
+from ftcli.model.finite import NotFinite, finite_logits
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
@@ -53,8 +55,21 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.phase = GENERATION
-        with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
-            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        self.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
+        try:
+            with (
+                finite_logits(self.accelerator.unwrap_model(self.model)),
+                compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast),
+            ):
+                output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        except NotFinite as error:
+            raise FtcliError.single(
+                "FT702",
+                f"the model's logits are not finite when completions of step {self.state.global_step + 1} are sampled: "
+                "training has diverged",
+                exit_code=ExitCode.DIVERGED,
+                help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
+            ) from error
         self.phase = FORWARD
         return output
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ftcli.pipeline import lifecycle
 from ftcli.run import status as run_status
@@ -137,3 +139,42 @@ def test_a_reward_that_leaves_the_folder_does_not_move_the_run(user: User, monke
     assert {"adapter", "checkpoints", "status.json", "report.html"} <= {
         p.name for p in (user.folder / "here").iterdir()
     }
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "said"), [("weights", "logits are not finite"), ("loss", "the loss is nan at step 2")]
+)
+def test_grpo_that_diverges_ends_with_6_and_keeps_no_checkpoint_of_it(
+    user: User, monkeypatch: pytest.MonkeyPatch, poisoned: str, said: str
+) -> None:
+    from ftcli.trainers.grpo import GrpoTrainer, RunTrainerMixin
+
+    begin = RunTrainerMixin.begin_step
+
+    def begin_step(self: GrpoTrainer) -> None:
+        begin(self)
+        if self.state.global_step == 1:
+            weight = next(p for p in self.model.parameters() if p.requires_grad)
+            with torch.no_grad():
+                weight.fill_(math.nan) if poisoned == "weights" else None
+
+    loss_of = RunTrainerMixin.watch
+
+    def watch(self: GrpoTrainer, name: str, value: torch.Tensor, *args: Any) -> None:
+        nan = poisoned == "loss" and name == "the loss" and self.state.global_step == 1
+        loss_of(self, name, value * math.nan if nan else value, *args)
+
+    monkeypatch.setattr(RunTrainerMixin, "begin_step", begin_step)
+    monkeypatch.setattr(RunTrainerMixin, "watch", watch)
+    path = rows(user.folder / "p.jsonl", *[{"prompt": f"pick {n}", "answer": "1"} for n in range(8)])
+    recipe = user.recipe(
+        data={"train": [path], "eval": []},
+        train={"max_steps": 6, "per_device_train_batch_size": 4},
+        checkpoint={"every_steps": 1},
+        grpo=GRPO,
+    )
+    status, document = user.run("grpo", recipe)
+    assert (status, document["findings"][-1]["code"]) == (6, "FT702"), document["findings"]
+    assert said in document["findings"][-1]["message"]
+    assert json.loads((user.folder / "r" / "status.json").read_text())["exit_code"] == 6
+    assert [p.name for p in (user.folder / "r" / "checkpoints").glob("step-*")] == ["step-00000001"]

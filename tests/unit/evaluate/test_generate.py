@@ -132,3 +132,23 @@ def test_an_answer_ends_where_the_longest_sequence_does_and_that_is_told(loaded:
         assert (cut == whole) == (room == NEW)
     ended = sum(room < NEW for room in expected)
     assert told == [f"{ended} of 5 answers were ended by data.max_seq_len {longest}"]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_logits_that_are_not_finite_end_with_6(loaded: tuple[Any, Any], sampled: bool) -> None:
+    model, tokenizer = loaded
+    norm = model.model.norm.weight
+    before = norm.detach().clone()
+    with torch.no_grad():
+        norm[0] = float("nan")
+    try:
+        with pytest.raises(FtcliError, match="FT762") as caught:
+            generate(
+                model, tokenizer, PROMPTS, GenerateConfig(max_new_tokens=2, do_sample=sampled), batch_size=5, plan=PLAN,
+                device=torch.device("cpu"), reporter=SilentReporter(), stops=(tokenizer.eos_token_id,),
+            )  # fmt: skip
+        assert caught.value.exit_code == 6
+    finally:
+        with torch.no_grad():
+            norm.copy_(before)
+    assert not model.get_output_embeddings()._forward_hooks
