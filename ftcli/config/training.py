@@ -90,6 +90,11 @@ class TrainConfig(Section):
         description="NEFTune: uniform noise on the embeddings in training, of at most this over the root of sequence "
         "length times width. 5 to 15 are usual.",
     )
+    cuda_graphs: bool = Field(
+        default=True,
+        description="Launch the decoder layers as CUDA graphs where a micro-batch has too few tokens to keep the GPU "
+        "busy otherwise. The results are the same to the last bit; `false` never does.",
+    )
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations get no better; never when absent."
     )

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ftcli.facts.attention import AttentionCall, Backend, MaskKind, choose_attention
-from ftcli.model.masks import CallMask, mask_for
+from ftcli.model.masks import CallMask, Documents, mask_for
 
 NAME = "ftcli"
 
@@ -47,6 +47,7 @@ def attention_forward(
     softcap: float | None = None,
     kernels: BackendName = "auto",
     kept: Kept | None = None,
+    documents: Documents | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D).
@@ -55,11 +56,14 @@ def attention_forward(
         attention_mask: What :func:`ftcli.model.masks.mask_for` made; a dense mask that a caller brought, boolean or
             additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
         kept: Where our kernels run: spares a checkpoint's second forward theirs.
+        documents: Documents that do not see each other, where the caller knows them; within what the mask lets be seen.
 
     Raises:
         ValueError: the mask was made for another window than this layer's, or for other lengths.
     """
     if isinstance(attention_mask, CallMask):
+        if documents is not None:
+            attention_mask = documents.within(attention_mask)
         _check(attention_mask, query, key, sliding_window)
     call = AttentionCall(
         dtype=dtype_name(_compute_dtype(query)),
@@ -186,6 +190,15 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_for)
+
+
+def is_ours(base: Any) -> bool:
+    """Whether a transformers model's attention is this one: what documents there are can be told it."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    interface = AttentionMaskInterface()
+    name = base.config.get_text_config()._attn_implementation
+    return name in interface and interface[name] is mask_for
 
 
 @contextmanager

@@ -9,20 +9,27 @@ against the head before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.linear_cross_entropy import linear_cross_entropy
+from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
 from torch import Tensor, nn
 
 from ftcli.labels import IGNORE_INDEX
+from ftcli.model import attention
+from ftcli.model.masks import Documents
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.stack import DecoderStack
+
+
+#: Where a batch holds the positions that bear loss, if it does: :func:`supervised_positions`.
+SUPERVISED = "supervised"
 
 #: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
 #: is checked when a model is built: :mod:`ftcli.model.headcheck`.
@@ -85,10 +92,36 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     raise TypeError(f"{type(base).__name__} has no list of {count} decoder layers")
 
 
-def hidden_states(model: PreTrainedModel | PeftModel, inputs: Mapping[str, Tensor]) -> HiddenStates:
-    """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like."""
-    backbone = backbone_of(base_of(model))
-    return HiddenStates(backbone(**inputs, use_cache=False).last_hidden_state)
+def hidden_states(
+    model: PreTrainedModel | PeftModel, inputs: Mapping[str, Tensor], stack: DecoderStack | None = None
+) -> HiddenStates:
+    """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
+
+    With ``document_starts`` (:class:`ftcli.model.masks.Documents`) no document sees another one. transformers' own
+    attention reads that off ``position_ids`` which begin anew; ours is told.
+
+    Args:
+        stack: The model's layers as one function (:mod:`ftcli.model.stack`), for inputs without a padding mask.
+    """
+    base = base_of(model)
+    given: dict[str, Any] = {name: value for name, value in inputs.items() if name != "document_starts"}
+    ids, starts = inputs["input_ids"], inputs.get("document_starts")
+    if starts is None and stack is not None:
+        starts = _document_starts(ids, inputs.get("position_ids"))
+    if starts is not None and attention.is_ours(base):
+        # A mask of ones keeps transformers from looking for documents, which would wait for the device.
+        given["attention_mask"] = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+        given["documents"] = Documents(starts)
+    backbone = backbone_of(base)
+    with nullcontext() if stack is None else stack.collecting():
+        return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)
+
+
+def _document_starts(ids: Tensor, positions: Tensor | None) -> Tensor:
+    """:attr:`ftcli.model.masks.Documents.starts` of rows whose positions begin anew with each document."""
+    if positions is None:
+        return torch.zeros((1, 1), dtype=torch.int32, device=ids.device)
+    return (torch.arange(ids.shape[1], device=ids.device) - positions).to(torch.int32)
 
 
 def head_of(model: PreTrainedModel | PeftModel) -> Head:
@@ -118,14 +151,33 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
     )
 
 
+def next_tokens(labels: Tensor) -> Tensor:
+    """(B, S) labels -> (B * S,) int64: for each position the label of the next one, -100 for the last of a row."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+
+
+def supervised_positions(labels: Tensor, vocab_size: int) -> Tensor:
+    """(R,) int64, the positions in ``next_tokens(labels)`` that bear loss. Ask where ``labels`` lie on the host.
+
+    Raises ValueError for a label outside the vocabulary.
+    """
+    return labelled_rows(next_tokens(labels), IGNORE_INDEX, vocab_size)
+
+
 def next_token_loss(
-    hidden: HiddenStates, head: Head, labels: Tensor, *, num_items: Tensor | int | None = None
+    hidden: HiddenStates,
+    head: Head,
+    labels: Tensor,
+    *,
+    num_items: Tensor | int | None = None,
+    supervised: Tensor | None = None,
 ) -> TokenLoss:
     """Cross-entropy of each next token, summed over ``labels != -100`` and divided by ``num_items`` when given.
 
     Args:
         labels: (batch, seq_len) int64, not shifted: position t is predicted from position t-1.
         num_items: Supervised tokens of the whole accumulated batch, so that any split of it gives the same loss.
+        supervised: What :func:`supervised_positions` gives for ``labels``, where it is known already.
 
     Raises:
         TypeError: When hidden states and head do not fit: what was passed is not hidden states.
@@ -138,7 +190,7 @@ def next_token_loss(
         )
     if states.shape[:2] != labels.shape:
         raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
-    targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    targets = next_tokens(labels)
     loss, correct = linear_cross_entropy(
         states.reshape(-1, states.shape[-1]),
         head.weight,
@@ -150,20 +202,29 @@ def next_token_loss(
         num_items=num_items,
         reduction="sum" if num_items is None else "mean",
         with_accuracy=True,
+        rows=supervised,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 
 
 def forward_loss(
-    model: PreTrainedModel | PeftModel, batch: dict[str, Tensor], *, num_items: Tensor | int | None = None
+    model: PreTrainedModel | PeftModel,
+    batch: dict[str, Tensor],
+    *,
+    num_items: Tensor | int | None = None,
+    stack: DecoderStack | None = None,
 ) -> TokenLoss:
-    """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right.
+    """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right, and optionally
+    ``supervised`` (:func:`supervised_positions`).
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).
     """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask")}
-    return next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"], num_items=num_items)
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask", SUPERVISED)}
+    states = hidden_states(model, inputs, stack)
+    return next_token_loss(
+        states, head_of(model), batch["labels"], num_items=num_items, supervised=batch.get(SUPERVISED)
+    )
 
 
 @contextmanager

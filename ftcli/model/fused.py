@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ftcli.model.adapted import projection_of
+from ftcli.model.stack import DecoderStack, Turn
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def _weight_for(weight: Tensor, x: Tensor, form: NormForm) -> Tensor:
 class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
-    ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`.
+    ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`, ``stack`` by
+    :mod:`ftcli.model.graphs`.
     """
 
     def __init__(self, original: nn.Module, family: Family, activation: Activation, backend: BackendName) -> None:
@@ -81,6 +83,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.selective = False
         self.offload: Offload | None = None
         self.offloaded: Offloaded = "halves"
+        self.stack: DecoderStack | None = None
+        self.window = window_of(original.self_attn)
         self._family = family
         self._activation = activation
         self._backend = backend
@@ -106,7 +110,26 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
                 **kwargs,
             )
             return output
-        attend = partial(self._attention_half, mask=attention_mask, rotation=position_embeddings, kwargs=kwargs)
+        return self.compute(hidden_states, attention_mask, position_embeddings, **kwargs)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; while its stack is collecting, the layer hands its turn on (:mod:`ftcli.model.stack`)."""
+        if self.stack is None or not self.stack.collects:
+            return super().__call__(hidden_states, *args, **kwargs)
+        mask, documents = kwargs["attention_mask"], kwargs["documents"]
+        return self.stack.take(self, hidden_states, Turn(documents.within(mask), kwargs["position_embeddings"]))
+
+    @property
+    def drops(self) -> bool:
+        """Whether training draws random numbers: dropout of adapters or of attention."""
+        dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
+        return any(dropouts) or bool(self.self_attn.attention_dropout)
+
+    def compute(
+        self, hidden_states: Tensor, attention_mask: Any, rotation: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> Tensor:
+        """The layer on the kernels, under the policy that was set on it: (B, S, H) -> (B, S, H)."""
+        attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, kwargs=kwargs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
             return self._mlp_half(attend(hidden_states))
         if self.offloaded == "layers":
@@ -194,7 +217,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             attention_mask,
             dropout=attention.attention_dropout if self.training else 0.0,
             scaling=attention.scaling,
-            sliding_window=window_of(attention),
+            sliding_window=self.window,
             softcap=getattr(attention, "attn_logit_softcapping", None),
             **kwargs,
         )

@@ -9,7 +9,7 @@ transformers' own dense mask for everything else. Nothing is stored on a module.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ class CallMask:
         packing: None, or transformers' rule ``(batch, head, query, key) -> bool`` of a call without padding that has
             more to it than causality and window: packed documents, as far as we know.
         irregular: the call is known to be none of this; only ``dense`` says what is seen.
+        known: None, or all of it as the caller knew it beforehand (:class:`Documents`): nothing waits for the device.
     """
 
     q_len: int
@@ -48,6 +49,7 @@ class CallMask:
     irregular: bool
     batch: int
     make_dense: Callable[[], Tensor]
+    known: AttentionMask | None = None
 
     @property
     def kind(self) -> MaskKind:
@@ -79,6 +81,8 @@ class CallMask:
         """None where intervals cannot say it."""
         if self.irregular:
             return None
+        if self.known is not None:
+            return self.known
         mask = AttentionMask.causal_mask(self.window)
         if self.packing is not None:
             return self._packed(self.packing)
@@ -101,6 +105,38 @@ class CallMask:
             return None
         joined = rule(row, head, later, later - 1).expand(shape)
         return AttentionMask.from_boundaries(~joined, window=self.window)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where the documents of a call begin, as the batch itself says it: no mask function has to ask the device.
+
+    It reaches attention as the keyword argument ``documents``, next to the masks that transformers had made.
+
+    Attributes:
+        starts: (B or 1, S) int32, for each token the position in its row at which its document begins; or (1, 1), a
+            zero, where each row is one document.
+    """
+
+    starts: Tensor
+    _made: dict[int | None, CallMask] = field(default_factory=dict, repr=False)
+
+    def within(self, mask: CallMask) -> CallMask:
+        """``mask`` without attention across documents; made once for all layers of a type."""
+        if mask.window not in self._made:
+            self._made[mask.window] = self._narrowed(mask)
+        return self._made[mask.window]
+
+    def _narrowed(self, mask: CallMask) -> CallMask:
+        whole = self.starts.shape[-1] == 1
+        starts = None if whole else self.starts
+        own = AttentionMask(window=mask.window, document_starts=starts, length=None if whole else mask.k_len)
+
+        def make_dense() -> Tensor:
+            dense = own.dense(mask.q_len, mask.k_len, mask.device)
+            return dense & mask.dense if mask.irregular else dense
+
+        return replace(mask, padding=None, packing=None, known=own, make_dense=make_dense)
 
 
 def mask_for(

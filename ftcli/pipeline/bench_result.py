@@ -52,7 +52,7 @@ class HostMemory:
 class Measured:
     """What was measured of training steps or of evaluation batches; of the latter less is.
 
-    ``matmul_tflops`` is the rate of a large dense product on this machine.
+    ``matmul_tflops`` is the rate of a large dense product on this machine; ``cuda_graphs`` is ``on``, or says why not.
     """
 
     timing: Timing = field(metadata=SPREAD)
@@ -61,6 +61,7 @@ class Measured:
     profiled: Profiled | None = field(metadata=SPREAD)
     kernels: str
     self_check: SelfCheck | None
+    cuda_graphs: str
     host: HostMemory | None = field(metadata=SPREAD)
 
 

@@ -118,6 +118,7 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions) -
     from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.bench import StepProfiler, StepTimer, device_memory, measure_matmul_rate, synthetic_tokens
+    from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.sft import build_sft_trainer
 
     job = open_job(report, session)
@@ -140,12 +141,13 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions) -
     times = timer.times(options.steps + 1)
     memory = report.memory
     return Measured(
-        timing=_timing(batch * seq, times.first, times.steady, options),
+        timing=_timing(batch * seq, times.first, times.steady, options, trainer.peak_memory_bytes()),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
         profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
         kernels=kernels.summary(),
         self_check=kernels.self_check,
+        cuda_graphs=why_not_graphed(job, model) or "on",
         host=HostMemory(None, None) if memory is None else HostMemory(memory.pinned_host_bytes, memory.offloaded),
     )
 
@@ -159,6 +161,7 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
     from ftcli.pipeline.build import build_trainable
     from ftcli.pipeline.evaluation import freeze_on_kernels
     from ftcli.trainers.bench import measure_matmul_rate, synthetic_tokens
+    from ftcli.trainers.watch import peak_memory_bytes
 
     job = open_job(report, session)
     batch, seq, seed = job.recipe.train.per_device_train_batch_size, job.recipe.data.max_seq_len, job.recipe.run.seed
@@ -175,20 +178,19 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
         evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
     return Measured(
-        timing=_timing(batch * seq, seconds[0], seconds[1:] or seconds, options),
+        timing=_timing(batch * seq, seconds[0], seconds[1:] or seconds, options, peak_memory_bytes()),
         device_memory=None,
         matmul_tflops=rate / 1e12,
         profiled=None,
         kernels=kernels.summary(),
         self_check=kernels.self_check,
+        cuda_graphs="nothing is trained",
         host=None,
     )
 
 
-def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions) -> Timing:
-    """Of steps of ``tokens`` tokens: the first one's seconds, and those after it."""
-    from ftcli.trainers.callbacks import peak_memory_bytes
-
+def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions, peak_bytes: int) -> Timing:
+    """Of steps of ``tokens`` tokens: the first one's seconds, those after it, and the memory that they needed."""
     median = statistics.median(steady)
     return Timing(
         steps=options.steps,
@@ -198,7 +200,7 @@ def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOp
         step_ms_min=1000 * min(steady),
         step_ms_max=1000 * max(steady),
         first_step_seconds=first,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_bytes,
     )
 
 

@@ -47,11 +47,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """What the manifest says of the model as it was built: the kernel of each layer, and what is stored quantised."""
+    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, and
+    whether the layers run as CUDA graphs: ``on``, or why not.
+    """
 
     kernels: Sequence[LayerKernel]
     self_check: SelfCheck | None
     quantization: Sequence[QuantizedLayer]
+    cuda_graphs: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
     from ftcli.job import open_job
     from ftcli.model.quantized import quantized_layers
     from ftcli.pipeline import build, data
+    from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.sft import build_sft_trainer
 
     started = time.perf_counter()
@@ -68,7 +69,8 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         kernels = build.put_on_kernels(job, model, train_data.sequences)
         if epochs.packs is not None:
             build.check_packing(job, model, epochs.sequences)
-        add_to_manifest(context, BuiltModel(kernels.table, kernels.self_check, quantized_layers(model)))
+        graphs = why_not_graphed(job, model) or "on"
+        add_to_manifest(context, BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs))
         evaluator = Evaluator(job, eval_data.sequences)
     keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
     fitted = fit(

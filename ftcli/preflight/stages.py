@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, cpu_device, probe_device
-from ftcli.facts.execution import parts_of
+from ftcli.facts.execution import Part, parts_of
+from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import ModelFacts, read_facts
 from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
@@ -33,7 +34,7 @@ from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor,
 from ftcli.preflight.memory.advice import Verdict, verdict_on
 from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.policy import choose_checkpointing, within_budget
+from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit, within_budget
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of
@@ -63,7 +64,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         device = with_products_tried(device, loaded.recipe.quantization)
     setup = Setup(loaded.recipe, facts, within_budget(device, loaded.recipe), context.work, context.method)
     checkpointing = choose_checkpointing(setup)
-    setup = checkpointing.applied_to(setup)
+    setup = with_graphs_that_fit(checkpointing.applied_to(setup))
     context = replace(context, recipe=setup.recipe)
     estimates = _estimates(context, setup)
     found.stage(
@@ -75,13 +76,18 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         setup=setup,
         device=device,
         checkpointing=checkpointing,
-        parts=parts_of(setup.recipe, facts, setup.plan, device, setup.execution),
+        parts=_parts(setup),
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,
         findings=tuple(found.findings),
         not_made=tuple(found.not_made),
     )
+
+
+def _parts(setup: Setup) -> tuple[Part, ...]:
+    parts = parts_of(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
+    return (*parts, graphs_part(setup.why_no_graphs, setup.tokens)) if setup.trains else parts
 
 
 def _about_the_recipe(context: Context) -> Findings:

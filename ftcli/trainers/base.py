@@ -26,7 +26,7 @@ from ftcli.trainers.best import Best, Stopping, measured
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
-from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched
+from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
 
 TRAINER_STATE = "trainer_state.json"
 #: What torch, numpy and pickle raise at content that is not what they wrote.
@@ -120,6 +120,10 @@ class RunTrainerMixin(OptimisationMixin):
         """Remembers a number of this step to be checked for NaN and infinity later."""
         step = self.state.global_step + 1
         self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that was needed at once so far: of the GPU, or of this process on a CPU."""
+        return peak_memory_bytes()
 
     def check_finite(self, *, before_step: int | None = None) -> None:
         """Raises FtcliError FT702 (exit 6) when a watched number of an earlier step is not finite."""

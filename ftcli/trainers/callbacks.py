@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.preflight.memory.terms import STEP
@@ -148,7 +147,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "learning_rate": logs.get("learning_rate"),
             "tokens": self._trainer.tokens_seen,
             "tokens_per_second": self._trainer.window.take_rate(),
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": self._trainer.peak_memory_bytes(),
         }
         line = {**line, **{key: value for key, value in logs.items() if key not in line}}
         self.last = line
@@ -175,12 +174,3 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             self._trainer.stopped_by = self._stop.requested
             control.should_training_stop = True
         return control
-
-
-def peak_memory_bytes() -> int:
-    """Peak bytes allocated on the GPU, or this process' peak resident set on a CPU."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,19 +18,24 @@ from ftcli.data.tokens import Tokens
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import compute_context, forward_loss
+from ftcli.model.backbone import SUPERVISED, compute_context, forward_loss, head_of, supervised_positions
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter
 from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.scaling import use_loss_scaling
+from ftcli.trainers.view import TrainedView
 from ftcli.trainers.watch import ROWS_KEY
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, TrainingArguments
+
+    from ftcli.model.graphs import GraphRunner
+    from ftcli.model.stack import DecoderStack
 
 
 class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -38,9 +43,14 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     plan: DtypePlan
     epochs: Epochs
+    stack: DecoderStack | None
+    graphs: GraphRunner | None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
         return EpochSampler(self.epochs)
+
+    def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        return model if isinstance(model, TrainedView) else TrainedView(super()._wrap_model(model, *args, **kwargs))
 
     def compute_loss(
         self,
@@ -63,10 +73,14 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         if items is None:
             items = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         with compute_context(device, self.plan.compute, self.plan.autocast):
-            loss = forward_loss(self.model, inputs, num_items=items).loss
+            loss = forward_loss(self.model, inputs, num_items=items, stack=self.stack).loss
         self.watch("the loss", loss)
         self.phase = BACKWARD
         return loss
+
+    def peak_memory_bytes(self) -> int:
+        """With graphs, what they keep to themselves counts as in use."""
+        return super().peak_memory_bytes() if self.graphs is None else self.graphs.status.peak_bytes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs without TRL's extra metrics: they come from a forward pass that is not ours."""
@@ -75,13 +89,18 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class WithRows:
-    """A collator that also says which sequences a batch holds, so that messages can name the rows of a bad batch."""
+    """A collator that also says which sequences a batch holds, so that messages can name the rows of a bad batch, and
+    where its supervised positions are, for which the loss would have to wait for the device.
+    """
 
     collate: EpochCollator
+    vocab_size: int
 
     def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor | list[int]]:
-        """The batch, and under ROWS_KEY the numbers of its sequences."""
-        return {**self.collate(chosen), ROWS_KEY: [row["index"] for row in chosen]}
+        """The batch, under ROWS_KEY the numbers of its sequences, and under SUPERVISED the positions."""
+        batch = self.collate(chosen)
+        supervised = supervised_positions(batch["labels"], self.vocab_size)
+        return {**batch, SUPERVISED: supervised, ROWS_KEY: [row["index"] for row in chosen]}
 
 
 def training_arguments(job: Job, scratch_dir: str) -> Arguments:
@@ -116,6 +135,8 @@ def training_arguments(job: Job, scratch_dir: str) -> Arguments:
         "logging_nan_inf_filter": False,
         "remove_unused_columns": False,
         "dataloader_pin_memory": device.type == "cuda",
+        # A copy of a batch that is waited for would wait for everything that the device still has to do.
+        "accelerator_config": {"non_blocking": device.type == "cuda"},
     }
 
 
@@ -172,7 +193,7 @@ def build_sft_trainer(
         trainer = SftTrainer(
             model=model,
             args=args,
-            data_collator=WithRows(EpochCollator(epochs, job.pad_token_id)),
+            data_collator=WithRows(EpochCollator(epochs, job.pad_token_id), head_of(model).weight.shape[0]),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
             train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
             processing_class=job.tokenizer,
@@ -181,6 +202,7 @@ def build_sft_trainer(
     if job.plan.loss_scaling:
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs
+    trainer.stack, trainer.graphs = use_stack(job, model)
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
     trainer.bind(hooks, train, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
     return trainer

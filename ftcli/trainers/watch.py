@@ -76,3 +76,12 @@ def row_list(origins: Iterable[Origin]) -> str:
             parts.append(f"{source}:{', '.join(str(number) for number in shown)}")
     hidden = sum(len(set(numbers)) for numbers in by_source.values()) - _ROWS_SHOWN
     return "; ".join(parts) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def peak_memory_bytes() -> int:
+    """Peak bytes allocated on the GPU, or this process' peak resident set on a CPU."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -52,6 +52,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk_rows: int | None = None,
     with_accuracy: bool = False,
+    rows: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy between ``hidden @ weight.T + bias`` and ``labels``; the module docstring has the formula.
@@ -70,6 +71,8 @@ def linear_cross_entropy(
         chunk_rows: rows whose logits exist at a time. None picks them for a workspace of at most 512 MiB.
         with_accuracy: also return how many labelled rows have their label as arg max (the lowest index wins a tie),
             int64 scalar.
+        rows: (R,) int64, what ``labelled_rows`` gives for ``labels``, on their device, where the caller knows it:
+            finding it out waits for the device.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -83,7 +86,7 @@ def linear_cross_entropy(
     plan = _Plan(
         options=LossOptions(float(softcap), float(logit_scale), float(label_smoothing)),
         dtype=compute_dtype(hidden.device.type, hidden, weight),
-        rows=_labelled_rows(labels, ignore_index, weight.shape[0]),
+        rows=labelled_rows(labels, ignore_index, weight.shape[0]) if rows is None else rows,
         chunk_rows=chunk_rows or 0,
         triton=choose_backend(hidden.device, backend).is_triton,
         per_row=reduction == "none",
@@ -284,8 +287,8 @@ def _scaled(d_hidden: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(d_hidden, d_loss.reshape(-1, 1), out=out)
 
 
-def _labelled_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
-    """Indices (int64) of the rows that carry a label.
+def labelled_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Indices (int64) of the rows that carry a label; waits for the device where ``labels`` (N,) are on one.
 
     Raises:
         ValueError: a label is neither ``ignore_index`` nor inside the vocabulary. A kernel would read out of bounds.

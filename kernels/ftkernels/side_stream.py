@@ -37,6 +37,7 @@ class Side:
 
     def __init__(self, device: torch.device) -> None:
         self._main: torch.cuda.Stream | None = None
+        self._used = False
         if device.type == "cuda":
             self._main = torch.cuda.current_stream(device)
             self._side = _stream(self._main.device_index)
@@ -48,13 +49,17 @@ class Side:
         if self._main is None:
             yield
             return
+        self._used = True
         self._side.wait_event(self._fork)
         with torch.cuda.stream(self._side):
             yield
 
     def join(self, *made: Tensor | None) -> None:
-        """Makes the main stream wait for the side; the allocator is told that it will read what was ``made`` there."""
-        if self._main is not None:
+        """Makes the main stream wait for the side; the allocator is told that it will read what was ``made`` there.
+
+        Without any work on the side there is nothing to wait for; a stream that is being captured must not, either.
+        """
+        if self._main is not None and self._used:
             self._main.wait_stream(self._side)
             for tensor in made:
                 if tensor is not None:

@@ -67,7 +67,8 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
     """The policies that make a difference in this run, the fastest first.
 
     Where the host only has room for the layers' inputs, ``offload`` runs whole layers again, with one product more than
-    ``true``. It is the slowest policy then.
+    ``true``. It is the slowest policy then; and so it is where micro-batches are so small that the others run as CUDA
+    graphs.
     """
     usable = setup.method.supports.get("train.gradient_checkpointing")
     on_kernels = setup.execution.on_kernels
@@ -79,12 +80,19 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
         and (setup.device.kind != "cpu" or not row.by_layer)
     ]
 
+    graphed = runs_as_graphs(setup)
+
     def time(name: PolicyName) -> tuple[bool, float]:
         row = policies.row(name)
-        short_host = on_kernels and row.on_host and offloaded_of(setup.under(name)) == "layers"
+        short_host = on_kernels and row.on_host and (graphed or offloaded_of(setup.under(name)) == "layers")
         return short_host, row.time if on_kernels else row.time_off_kernels
 
     return tuple(sorted(found, key=time))
+
+
+def runs_as_graphs(setup: Setup) -> bool:
+    """Whether a run is bound by the host, and runs as CUDA graphs under a policy that allows it."""
+    return setup.trains and setup.under(False).graphed
 
 
 def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:

@@ -25,6 +25,7 @@ from ftcli.preflight.memory.candidates import (
     host_has_room,
     level_of,
     policies_by_speed,
+    runs_as_graphs,
 )
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.setup import Setup
@@ -109,6 +110,16 @@ def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
     return _with_room_used(best, setup)
 
 
+def with_graphs_that_fit(setup: Setup) -> Setup:
+    """The setup; without CUDA graphs where their memory, and nothing else, is what the device lacks."""
+    if not setup.trains or setup.why_no_graphs is not None:
+        return setup
+    without = {"train.cuda_graphs": False}
+    found, other = candidate(setup), candidate(setup, without)
+    lacking = found is not None and found.level == "does not fit" and other is not None and other.level != found.level
+    return setup.changed(without) if lacking else setup
+
+
 def _tried(setup: Setup) -> list[Tried]:
     """The policies, the fastest first, up to the first that fits."""
     tried: list[Tried] = []
@@ -122,8 +133,9 @@ def _tried(setup: Setup) -> list[Tried]:
 def _with_room_used(best: CheckpointingChoice, setup: Setup) -> CheckpointingChoice:
     """The fastest choice: the same policy for all layers, or a policy with as many layers left out of it as fit."""
     layers, fastest = setup.shape.num_layers, _relative_time(best.policy, 0.0)
+    graphed = runs_as_graphs(setup)
     for name, row in policies.TABLE.items():
-        if not row.by_layer:
+        if not row.by_layer or (row.on_host and graphed):
             continue
 
         def fits(count: int, name: PolicyName = name) -> bool:

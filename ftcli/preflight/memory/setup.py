@@ -13,6 +13,7 @@ from ftcli.config.overrides import Settings
 from ftcli.facts.adapters import Adapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of
+from ftcli.facts.graphs import why_no_graphs
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
@@ -88,6 +89,18 @@ class Setup:
     def execution(self) -> Execution:
         """What runs where."""
         return execution_of(self.recipe, self.facts, self.plan, self.device, work=self.work, method=self.method)
+
+    @cached_property
+    def why_no_graphs(self) -> str | None:
+        """Why the layers are not launched as CUDA graphs; None where they are."""
+        if not self.trains:
+            return "nothing is trained"
+        return why_no_graphs(self.recipe, self.facts, self.execution.layers, tokens=self.tokens)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether the layers are launched as CUDA graphs."""
+        return self.why_no_graphs is None
 
     @cached_property
     def layers(self) -> LayerMemory:

@@ -107,6 +107,8 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
     Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
     the other phases of training too. Autocast casts each trained matrix once in a forward pass and holds the copies
     until its context ends. Backward keeps those that it needs, or makes them again where layers run again.
+
+    CUDA graphs write gradients into memory that is there all the time, from where they are moved to be accumulated.
     """
     trained, recipe = setup.trained, setup.recipe
     if setup.plan.autocast:
@@ -116,7 +118,12 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         phases = tuple(phase for phase in (*phases, *later) if phase in always)
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
-    yield Term("gradients", 4 * trained.elements, _TRAINING if accumulates else (END, STEP), lasting=True)
+    gradients = 4 * trained.elements
+    if setup.graphed:
+        yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
+        yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
+    else:
+        yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
     yield Term("optimizer", optimizer_state(recipe.train.optim, trained).device, always, lasting=True)
     if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
         yield Term("weights in training", 4 * trained.elements, (EVALUATION,))
@@ -132,14 +139,18 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     # What backward begins with is there before any of the kernels' layers.
     workspace = max(int(tokens * max(layer.workspace, whole.workspace)), 0 if on_kernels else states)
     dense = _dequantized(setup, settled)
-    yield Term("activations", _kept(setup, layer, whole) + _shared(setup, setting), (FORWARD, BACKWARD))
+    # What layers allocate inside CUDA graphs is in nobody else's hands again.
+    backward = phases_of(setup) if setup.graphed else (BACKWARD,)
+    kept = phases_of(setup) if setup.graphed else (FORWARD, BACKWARD)
+    yield Term("activations", _kept(setup, layer, whole) + _shared(setup, setting), kept)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
     yield Term("loss workspace", loss, (FORWARD,))
-    yield Term("backward workspace", workspace, (BACKWARD,))
+    yield Term("backward workspace", workspace, backward)
     last = max(workspace + int(tokens * layer.kept), _embedding_gradient(setup))
-    yield Term("last workspace", last, (END,))
+    if not setup.graphed:
+        yield Term("last workspace", last, (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if loss_of_method is None and setup.head_is_trained:
@@ -148,7 +159,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
-        yield Term("dequantized weights", dense, (BACKWARD, END))
+        yield Term("dequantized weights", dense, backward if setup.graphed else (BACKWARD, END))
 
 
 def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
@@ -201,7 +212,13 @@ def _weight_norms(setup: Setup) -> int:
 
 
 def _cublas(setup: Setup) -> int:
-    return cublas_bytes(setup.device, setup.execution, backward=setup.trains)
+    return cublas_bytes(setup.device, setup.execution, backward=setup.trains, graphs=setup.graphed)
+
+
+def _graph_buffers(setup: Setup) -> int:
+    """What goes in and out of CUDA graphs: hidden states and their gradients."""
+    passed = 4 if setup.policy.by_transformers else 3  # its layers' inputs need gradients, the first one's too
+    return setup.tokens * setup.shape.hidden_size * setup.plan.parameter_bytes * passed
 
 
 def _copies_run_again(setup: Setup) -> bool:

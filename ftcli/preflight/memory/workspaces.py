@@ -9,15 +9,17 @@ from ftcli.facts.execution import Execution
 _CUBLAS_BYTES, _CUBLAS_HOPPER_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8, 4096 * 1024 * 8
 
 
-def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool) -> int:
+def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool, graphs: bool) -> int:
     """cuBLAS' workspaces: one for each thread that multiplies, and in it for each stream.
 
-    Backward runs in a thread of its own; our layers multiply in two streams.
+    Backward runs in a thread of its own; our layers multiply in two streams. CUDA graphs are captured on a stream of
+    their own, which takes the place of the first.
     """
     if device.kind != "cuda":
         return 0
     each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
-    return each * (2 if backward else 1) * (2 if execution.layers.code == "fused" else 1)
+    streams = (2 if execution.layers.code == "fused" else 1) + graphs
+    return each * (2 if backward else 1) * streams
 
 
 def mask_bytes(

@@ -1,0 +1,265 @@
+"""The decoder layers as CUDA graphs: one for forward and one for backward of every shape of a micro-batch.
+
+A step of few tokens is bound by the host, which launches thousands of small kernels. A graph launches them at once. The
+kernels, their order and their arguments are those of a step without graphs, and so are the bits.
+
+The first micro-batch of a shape runs as usual, which compiles and chooses whatever is chosen on first use; the second
+is captured. All graphs share one pool of memory: they never run at the same time, and none leaves anything in it. What
+goes in and out lies in buffers of the largest shape, outside of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from ftkernels.attention_mask import TokenRanges
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from ftcli.model.gradients import Gradients
+from ftcli.model.stack import DecoderStack, StackCall, Turn
+from ftcli.reporting import Reporter
+
+#: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
+MOST_SHAPES = 64
+
+_Key = tuple[torch.Size, torch.Size, bool, bool]
+
+
+@dataclass(slots=True)
+class GraphStatus:
+    """What became of the graphs of a run.
+
+    Attributes:
+        shapes: (B, S) of each that was captured.
+        replays, without: Micro-batches that graphs ran, and that ran as usual.
+        stopped: Why graphs were given up, as one clause; None while they are not.
+        pool_bytes: Memory of the device that the graphs keep to themselves.
+        earlier_peak_bytes: torch's peak of allocated bytes before the last capture.
+    """
+
+    shapes: list[tuple[int, int]]
+    replays: int = 0
+    without: int = 0
+    stopped: str | None = None
+    pool_bytes: int = 0
+    earlier_peak_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the device that was needed at once. What lies in the graphs' pool is in use all the time,
+        though torch counts it as free.
+        """
+        return max(self.earlier_peak_bytes, torch.cuda.max_memory_allocated() + self.pool_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The graphs of one shape, and the tensors that they read and write."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    hidden: Tensor
+    out: Tensor
+    d_out: Tensor
+    d_hidden: Tensor | None
+    turns: tuple[Turn, ...]
+
+
+class GraphRunner:
+    """Runs the calls of a stack in training: by graphs where a shape comes again, else as usual.
+
+    Args:
+        stack: Its trained weights must stay where they are in memory.
+        tokens: The most tokens of a micro-batch that are expected.
+        reporter: Is told when graphs are given up.
+    """
+
+    def __init__(self, stack: DecoderStack, tokens: int, reporter: Reporter) -> None:
+        self.status = GraphStatus([])
+        self._reporter = reporter
+        self._stack = stack
+        self._tokens = tokens
+        self._layers = _Layers(stack)
+        named = {name: p for name, p in self._layers.named_parameters() if p.requires_grad}
+        self._names, self._trained = list(named), list(named.values())
+        self._where = [p.data_ptr() for p in self._trained]
+        self._pool: Any = None
+        self._seen: set[_Key] = set()
+        self._captured: dict[_Key, _Captured] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._gradients: Gradients | None = None
+
+    def __call__(self, call: StackCall) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        captured = self._graphs_for(call) if torch.is_grad_enabled() and self.status.stopped is None else None
+        if captured is None:
+            self.status.without += 1
+            return self._stack.run(call)
+        if [p.data_ptr() for p in self._trained] != self._where:
+            raise RuntimeError("trained weights have moved since the layers were captured in CUDA graphs")
+        _copy_in(captured, call)
+        self.status.replays += 1
+        # A trained weight is among the inputs so that autograd sees something to train.
+        out: Tensor = _Replay.apply(self, captured, call.hidden, self._trained[0])  # type: ignore[no-untyped-call]
+        return out
+
+    def _graphs_for(self, call: StackCall) -> _Captured | None:
+        key = _key(call)
+        if key in self._captured:
+            return self._captured[key]
+        if key not in self._seen or len(self._captured) >= MOST_SHAPES:
+            self._seen.add(key)
+            return None
+        try:
+            self._captured[key] = self._capture_counted(call)
+        except torch.OutOfMemoryError:
+            self._give_up("no memory was left for another CUDA graph")
+            return None
+        return self._captured[key]
+
+    def _give_up(self, reason: str) -> None:
+        """Frees what graphs keep to themselves: without them the step may fit."""
+        self._captured.clear()
+        self._buffers.clear()
+        self._pool = self._gradients = None
+        self.status.stopped, self.status.pool_bytes = reason, 0
+        torch.cuda.empty_cache()
+        self._reporter.info(f"CUDA graphs are given up: {reason}; training goes on without them")
+
+    # -- capture ---------------------------------------------------------------------------------------------
+
+    def _capture_counted(self, call: StackCall) -> _Captured:
+        status = self.status
+        status.earlier_peak_bytes = status.peak_bytes
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        captured = self._capture(call)
+        status.earlier_peak_bytes = max(status.earlier_peak_bytes, torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        status.pool_bytes += torch.cuda.memory_reserved() - reserved
+        status.shapes.append((int(call.hidden.shape[0]), int(call.hidden.shape[1])))
+        return captured
+
+    def _capture(self, call: StackCall) -> _Captured:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._gradients is None:
+            self._gradients = Gradients.zeros_like(self._trained)
+        hidden, out, d_out = (self._buffer(name, call.hidden) for name in ("hidden", "out", "d_out"))
+        d_hidden = self._buffer("d_hidden", call.hidden) if call.hidden.requires_grad else None
+        turns = _fixed(call.turns)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        leaf = hidden.detach().requires_grad_(call.hidden.requires_grad)
+        # Autograd remembers on which stream a weight was first used. In an earlier graph that is alive still, that was
+        # not the stream of the capture; so the layers get leaves of their own, on the weights' memory.
+        leaves = [p.detach().requires_grad_() for p in self._trained]
+        with _cacheless_autocast():
+            with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+                weights = dict(zip(self._names, leaves, strict=True))
+                result = functional_call(self._layers, weights, (StackCall(leaf, turns),))
+                out.copy_(result.detach())
+            with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+                inputs = leaves if d_hidden is None else [*leaves, leaf]
+                gradients = torch.autograd.grad(result, inputs, d_out)
+                self._gradients.write(gradients[: len(leaves)])
+                if d_hidden is not None:
+                    d_hidden.copy_(gradients[-1])
+        return _Captured(forward, backward, hidden, out, d_out, d_hidden, turns)
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        """The beginning of a buffer that holds the largest shape. Graphs of all shapes use the same ones."""
+        needed = like.numel()
+        if name not in self._buffers or self._buffers[name].numel() < needed:
+            # An earlier, smaller one is kept by the graphs that use it.
+            size = max(self._tokens * like.shape[-1], needed)
+            self._buffers[name] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._buffers[name][:needed].view(like.shape)
+
+    # -- replay ----------------------------------------------------------------------------------------------
+
+    def backward(self, captured: _Captured, d_out: Tensor) -> Tensor | None:
+        """Runs a backward graph and hands its gradients to the weights; returns that of the hidden states."""
+        assert self._gradients is not None
+        captured.d_out.copy_(d_out)
+        self._gradients.make_room(self._trained)
+        captured.backward.replay()
+        self._gradients.hand_to(self._trained)
+        return None if captured.d_hidden is None else captured.d_hidden.clone()
+
+
+class _Layers(nn.Module):
+    """The layers of a stack as a module, whose weights can be exchanged for one call."""
+
+    def __init__(self, stack: DecoderStack) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(stack.layers)
+        self._run = stack.run
+
+    def forward(self, call: StackCall) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        return self._run(call)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, runner: GraphRunner, captured: _Captured, hidden: Tensor, trained: Tensor) -> Tensor:
+        ctx.runner, ctx.captured = runner, captured
+        captured.forward.replay()
+        return captured.out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, ctx.runner.backward(ctx.captured, d_out), None
+
+
+def _cacheless_autocast() -> torch.autocast:
+    """Autocast as it is, without its cache: what a graph has cast must be cast in each replay."""
+    enabled = torch.is_autocast_enabled("cuda")
+    return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=enabled, cache_enabled=False)
+
+
+def _key(call: StackCall) -> _Key:
+    """What decides which kernels run, and with which shapes."""
+    turn = call.turns[0]
+    known = turn.mask.known
+    documents = known is None or known.document_starts is not None
+    return call.hidden.shape, turn.rotation[0].shape, documents, call.hidden.requires_grad
+
+
+def _distinct(turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+    """Each pair of a mask and a rotation once, with the number of a layer that has it."""
+    seen: set[tuple[int, int]] = set()
+    for index, turn in enumerate(turns):
+        pair = (id(turn.mask), id(turn.rotation[0]))
+        if pair not in seen:
+            seen.add(pair)
+            yield index, turn
+
+
+def _fixed(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns with rotations, and with masks' ranges, that graphs find in the same place in every replay."""
+    rotations = {id(cos): (cos.clone(), sin.clone()) for cos, sin in (turn.rotation for turn in turns)}
+    for _, turn in _distinct(turns):
+        _ = turn.mask.ranges  # made once, before the capture, and kept by the mask
+    return tuple(replace(turn, rotation=rotations[id(turn.rotation[0])]) for turn in turns)
+
+
+def _copy_in(captured: _Captured, call: StackCall) -> None:
+    captured.hidden.copy_(call.hidden.detach())
+    for index, turn in _distinct(call.turns):
+        fixed = captured.turns[index]
+        for into, given in zip(fixed.rotation, turn.rotation, strict=True):
+            into.copy_(given)
+        if turn.mask.known is None or turn.mask.known.document_starts is not None:
+            for into, given in zip(_tensors(fixed.mask.ranges), _tensors(turn.mask.ranges), strict=True):
+                into.copy_(given)
+
+
+def _tensors(ranges: TokenRanges) -> tuple[Tensor, ...]:
+    return ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi

@@ -1,0 +1,119 @@
+"""The decoder layers of a model as one function of hidden states.
+
+transformers' own forward passes through its list of layers one at a time, in Python. What is to run as a whole, as a
+CUDA graph does, needs them all at once. So while a stack is collecting, each layer hands its turn on, and the last one
+has the stack run them all; nothing of transformers' is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.masks import CallMask
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.model.fused import FusedDecoderLayer
+
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a layer is called with besides hidden states: its mask, and (cos, sin), each (B or 1, S, R).
+
+    Layers of one type share theirs.
+    """
+
+    mask: CallMask
+    rotation: Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class StackCall:
+    """One call of the layers: what the first one reads, (B, S, H), and each layer's turn."""
+
+    hidden: Tensor
+    turns: tuple[Turn, ...]
+
+
+class Runner(Protocol):
+    """Runs a call of a stack: :class:`ftcli.model.graphs.GraphRunner`."""
+
+    def __call__(self, call: StackCall) -> Tensor: ...
+
+
+class DecoderStack:
+    """The fused layers of one model, in order.
+
+    ``runner`` runs a call; :meth:`run` where there is none.
+    """
+
+    def __init__(self, layers: Sequence[FusedDecoderLayer]) -> None:
+        self.layers = tuple(layers)
+        self.runner: Runner | None = None
+        self.drops = any(layer.drops for layer in self.layers)
+        self._turns: list[Turn] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside, the layers hand their turns on, for one forward pass of the model without a cache."""
+        self._turns = []
+        try:
+            yield
+        finally:
+            self._turns = None
+
+    @property
+    def collects(self) -> bool:
+        """Whether layers hand their turn on."""
+        return self._turns is not None
+
+    def take(self, layer: FusedDecoderLayer, hidden: Tensor, turn: Turn) -> Tensor:
+        """A layer's turn: ``hidden`` as it came; from the last layer what all of them make of it, (B, S, H)."""
+        assert self._turns is not None
+        if layer is not self.layers[len(self._turns)]:
+            raise RuntimeError("the layers of a stack were called out of order")
+        self._turns.append(turn)
+        if len(self._turns) < len(self.layers):
+            return hidden
+        call = StackCall(hidden, tuple(self._turns))
+        self._turns = None
+        return (self.runner or self.run)(call)
+
+    def run(self, call: StackCall) -> Tensor:
+        """(B, S, H) -> (B, S, H): the layers one after the other."""
+        hidden = call.hidden
+        for layer, turn in zip(self.layers, call.turns, strict=True):
+            if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+                hidden = checkpoint(
+                    layer.compute, hidden, turn.mask, turn.rotation, use_reentrant=False, preserve_rng_state=self.drops
+                )
+            else:
+                hidden = layer.compute(hidden, turn.mask, turn.rotation)
+        return hidden
+
+
+def stack_of(model: PreTrainedModel | PeftModel) -> DecoderStack | str:
+    """The layers of ``model`` as one function; or, as one clause, which of them is not on the kernels."""
+    from ftcli.model.fused import FusedDecoderLayer
+
+    fused = []
+    for index, layer in enumerate(decoder_layers(base_of(model))):
+        if not isinstance(layer, FusedDecoderLayer):
+            return f"layers.{index} is not on the kernels"
+        fused.append(layer)
+    stack = fused[0].stack or DecoderStack(fused)
+    for layer in fused:
+        layer.stack = stack
+    return stack

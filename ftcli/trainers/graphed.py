@@ -1,0 +1,32 @@
+"""Puts the decoder layers of a job's model into CUDA graphs, or says why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftcli.job import Job
+from ftcli.model.graphs import GraphRunner
+from ftcli.model.stack import DecoderStack, stack_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
+    """Why the layers of ``model`` are trained without CUDA graphs, as one clause; None where they have them."""
+    reason: str | None = job.report.setup.why_no_graphs
+    if reason is not None:
+        return reason
+    stack = stack_of(model)
+    return stack if isinstance(stack, str) else None
+
+
+def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStack | None, GraphRunner | None]:
+    """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are."""
+    stack = stack_of(model)
+    if isinstance(stack, str):
+        return None, None
+    runner = None if why_not_graphed(job, model) else GraphRunner(stack, job.report.setup.tokens, job.reporter)
+    stack.runner = runner
+    return stack, runner

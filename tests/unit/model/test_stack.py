@@ -1,0 +1,117 @@
+"""The decoder layers as one function: the same bits as layer by layer, in every family that the kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ftcli.model.backbone import base_of, decoder_layers, forward_loss, hidden_states
+from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.patch import patch
+from ftcli.model.stack import DecoderStack, StackCall, stack_of
+from ftcli.tables import families
+from tests.small_models import _COMMON, TEXT
+
+FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
+
+
+def adapted(name: str, dropout: float = 0.0, kernels: Any = "reference") -> Any:
+    values = {**_COMMON, **TEXT[name]}
+    config = transformers.AutoConfig.for_model(name, **{k: v for k, v in values.items() if v is not None})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    settings = peft.LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, settings)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            nn.init.normal_(parameter, std=0.1)
+    patch(model, kernels)
+    return model.train()
+
+
+def batches() -> dict[str, dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(1))
+    plain = {"input_ids": ids, "labels": ids.clone()}
+    positions = torch.cat([torch.arange(13), torch.arange(27)])[None].expand(2, -1)
+    return {"whole rows": plain, "documents": plain | {"position_ids": positions}}
+
+
+def run(model: Any, batch: dict[str, torch.Tensor], stack: DecoderStack | None) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = forward_loss(model, dict(batch), stack=stack).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", ["whole rows", "documents"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_stack_gives_the_bits_of_single_layers(name: str, kind: str) -> None:
+    model, batch = adapted(name), batches()[kind]
+    wanted = run(model, batch, None)
+    found = run(model, batch, taken(model))
+    assert len(found) > 10
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["selective", True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_policies_and_dropout_are_as_before(policy: Any, dropout: float) -> None:
+    model, batch = adapted("llama", dropout), batches()["documents"]
+    wanted = run(model, batch, None)
+    if policy is True:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    else:
+        use_checkpointing(model, policy)
+    found = run(model, batch, taken(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_last_layer_runs_them_all_at_once() -> None:
+    model = adapted("llama")
+    stack = taken(model)
+    calls: list[StackCall] = []
+
+    def runner(call: StackCall) -> torch.Tensor:
+        calls.append(call)
+        return stack.run(call)
+
+    stack.runner = runner
+    hidden_states(model, {"input_ids": batches()["whole rows"]["input_ids"]}, stack)
+    (call,) = calls
+    assert len(call.turns) == len(list(decoder_layers(base_of(model))))
+    assert len({id(turn.mask) for turn in call.turns}) == 1
+    assert not stack.collects
+
+
+def test_a_call_that_fails_leaves_the_layers_as_they_were() -> None:
+    model = adapted("llama")
+    stack = taken(model)
+
+    def runner(call: StackCall) -> torch.Tensor:
+        raise ValueError("no")
+
+    stack.runner = runner
+    batch = batches()["whole rows"]
+    with pytest.raises(ValueError, match="no"):
+        forward_loss(model, dict(batch), stack=stack)
+    assert not stack.collects
+    stack.runner = None
+    assert all(torch.equal(a, b) for a, b in zip(run(model, batch, stack), run(model, batch, None), strict=True))
+
+
+def test_a_model_with_a_layer_off_the_kernels_has_no_stack() -> None:
+    assert stack_of(adapted("llama", kernels="off")) == "layers.0 is not on the kernels"
+
+
+def taken(model: Any) -> DecoderStack:
+    stack = stack_of(model)
+    assert isinstance(stack, DecoderStack)
+    assert stack_of(model) is stack
+    return stack

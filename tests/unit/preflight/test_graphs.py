@@ -1,0 +1,90 @@
+"""When layers run as CUDA graphs, what that needs, and which policy `auto` takes then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftcli.facts.device import named_device
+from ftcli.preflight.memory.candidates import policies_by_speed
+from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit
+from ftcli.preflight.memory.setup import Setup
+from tests.estimates import Case, estimate_of, setup_of
+
+LORA = "lora: {r: 16}\n"
+NAME = "meta-llama/Llama-3.1-8B"
+SHORT = ("data.max_seq_len=1024", "train.per_device_train_batch_size=1")
+
+
+@pytest.fixture
+def setup(load: Callable[..., Any]) -> Callable[..., Setup]:
+    def _setup(*settings: str, device: str = "h100", work: str = "train") -> Setup:
+        made = Case(load(f"model: {{name_or_path: {NAME}}}\n{LORA}", *SHORT, *settings))
+        return setup_of(made.recipe, made.facts, device, work)
+
+    return _setup
+
+
+def test_small_micro_batches_run_as_graphs(setup: Callable[..., Setup]) -> None:
+    assert setup().why_no_graphs is None
+    assert setup("quantization.method=nf4").why_no_graphs is None
+    assert setup("train.gradient_checkpointing=true").why_no_graphs is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "work", "reason"),
+    [
+        (("train.cuda_graphs=false",), "h100", "train", "train.cuda_graphs: false"),
+        (("data.max_seq_len=8192",), "h100", "train", "a micro-batch of 8,192 tokens keeps the GPU busy"),
+        (("lora.dropout=0.1",), "h100", "train", "dropout draws other numbers in each step"),
+        (("train.gradient_checkpointing=offload",), "h100", "train", "waits for copies to the host"),
+        (("model.kernels=off",), "h100", "train", "the layers are not on Triton kernels"),
+        (("lora=null",), "h100", "train", "the layers are not on Triton kernels"),
+        ((), "cpu", "train", "the layers are not on Triton kernels"),
+        ((), "h100", "grpo", "the layers are not on Triton kernels"),
+        ((), "h100", "eval", "nothing is trained"),
+    ],
+)
+def test_what_runs_without_graphs_says_why(
+    settings: tuple[str, ...], device: str, work: str, reason: str, setup: Callable[..., Setup]
+) -> None:
+    assert reason in (setup(*settings, device=device, work=work).why_no_graphs or "")
+
+
+def test_what_graphs_keep_to_themselves_is_there_in_every_phase(setup: Callable[..., Setup]) -> None:
+    graphs, without = setup(), setup("train.cuda_graphs=false")
+    found, plain = (estimate_of(s.recipe, s.facts, "h100") for s in (graphs, without))
+    for phase in found.phases:
+        assert {"activations", "backward workspace", "gradients", "graph buffers"} <= set(found.phases[phase])
+    assert found.parts["graph buffers"] == 3 * 1024 * 4096 * 2
+    assert "graph buffers" not in plain.parts
+    assert found.total_bytes > plain.total_bytes
+    # An accumulated step holds what earlier micro-batches gave besides what the next one writes.
+    again = setup("train.gradient_accumulation_steps=2")
+    accumulated = estimate_of(again.recipe, again.facts, "h100")
+    assert accumulated.parts["gradients"] == 2 * found.parts["gradients"]
+
+
+def test_offload_comes_last_where_the_others_run_as_graphs(setup: Callable[..., Setup]) -> None:
+    assert policies_by_speed(setup()) == (False, "selective", True, "offload")
+    assert policies_by_speed(setup("train.cuda_graphs=false")) == (False, "selective", "offload", True)
+    lean = setup("train.gradient_checkpointing=auto")
+    needed = estimate_of(setup("train.gradient_checkpointing=true").recipe, lean.facts, "h100").total_bytes
+    device = replace(named_device("h100"), memory_bytes=int(needed / 0.9) + 2**20)
+    choice = choose_checkpointing(lean.on(device).changed({"train.gradient_checkpointing": "auto"}))
+    assert choice.policy is True
+
+
+def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable[..., Setup]) -> None:
+    found = setup()
+    needed = estimate_of(found.recipe, found.facts, "h100").total_bytes
+    enough = replace(named_device("h100"), memory_bytes=needed + 2**20)
+    assert with_graphs_that_fit(found.on(enough)).why_no_graphs is None
+    short = found.on(replace(enough, memory_bytes=needed - 2**20))
+    settled: Any = with_graphs_that_fit(short)
+    assert settled.why_no_graphs == "train.cuda_graphs: false"
+    # Where it does not fit either way, nothing is changed.
+    assert with_graphs_that_fit(found.on(replace(enough, memory_bytes=needed // 2))).recipe.train.cuda_graphs
