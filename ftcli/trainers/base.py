@@ -122,7 +122,7 @@ class RunTrainerMixin(OptimisationMixin):
         self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that was needed at once so far: of the GPU, or of this process on a CPU."""
+        """The most memory needed at once so far: of the GPU, or of this process on a CPU."""
         return peak_memory_bytes()
 
     def check_finite(self, *, before_step: int | None = None) -> None:
