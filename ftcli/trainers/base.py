@@ -106,8 +106,7 @@ class RunTrainerMixin(OptimisationMixin):
 
     def count_tokens(self, mask: Tensor) -> None:
         """Adds the number of ones in an attention mask, without waiting for the device."""
-        total = mask.sum()
-        self._token_count = total if self._token_count is None else self._token_count + total
+        self._token_count = mask.sum() if self._token_count is None else self._token_count + mask.sum()
 
     def take_token_count(self) -> None:
         """Adds the counted tokens to :attr:`tokens_seen` and the window; waits for the device."""

@@ -104,8 +104,8 @@ def test_kept_layers_hold_the_same_numbers_in_full(init: Any) -> None:
     assert all(entry.on for entry in applied.table)
     assert torch.allclose(kept(ids).logits, packed(ids).logits, rtol=1e-4, atol=1e-4)
     table = quantized_layers(kept)
-    assert [entry["dequantized"] for entry in table].count(True) == 2 * 7
-    assert {entry["method"] for entry in table} == {"nf4"}
+    assert [entry.dequantized for entry in table].count(True) == 2 * 7
+    assert {entry.method for entry in table} == {"nf4"}
 
 
 def test_what_is_not_finite_is_refused_with_the_layer(tmp_path: Path) -> None:
