@@ -17,7 +17,9 @@ _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
         "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "merge": "export",
-        "merge-lora": "export", "save": "export", "convert": "export", "validate": "check", "lint": "check",
+        "merge-lora": "export", "save": "export", "convert": "recipes convert", "import": "recipes convert",
+        "migrate": "recipes convert", "new": "recipes new", "init": "recipes new", "wizard": "recipes new",
+        "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
         "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
         "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
         "schema": "recipes schema", "config-schema": "recipes schema", "env": "doctor", "info": "doctor",

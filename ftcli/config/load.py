@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import expanded
 
+#: So many keys of other tools in one file mean that it is one of theirs.
+_MANY_FOREIGN_KEYS = 4
 SectionOfRecipe = TypeVar("SectionOfRecipe", bound=BaseModel)
 
 __all__ = ["LoadedRecipe", "Override", "dump_recipe", "load_recipe", "load_text"]
@@ -55,8 +57,18 @@ def _loaded(merged: Merged, path: Path, overrides: Sequence[Override]) -> Loaded
     recipe, invalid = validate(tree, origins)
     findings = [*merged.findings, *refused, *invalid]
     if recipe is None or findings:
-        raise FtcliError(sorted(findings, key=_reading_order), ExitCode.RECIPE)
+        raise FtcliError(_with_converter(sorted(findings, key=_reading_order), path), ExitCode.RECIPE)
     return LoadedRecipe(_with_run_defaults(recipe, path), origins, path)
+
+
+def _with_converter(findings: list[Finding], path: Path) -> list[Finding]:
+    """The findings; the last of many keys of other tools says that the whole file can be converted."""
+    foreign = [number for number, finding in enumerate(findings) if finding.code == "FT202"]
+    if len(foreign) >= _MANY_FOREIGN_KEYS:
+        last = findings[foreign[-1]]
+        hint = f"`ftcli recipes convert {path}` makes a recipe of the whole file"
+        findings[foreign[-1]] = replace(last, help=f"{last.help}; {hint}")
+    return findings
 
 
 def _reading_order(finding: Finding) -> tuple[bool, str, int, int]:

@@ -137,7 +137,9 @@ def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> 
     best = min(complete, key=lambda outcome: sign * (values[outcome.path] or 0.0))
     combination = best.combination
     named = BestRun(combination.name, best.path, combination.settings, measure.name, values[best.path])
-    return named, [*_at_an_edge(best, complete), *_other_tokens(complete, summaries)]
+    equal = sum(value == values[best.path] for value in values.values()) - 1
+    ties = [f"{equal} more came to the same {measure.name}: the first is named"] if equal else []
+    return named, [*ties, *([] if equal else _at_an_edge(best, complete)), *_other_tokens(complete, summaries)]
 
 
 def _at_an_edge(best: Outcome, complete: Sequence[Outcome]) -> list[str]:

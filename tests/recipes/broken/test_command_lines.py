@@ -13,6 +13,7 @@ HERE = "command line"
 CASES = [
     ("misspelt command", ["trian", "r.yaml"], "FT151", "`ftcli train`"),
     ("other tool's command", ["finetune", "r.yaml"], "FT151", "`ftcli train`"),
+    ("another tool's word for converting", ["import", "a.yml"], "FT151", "`ftcli recipes convert`"),
     ("recipe without a command", ["r.yaml"], "FT151", "`ftcli train r.yaml` or `ftcli check r.yaml`"),
     ("no such command", ["zzzz"], "FT151", "commands: train, grpo, eval"),
     ("no recipe", ["check"], "FT150", "`ftcli check --help`"),

@@ -67,6 +67,7 @@ def test_a_whole_axolotl_file_is_answered_key_by_key(ftcli: Callable[..., object
     assert outcome.stderr.count("FT202") == 16
     assert "did you mean `train.learning_rate`?" in outcome.stderr
     assert "did you mean `train.gradient_checkpointing`?" in outcome.stderr
+    assert outcome.stderr.count("`ftcli recipes convert axolotl.yaml` makes a recipe of the whole file") == 1
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *(f"{section}.{name}" for section, name in FOREIGN_IN)])

@@ -258,6 +258,15 @@ def test_other_held_out_tokens_are_remarked(plan: Sweep) -> None:
     assert any("different held-out tokens" in remark for remark in result.remarks)
 
 
+def test_equal_runs_are_said_to_be_equal(plan: Sweep) -> None:
+    for run, loss in zip(plan.runs, (2.0, 1.0, 1.0, 3.0), strict=True):
+        write_run(run, loss=loss)
+    result, _ = swept(plan, Fleet())
+    assert result.best is not None
+    assert result.best.settings == {"train.learning_rate": 2e-3}
+    assert result.remarks == ["1 more came to the same held-out loss: the first is named"]
+
+
 def test_a_loss_that_is_no_number_is_never_the_best(plan: Sweep) -> None:
     for run, loss in zip(plan.runs, (float("nan"), 2.0, 1.0, 3.0), strict=True):
         write_run(run, loss=loss)
