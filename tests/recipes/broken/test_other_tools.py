@@ -51,7 +51,7 @@ def test_key_of_another_tool_inside_our_section(refused: Callable[..., object]) 
 
 
 def test_key_without_counterpart(refused: Callable[..., object]) -> None:
-    Path("r.yaml").write_text(HEAD + "neftune_noise_alpha: 5\n")
+    Path("r.yaml").write_text(HEAD + "label_smoothing_factor: 0.1\n")
     refused(["check", "r.yaml"], code="FT202", at="r.yaml:3:1", help="not offered")
 
 
