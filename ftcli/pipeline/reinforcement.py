@@ -15,6 +15,7 @@ from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result, tasks_before, write_tasks
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
+from ftcli.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from ftcli.data.asked import Asked
@@ -60,7 +61,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         model = build.build_trainable(job)
     keep_inputs(context, build.inputs_of(job, model))
     if context.opened.resume_step:
-        before = tasks_before(context.directory)
+        before = _before_resume(context)
     else:
         before = _tasks(context, evaluator, model, "before")
         write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
@@ -74,6 +75,14 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     after = _tasks(context, evaluator, model, "after")
     write_tasks(context.directory, before, after)
     return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
+
+
+def _before_resume(context: RunContext) -> dict[str, TaskResult]:
+    """The scores before training: of this run, or of the run whose checkpoint it goes on from."""
+    found, checkpoint = tasks_before(context.directory), context.opened.resume_from
+    if found or checkpoint is None:
+        return found
+    return tasks_before(RunDirectory(checkpoint.resolve().parent.parent))
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,55 @@ def test_grpo_that_diverges_ends_with_6_and_keeps_no_checkpoint_of_it(
     assert said in document["findings"][-1]["message"]
     assert json.loads((user.folder / "r" / "status.json").read_text())["exit_code"] == 6
     assert [p.name for p in (user.folder / "r" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+def test_an_export_refuses_to_change_what_was_trained_and_says_when_the_recipe_did(user: User) -> None:
+    recipe = user.recipe(train={"max_steps": 1})
+    user.done("train", recipe)
+    for target in (recipe, str(user.folder / "r")):
+        changes = ["--set", "lora.alpha=64", "--set", "data.chat_template=chatml", "--set", "export.formats=[adapter]"]
+        status, document = user.run("export", target, *changes)
+        refused = [finding["message"] for finding in document["findings"] if finding["code"] == "FT749"]
+        assert (status, len(refused)) == (2, 2), document["findings"]
+        assert "an export cannot change lora.alpha: " in refused[0]
+        assert not (user.folder / "r" / "export").exists()
+    status, document = user.run("export", recipe, "--set", "export.formats=[adapter]", "--set", "lora.r=4")
+    assert status == 0
+    assert "FT749" not in [f["code"] for f in document["findings"]], "the value of the run is no change"
+    user.recipe(train={"max_steps": 1, "learning_rate": 5e-4}, lora={"alpha": 64})
+    status, document = user.run("export", recipe, "--set", "export.formats=[adapter]")
+    warned = [(f["code"], f["severity"]) for f in document["findings"] if f["severity"] != "note"]
+    assert (status, warned) == (0, [("FT749", "warning")] * 2)
+
+
+def test_grpo_has_its_scores_before_training_after_a_resume(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftcli.trainers.base import RunTrainerMixin
+
+    path = rows(user.folder / "p.jsonl", *[{"prompt": f"pick {n}", "answer": str(n)} for n in range(8)])
+    recipe = user.recipe(
+        data={"train": [path], "eval": []},
+        train={"max_steps": 3, "per_device_train_batch_size": 4},
+        grpo=GRPO,
+        eval={"tasks": [{"use": "regex", "pattern": "[aeiou]", "data": [path]}]},
+    )
+    end = RunTrainerMixin.end_step
+
+    def stopped(self: RunTrainerMixin) -> None:
+        end(self)
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunTrainerMixin, "end_step", stopped)
+        assert user.run("grpo", recipe)[0] == 75
+    first = json.loads((user.folder / "r" / "eval.json").read_text())
+    assert first["base"]["tasks"][0]["count"] == 8
+    shutil.copytree(user.folder / "r", user.folder / "copy")
+    resumed = user.done("grpo", recipe)
+    assert resumed["before"] == {"regex": first["base"]["tasks"][0]["value"]}
+    assert set(resumed["after"]) == {"regex"}
+    written = json.loads((user.folder / "r" / "eval.json").read_text())
+    assert written["base"] == first["base"]
+    (checkpoint,) = (user.folder / "copy" / "checkpoints").glob("step-*")
+    elsewhere = user.done("grpo", recipe, "--resume", str(checkpoint), "--output-dir", str(user.folder / "new"))
+    assert elsewhere["before"] == resumed["before"]
