@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+#: How files of recipes end.
+RECIPE_SUFFIXES = (".yaml", ".yml")
+#: A run's own recipe: a folder with this file is a run directory.
+RUN_RECIPE = "recipe.yaml"
+
 
 def expanded(name: str) -> Path:
     """``name`` as a path, ``~`` and ``~user`` replaced by that home; left as it is where there is no such user."""

@@ -6,6 +6,8 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
+from ftcli.paths import expanded
+
 #: How a recipe names what ships with ftcli.
 BUNDLED = "bundled:"
 
@@ -26,3 +28,13 @@ def bundled(name: str, folder: str) -> Path | None:
 def bundled_file(folder: str, name: str) -> Path:
     """What a recipe calls ``name`` in ``assets/FOLDER``, whether or not it exists; nothing outside can be named."""
     return asset(folder, re.sub(r"[/\\\0]|^\.", "-", name))
+
+
+def is_template_file(name: str) -> bool:
+    """Whether ``data.chat_template`` names a file, and not a template that ships with ftcli."""
+    return name.endswith((".jinja", ".j2"))
+
+
+def template_path(name: str) -> Path:
+    """The file that ``data.chat_template`` means, whether or not it exists."""
+    return expanded(name) if is_template_file(name) else bundled_file("templates", f"{name}.jinja")

@@ -9,13 +9,15 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE
+
 #: A folder with more entries than this is not looked through.
 _MOST = 2000
 
 
 def recipe_files(incomplete: str) -> list[str]:
     """YAML files, and folders on the way to them."""
-    return _paths(incomplete, lambda path: path.suffix in (".yaml", ".yml"))
+    return _paths(incomplete, lambda path: path.suffix in RECIPE_SUFFIXES)
 
 
 def shipped_recipes(incomplete: str) -> list[str]:
@@ -53,7 +55,7 @@ def _paths(incomplete: str, wanted: Callable[[Path], bool]) -> list[str]:
         if not entry.name.startswith(start) or (entry.name.startswith(".") and not start):
             continue
         if entry.is_dir():
-            is_run = Path(entry.path, "recipe.yaml").is_file()
+            is_run = Path(entry.path, RUN_RECIPE).is_file()
             found.append(f"{shown}{entry.name}" if is_run else f"{shown}{entry.name}/")
         elif wanted(Path(entry.name)):
             found.append(f"{shown}{entry.name}")

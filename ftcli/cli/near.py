@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ftcli.cli.shipped import shipped
-from ftcli.paths import is_file, is_folder
+from ftcli.paths import RUN_RECIPE, is_file, is_folder
 
 #: Where recipes and runs lie when nobody said otherwise.
 _RECIPES, _RUNS = Path("recipes"), Path("runs")
@@ -28,7 +28,7 @@ def recipe_meant(path: Path) -> str | None:
 def run_meant(path: Path) -> str | None:
     """A run of a similar name, beside the one that is not there or below ``runs``."""
     for folder in dict.fromkeys((path.parent, _RUNS)):
-        names = [entry for entry in _folders(folder) if is_file(folder / entry / "recipe.yaml")]
+        names = [entry for entry in _folders(folder) if is_file(folder / entry / RUN_RECIPE)]
         found = get_close_matches(path.name, names, n=1, cutoff=0.6)
         if found:
             return f"did you mean {folder / found[0]}?"
@@ -37,7 +37,7 @@ def run_meant(path: Path) -> str | None:
 
 def is_run(word: str) -> bool:
     """Whether a word names a run's folder."""
-    return is_file(Path(word) / "recipe.yaml")
+    return is_file(Path(word) / RUN_RECIPE)
 
 
 def is_shipped(word: str) -> bool:

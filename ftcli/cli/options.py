@@ -12,7 +12,7 @@ import typer
 from ftcli.cli import completion
 from ftcli.cli.request import CommonOptions
 from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.paths import expanded, is_file, is_folder
+from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE, expanded, is_file, is_folder
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
@@ -102,14 +102,14 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
         return error
     from ftcli.cli.near import recipe_meant, run_meant
 
-    meant = recipe_meant(path) or (run_meant(path) if path.suffix not in (".yaml", ".yml") else None)
+    meant = recipe_meant(path) or (run_meant(path) if path.suffix not in RECIPE_SUFFIXES else None)
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
 
 def run_directory(path: str, label: str) -> Path:
     """`path`, which must be a run directory. Raises FtcliError FT154 (exit RECIPE) where it holds no recipe.yaml."""
     folder = expanded(path)
-    if not is_file(folder / "recipe.yaml"):
+    if not is_file(folder / RUN_RECIPE):
         from ftcli.cli.near import run_meant
 
         problem = "holds no recipe.yaml, so it is no run directory" if is_folder(folder) else "is not a directory"
@@ -138,7 +138,7 @@ def load_run(target: str, changes: Sequence[Override]) -> tuple[LoadedRecipe, Pa
     """A run's recipe and directory, from the run directory itself or from the recipe that names it."""
     if is_folder(expanded(target)):
         folder = run_directory(target, "command line")
-        return load(str(folder / "recipe.yaml"), changes), folder
+        return load(str(folder / RUN_RECIPE), changes), folder
     loaded = load(target, changes)
     return loaded, Path(str(loaded.recipe.run.output_dir))
 

@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 
 from ftcli.cli.near import is_run, is_shipped
 from ftcli.errors import Finding, Origin
+from ftcli.paths import RECIPE_SUFFIXES
 
 #: What other tools call our commands.
 _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
@@ -42,7 +43,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     known = list(commands)
     meant = _OTHER_WORDS.get(word.lower())
     near = [meant] if meant else get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-    if word.endswith((".yaml", ".yml")):
+    if word.endswith(RECIPE_SUFFIXES):
         help = f"a command comes first: `ftcli train {word}` or `ftcli check {word}`"
     elif is_shipped(word):
         help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"

@@ -18,7 +18,7 @@ from ftcli.config.yaml import parse_value
 from ftcli.errors import ExitCode, FtcliError, Origin
 
 #: Where a run of the sweep lies, what it is called and how it starts is the sweep's to say.
-_OURS = ("run.name", "run.output_dir", "run.resume")
+PLACES = ("run.name", "run.output_dir", "run.resume")
 #: More runs than this are a mistake, not a sweep.
 _MOST = 1000
 #: What every file system takes in a name, and no shell needs quotes for. Other characters are replaced.
@@ -106,7 +106,7 @@ def value_text(value: Any) -> str:
 def _axis(key: str, texts: Sequence[str], assignment: str) -> Axis:
     if is_secret_key(key.rpartition(".")[2]):
         raise _refused(f"`{key}` is a secret, which no recipe holds", assignment, "set it in the environment")
-    if key in _OURS:
+    if key in PLACES:
         raise _refused(f"`{key}` is what a sweep sets itself for each run", assignment, "name the folder: --output-dir")
     if "" in texts:
         help = "a value stands between two commas; quotes keep commas inside of a value"

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE
 
 #: No recipe written by a person comes near this; larger files are refused before they are read.
 MAX_BYTES = 128 * 1024
@@ -101,7 +102,7 @@ def _neighbours(path: Path) -> str | None:
     from difflib import get_close_matches
 
     try:
-        names = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith((".yaml", ".yml"))]
+        names = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(RECIPE_SUFFIXES)]
     except OSError:
         return None
     found = get_close_matches(path.name, names, n=1, cutoff=0.6) or get_close_matches(path.name + ".yaml", names, n=1)
@@ -109,7 +110,7 @@ def _neighbours(path: Path) -> str | None:
 
 
 def _directory(path: Path, origin: Origin) -> FtcliError:
-    inside = path / "recipe.yaml"
+    inside = path / RUN_RECIPE
     help = f"did you mean {inside}?" if inside.is_file() else "name a recipe file"
     return _error("FT102", "is a directory", origin, help)
 

@@ -36,6 +36,16 @@ class RunConfig(Section):
         "the path of a checkpoint.",
     )
 
+    @property
+    def resumes_elsewhere(self) -> bool:
+        """Whether a checkpoint is named: the user asks to do something else with it than its run did."""
+        return names_checkpoint(self.resume)
+
+
+def names_checkpoint(resume: str) -> bool:
+    """Whether ``run.resume`` is the path of a checkpoint."""
+    return resume not in ("auto", "never")
+
 
 class EarlyStoppingConfig(Section):
     """Ends training when evaluations no longer get better. Needs `eval.every_steps`."""

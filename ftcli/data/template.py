@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.assets import bundled_file
+from ftcli.assets import template_path
 from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, Stopped
 from ftcli.data.presence import PROBE, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
-from ftcli.paths import expanded
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
@@ -374,7 +373,7 @@ def left_out(part: Part, row: Row) -> FtcliError:
 
 def read_template(name: str) -> str:
     """Text of a template file, or of the bundled template of that name. Raises FtcliError FT424."""
-    path = expanded(name) if name.endswith((".jinja", ".j2")) else bundled_file("templates", f"{name}.jinja")
+    path = template_path(name)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -18,6 +18,11 @@ _SMALLEST_PAGED = 100_000
 _BLOCK = 256
 
 
+#: What ``lora.modules_to_save`` calls the head and the embedding.
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+TABLES = (HEAD, EMBEDDING)
+
+
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """``count`` trained tensors of (rows, columns). A ``hidden`` one is a matrix of a layer, or of an adapter."""
@@ -85,8 +90,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
         if recipe.lora.use_dora:
             matrices.append(Matrices(each.linear.out_features, 1, each.layers, "vector"))
     for name in recipe.lora.modules_to_save:
-        if name in ("lm_head", "embed_tokens"):
-            part: Literal["head", "embedding"] = "head" if name == "lm_head" else "embedding"
+        if name in TABLES:
+            part: Literal["head", "embedding"] = "head" if name == HEAD else "embedding"
             matrices.append(Matrices(shape.vocab_size, shape.hidden_size, 1, part))
         if name == "norm":  # as PEFT reads it: every module whose name ends so
             matrices.append(Matrices(shape.norm_parameters, 1, 1, "vector"))

@@ -26,7 +26,7 @@ from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
-from ftcli.tables import code_of, quantizations
+from ftcli.tables import code_of, quantizations, schedules
 
 
 def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
@@ -86,7 +86,7 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
             "warmup_steps": 0.0,
-            "lr_scheduler_type": "constant",
+            "lr_scheduler_type": schedules.CONSTANT,
             "lr_scheduler_kwargs": {},
         }
     )

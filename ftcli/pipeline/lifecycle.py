@@ -96,7 +96,7 @@ class RunContext:
 
         With ``--resume PATH`` they need not be: its user asks to do something else with a checkpoint.
         """
-        return bool(self.previous) and self.recipe.run.resume in ("auto", "never")
+        return bool(self.previous) and not self.recipe.run.resumes_elsewhere
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -211,7 +211,7 @@ def _open_loggers(recipe: Recipe, opened: OpenedRun, session: Session) -> OpenLo
         recipe.model_dump(mode="json"),
         session.reporter,
         resume_step=opened.resume_step,
-        new_series=recipe.run.resume not in ("auto", "never"),
+        new_series=recipe.run.resumes_elsewhere,
         offline=session.offline,
     )
 

@@ -42,8 +42,10 @@ from ftcli.run.atomic import (
 COMPLETE_NAME = "complete.json"
 #: What a trainer keeps in a checkpoint besides weights and optimizer; the best evaluation so far is in it.
 STATE_NAME = "ftcli_state.json"
+#: transformers' own file about how training stood.
+TRAINER_STATE = "trainer_state.json"
 #: Files of a checkpoint that say how training stood, and are no part of a model.
-PROGRESS = ("trainer_state.json", STATE_NAME, COMPLETE_NAME)
+PROGRESS = (TRAINER_STATE, STATE_NAME, COMPLETE_NAME)
 #: Files up to this size are compared by SHA-256 whenever checkpoints are listed. Larger ones are compared when a run
 #: resumes from their checkpoint, because it has to read them anyway.
 QUICK_BYTES = 1 << 20

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftcli.config.grid import PLACES
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.changes import settings_of
 from ftcli.run.history import RunSummary, metrics_of, summarise
 from ftcli.run.layout import RunDirectory, unreadable
 from ftcli.run.metrics import MetricsLine
 
-#: Where a run lies and what it is called is no difference between experiments.
-_NAMES = ("run.name", "run.output_dir", "run.resume")
 #: Metrics with a curve, by their keys, with a title.
 CURVES: Mapping[str, str] = {"loss": "Training loss", "eval_loss": "Held-out loss", "reward": "Reward"}
 
@@ -86,7 +85,9 @@ def _settings(path: Path) -> dict[str, str]:
 
 
 def _differences(recipes: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:
-    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in _NAMES)
+    keys = dict.fromkeys(
+        key for recipe in recipes for key in recipe if key not in PLACES
+    )  # no difference between experiments
     rows = (Difference(key, tuple(recipe.get(key) for recipe in recipes)) for key in keys)
     return tuple(row for row in rows if len(set(row.values)) > 1)
 

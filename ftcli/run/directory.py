@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run import status as run_status
 from ftcli.run.atomic import (
@@ -134,10 +135,10 @@ class _Decision:
 
 def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
     run.checkpoints.clean()
-    if resume in ("auto", "never"):
-        decision = _continue_own(run, recipe_yaml) if _holds_run(run) else _Decision(None)
-    else:
+    if names_checkpoint(resume):
         decision = _continue_from(run, Path(resume), recipe_yaml)
+    else:
+        decision = _continue_own(run, recipe_yaml) if _holds_run(run) else _Decision(None)
     if decision.already_complete:
         return decision
     with storage_errors(run.path):

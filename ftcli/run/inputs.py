@@ -19,6 +19,7 @@ from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject, plain_fields
 from ftcli.run.atomic import read_json_object
+from ftcli.run.layout import RunDirectory
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
 _BLOCKS = 256
@@ -156,9 +157,9 @@ def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> 
     Raises:
         FtcliError: FT735 (exit 2) with what differs.
     """
-    known = read_json_object(run / "manifest.json").get("inputs")
+    known = read_json_object(RunDirectory(run).manifest_path).get("inputs")
     known = known if isinstance(known, Mapping) else {}
-    before, named = _base_named_in(run / "recipe.yaml"), _base_named(model.model_dump(mode="json"), seed)
+    before, named = _base_named_in(RunDirectory(run).recipe_path), _base_named(model.model_dump(mode="json"), seed)
     if (known.get("weights") and now.weights) or (known.get("commit") and now.commit):
         changed = _changed_weights(known, now)
     else:

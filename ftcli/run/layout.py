@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.paths import RUN_RECIPE
 from ftcli.run.checkpoint import Checkpoints
 
 
@@ -18,7 +19,7 @@ class RunDirectory:
     @property
     def recipe_path(self) -> Path:
         """The recipe as resolved; a folder with this file is a run directory."""
-        return self.path / "recipe.yaml"
+        return self.path / RUN_RECIPE
 
     @property
     def manifest_path(self) -> Path:

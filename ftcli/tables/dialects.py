@@ -19,11 +19,13 @@ class Dialect:
         title: Its name in messages, as in :mod:`ftcli.config.dialects`.
         marks: Keys that only its recipes have, at any depth: the tool with the most marks in a file is taken.
         code: The dialect's rules: a :class:`ftcli.config.conversion.rules.Rules`.
+        proof: A key that outweighs all marks of others.
     """
 
     title: str
     marks: frozenset[str]
     code: str
+    proof: str | None = None
 
 
 def words(text: str) -> frozenset[str]:
@@ -57,6 +59,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
                 "enable_activation_checkpointing checkpoint_dir"
             ),
             "ftcli.config.conversion.torchtune:RULES",
+            proof="_component_",
         ),
         "trl": Dialect(
             "TRL",

@@ -132,21 +132,24 @@ class Multimodal:
         senses: What the other parts are for.
         text: The language model's ``model_type`` where config.json does not say.
         tied: Whether embedding and head are one matrix where config.json does not say.
+        towers: Code: a function of a :class:`ftcli.facts.towers.Vision` and the config.json that counts the other
+            parts' parameters. None where nothing is known of them.
     """
 
     senses: str
     text: str
     tied: bool = False
+    towers: str | None = None
 
 
 MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
     {
-        "gemma3": Multimodal("vision", "gemma3_text", tied=True),
+        "gemma3": Multimodal("vision", "gemma3_text", tied=True, towers="ftcli.facts.towers:siglip"),
         "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
-        "mistral3": Multimodal("vision", "mistral", tied=True),
-        "qwen2_vl": Multimodal("vision", "qwen2_vl_text"),
-        "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text"),
-        "qwen3_vl": Multimodal("vision", "qwen3_vl_text"),
+        "mistral3": Multimodal("vision", "mistral", tied=True, towers="ftcli.facts.towers:pixtral"),
+        "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),
+        "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
+        "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),
         "qwen3_vl_moe": Multimodal("vision", "qwen3_vl_moe_text"),
         "qwen3_5": Multimodal("vision", "qwen3_5_text"),
         "qwen3_5_moe": Multimodal("vision", "qwen3_5_moe_text"),

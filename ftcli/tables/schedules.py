@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+#: No schedule: the rate is what the recipe says, in every step ...
+CONSTANT = "constant"
+#: ... or after a warm-up.
+CONSTANT_AFTER_WARMUP = "constant_with_warmup"
+
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -137,8 +142,8 @@ TABLE: Mapping[str, Schedule] = MappingProxyType(
         "inverse_sqrt": Schedule(
             "Falls with one over the square root of the steps.", {"timescale": Argument("whole", least=1)}
         ),
-        "constant": Schedule("Stays.", warms_up=False),
-        "constant_with_warmup": Schedule("Stays after the warm-up."),
+        CONSTANT: Schedule("Stays.", warms_up=False),
+        CONSTANT_AFTER_WARMUP: Schedule("Stays after the warm-up."),
         "reduce_lr_on_plateau": Schedule(
             "Is multiplied by `factor` (0.1) after more than `patience` (10) evaluations without improvement.",
             _LIKE_PLATEAU,

@@ -20,6 +20,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
+from ftcli.run.checkpoint import TRAINER_STATE
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping, measured
@@ -28,7 +29,6 @@ from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
 
-TRAINER_STATE = "trainer_state.json"
 #: What torch, numpy and pickle raise at content that is not what they wrote.
 _UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
 

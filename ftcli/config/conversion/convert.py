@@ -56,9 +56,8 @@ def _detected(source: Source) -> str:
     names = names_in(source.tree)
     if "version" in source.tree.entries and isinstance(_section(source.tree, "model"), MapNode):
         raise _unclear(source, "this is a recipe of ftcli already", "`ftcli check` says whether it is right")
-    scores = {name: len(dialects.row(name).marks & set(names)) for name in dialects.names()}
-    if "_component_" in names:
-        scores["torchtune"] += len(dialects.names())
+    rows = {name: dialects.row(name) for name in dialects.names()}
+    scores = {name: len(row.marks & set(names)) + len(rows) * (row.proof in names) for name, row in rows.items()}
     best = max(scores.values())
     found = [name for name, score in scores.items() if score == best]
     known = ", ".join(dialects.names())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftcli.assets import asset, bundled_file
+from ftcli.assets import asset, is_template_file, template_path
 from ftcli.paths import expanded, is_file, is_folder
 from ftcli.preflight.checks.context import Context, Findings
 
@@ -13,7 +13,7 @@ def check(context: Context) -> Findings:
     if template is not None:
         yield from _template(context, template)
     resume = context.recipe.run.resume
-    if context.trains and resume not in ("auto", "never") and not is_folder(expanded(resume)):
+    if context.trains and context.recipe.run.resumes_elsewhere and not is_folder(expanded(resume)):
         yield context.error(
             "FT725",
             "run.resume",
@@ -23,8 +23,7 @@ def check(context: Context) -> Findings:
 
 
 def _template(context: Context, name: str) -> Findings:
-    of_file = name.endswith((".jinja", ".j2"))
-    path = expanded(name) if of_file else bundled_file("templates", f"{name}.jinja")
+    of_file, path = is_template_file(name), template_path(name)
     if is_file(path):
         return
     bundled = sorted(p.stem for p in asset("templates").glob("*.jinja"))

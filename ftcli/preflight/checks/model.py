@@ -9,12 +9,12 @@ from ftcli.facts.adapters import problem_finding, problems, targets_of
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
+from ftcli.facts.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
 
 #: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
 TARGETS_CHECK = "lora.target_modules against the model's layers"
-_TABLES = ("lm_head", "embed_tokens")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
@@ -166,7 +166,7 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
 
 
 def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
-    if target in _TABLES:
+    if target in TABLES:
         yield context.error(
             "FT312",
             path,
@@ -187,7 +187,7 @@ def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, t
 
 def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
     method = context.recipe.quantization.method
-    if name in _TABLES and shape.tied:
+    if name in TABLES and shape.tied:
         yield context.error(
             "FT314",
             path,
@@ -195,19 +195,19 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
             "part them, and no export could join them again",
             help="remove it from lora.modules_to_save, or fine-tune fully",
         )
-    elif name not in (*_TABLES, "norm", *(linear.leaf for linear in shape.linears)):
+    elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
         yield context.error(
             "FT313",
             path,
             f"lora.modules_to_save: {facts.name} has no module {name}",
-            help=f"use some of: {', '.join(_TABLES)}, norm",
+            help=f"use some of: {', '.join(TABLES)}, norm",
         )
     elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
         yield context.error(
             "FT271",
             path,
             f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained",
-            help=f"name it in lora.target_modules, or keep to {', '.join(_TABLES)}, norm",
+            help=f"name it in lora.target_modules, or keep to {', '.join(TABLES)}, norm",
         )
 
 

@@ -33,13 +33,13 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
             yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
     if not row.schedule_free:
         return
-    if train.lr_scheduler_type != "constant":
+    if train.lr_scheduler_type != schedules.CONSTANT:
         yield context.error(
             "FT273",
             "train.lr_scheduler_type",
             f"train.optim: {train.optim} takes the place of a schedule, and lr_scheduler_type is "
             f"{train.lr_scheduler_type}",
-            help="set train.lr_scheduler_type: constant; train.warmup_steps still warms up",
+            help=f"set train.lr_scheduler_type: {schedules.CONSTANT}; train.warmup_steps still warms up",
         )
     if train.adam_beta1 == 0 and "adam_beta1" in row.reads:
         yield context.error(
@@ -130,12 +130,12 @@ def _warm_up(context: Context) -> Findings:
     train, steps = context.recipe.train, context.recipe.train.max_steps
     warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
     if not warms_up and train.warmup_steps > 0:
-        constant = train.lr_scheduler_type == "constant" and not optimizers.row(train.optim).schedule_free
+        constant = train.lr_scheduler_type == schedules.CONSTANT and not optimizers.row(train.optim).schedule_free
         yield context.warning(
             "FT259",
             "train.warmup_steps",
             f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}",
-            help="use constant_with_warmup" if constant else "remove it",
+            help=f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it",
         )
     if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
         # A run that is shortened on the command line is a trial: this is a warning then.

@@ -17,6 +17,7 @@ from ftcli.errors import Finding, first_line
 from ftcli.plain import JsonMap
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import read_json_object, write_json
+from ftcli.run.layout import RunDirectory
 from ftcli.run.loggers.protocol import LoggedRun, MetricsLogger, OpenLogger
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.status import read_status
@@ -139,7 +140,7 @@ class OpenLoggers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        status = read_status(self._folder / "status.json")
+        status = read_status(RunDirectory(self._folder).status_path)
         state = "failed" if status is None or status.state == "running" else status.state
         for name, logger in list(self._open.items()):
             with self._failing_alone(name):

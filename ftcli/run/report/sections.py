@@ -15,6 +15,7 @@ from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.charts import number, short
 from ftcli.run.status import Status
+from ftcli.tables import methods
 from ftcli.units import size
 
 #: Characters of one sample's text that are shown.
@@ -247,7 +248,8 @@ def settings(recipe: JsonMap) -> dict[str, list[Setting]]:
 
 def _defaults() -> JsonObject:
     """The recipe that says nothing, as plain values: the defaults of every section."""
-    nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, "grpo": {}}
+    sections: dict[str, JsonObject] = {row.section: {} for row in methods.TABLE.values() if row.section is not None}
+    nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, **sections}
     return Recipe.model_validate(nothing).model_dump(mode="json")
 
 
