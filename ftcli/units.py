@@ -1,4 +1,4 @@
-"""Numbers of bytes as text for people."""
+"""Numbers of bytes and times as text for people."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def size(count: float, *, smallest: Literal["B", "KiB", "MiB"] = "B") -> str:
         if abs(count) >= factor or unit == smallest:
             return f"{count / factor:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A time in two units at most, without spaces: `32s`, `3m05s`, `12h34m`, `3d04h`."""
+    whole = max(0, round(seconds))
+    for unit, smaller, length, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= length:
+            return f"{whole // length}{unit}{whole % length // part:02d}{smaller}"
+    return f"{whole}s"

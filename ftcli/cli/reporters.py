@@ -1,4 +1,4 @@
-"""Reporters that show what library code reports: a live bar on a terminal, plain lines in a log."""
+"""Reporters that show what library code reports: one live line on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
+from ftcli.cli.line import Count, fields_text, line_text
 from ftcli.cli.render import Style, findings_text, of_row
 from ftcli.errors import Finding
 from ftcli.reporting import Progress, SilentProgress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.console import Console, ConsoleOptions
+    from rich.live import Live
+    from rich.text import Text
 
 #: A log shows a sign of life at least this often.
 _SECONDS_BETWEEN_LINES = 30.0
+#: How often the live line is drawn in a second.
+_REFRESHES = 4
 
 
 class CollectingReporter:
@@ -58,18 +61,16 @@ class CollectingReporter:
 
 
 class PlainProgress:
-    """Progress as lines: ``training 40/100  loss 1.213  learning_rate 0.0001``."""
+    """Progress as lines: ``training 40/100  loss 1.213  lr 0.0001  ETA 3m05s``."""
 
     def __init__(self, total: int | None, description: str, write: Callable[[str], None]) -> None:
-        self._total = total
-        self._description = description
+        self._count = Count(description, total)
         self._write = write
-        self._done = 0
         self._written_at = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
         """Counts, with a line when none was written for a while."""
-        self._done += count
+        self._count.advance(count)
         if time.monotonic() - self._written_at >= _SECONDS_BETWEEN_LINES:
             self._line("")
 
@@ -78,42 +79,48 @@ class PlainProgress:
         self._line(fields_text(fields))
 
     def _line(self, fields: str) -> None:
-        count = f"{self._done}/{self._total}" if self._total is not None else str(self._done)
-        self._write(f"{self._description} {count}  {fields}".rstrip())
+        count = self._count
+        parts = (f"{count.description} {count.counted}", fields, count.time)
+        self._write("  ".join(filter(None, parts)))
         self._written_at = time.monotonic()
 
 
 class TerminalReporter(CollectingReporter):
-    """As its base, with a live bar below the lines. Imports rich only when something is counted."""
+    """As its base, with one live line below the others: ``shown``. Imports rich only when something is counted."""
 
     def __init__(self, stream: TextIO, style: Style, *, quiet: bool, color: bool) -> None:
         super().__init__(stream, style, quiet=quiet)
         self._color = color
         self._console: Console | None = None
+        self.shown: Count | None = None
 
     @contextmanager
     def progress(self, total: int | None, description: str) -> Iterator[Progress]:
-        """A bar with the remaining time. A count inside of another is not shown."""
-        if self._quiet or self._console is not None:
+        """A line with the remaining time. A count inside of another is a note on that one's line."""
+        if self._quiet:
             yield SilentProgress()
-            return
+        elif self.shown is not None:
+            inner = _Noted(self.shown, Count(description, total))
+            try:
+                yield inner
+            finally:
+                inner.end()
+        else:
+            with self._live(Count(description, total)) as progress:
+                yield progress
+
+    @contextmanager
+    def _live(self, count: Count) -> Iterator[Progress]:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+        from rich.live import Live
 
         self._console = Console(file=self._stream, no_color=not self._color, highlight=False)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
-        )
+        self.shown = count
         try:
-            with RichProgress(*columns, console=self._console, transient=False) as bar:
-                yield _BarProgress(bar, bar.add_task(description, total=total, shown=""))
+            with Live(_Line(count), console=self._console, refresh_per_second=_REFRESHES) as live:
+                yield _LiveProgress(count, live)
         finally:
-            self._console = None
+            self._console = self.shown = None
 
     def _write(self, text: str) -> None:
         if self._console is None:
@@ -122,19 +129,49 @@ class TerminalReporter(CollectingReporter):
             self._console.out(text, highlight=False)
 
 
-class _BarProgress:
-    def __init__(self, bar: RichProgress, task: TaskID) -> None:
-        self._bar = bar
-        self._task = task
+class _Line:
+    """A count as rich draws it: anew for each refresh, in the width that the terminal has then."""
+
+    def __init__(self, count: Count) -> None:
+        self._count = count
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        yield Text(line_text(self._count, options.max_width), no_wrap=True, overflow="crop")
+
+
+class _LiveProgress:
+    def __init__(self, count: Count, live: Live) -> None:
+        self._count = count
+        self._live = live
 
     def advance(self, count: int = 1) -> None:
-        self._bar.advance(self._task, count)
+        self._count.advance(count)
 
     def update(self, **fields: float | int | str) -> None:
-        self._bar.update(self._task, shown=fields_text(fields))
+        self._count.fields = dict(fields)
+        self._live.refresh()
 
 
-def fields_text(fields: dict[str, float | int | str]) -> str:
-    """``loss 1.213  learning_rate 0.0001``."""
-    shown = ((name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in fields.items())
-    return "  ".join(f"{name} {value}" for name, value in shown)
+class _Noted:
+    """A count inside of another one, on its line."""
+
+    def __init__(self, outer: Count, inner: Count) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._before = outer.note
+        self._show()
+
+    def advance(self, count: int = 1) -> None:
+        self._inner.advance(count)
+        self._show()
+
+    def update(self, **fields: float | int | str) -> None:
+        """Only the count is shown."""
+
+    def end(self) -> None:
+        self._outer.note = self._before
+
+    def _show(self) -> None:
+        self._outer.note = f"{self._inner.description} {self._inner.counted}"

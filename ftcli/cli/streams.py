@@ -16,12 +16,14 @@ class _Unfailing(io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        # ValueError: the stream is closed. RuntimeError: a signal has come in the middle of a write, and its handler
+        # writes as well.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._stream.flush()
 
     def close(self) -> None:

@@ -56,7 +56,13 @@ class TaskConfig(Section):
 class EvalConfig(Section):
     """Evaluation, during training and by `ftcli eval`."""
 
-    every_steps: Count | None = Field(default=None, description="Steps between evaluations; absent: only at the end.")
+    every_steps: Count | None = Field(
+        default=None,
+        description="Steps between evaluations, of which the first is before training; absent: only at the end.",
+    )
+    samples: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=4, description="Held-out rows of `data.eval` that `train` answers at each evaluation, for the report."
+    )
     per_device_eval_batch_size: Count = Field(default=8, description="Rows per forward pass.")
     tasks: Items[TaskConfig] = Field(default=(), description="Generation tasks of `ftcli eval`.")
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")

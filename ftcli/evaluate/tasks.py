@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ftcli.config import TaskConfig
 from ftcli.judges import Function, UserJudge, built_in, columns_of
+from ftcli.plain import JsonObject
 from ftcli.rows.prompts import Prompt
 
 SAMPLES_KEPT = 8
@@ -34,17 +35,26 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row."""
+    """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row. ``answers`` are all."""
 
     name: str
     use: str
     score: float
     rows: int
-    samples: tuple[JudgedRow, ...]
+    answers: tuple[JudgedRow, ...]
+
+    @property
+    def samples(self) -> tuple[JudgedRow, ...]:
+        """The first rows."""
+        return self.answers[:SAMPLES_KEPT]
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it: not every answer."""
+        return {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "samples": self.samples}
 
 
 def judge(task: TaskConfig, answered: Answered, function: Function | None = None) -> TaskResult:
-    """Scores one task; the first rows are kept as samples for the report.
+    """Scores one task; all rows are kept, for the report to choose from.
 
     Args:
         function: The user's, for a task with ``file``. It is called once with all completions, as rewards of GRPO are,
@@ -64,7 +74,7 @@ def judge(task: TaskConfig, answered: Answered, function: Function | None = None
         users = UserJudge(str(task.file), function, task.args)
         scores = users.scores(answered.completions, answered.texts, columns)
     kept = zip(answered.texts, references, answered.completions, scores, strict=True)
-    samples = [JudgedRow(*row) for row in kept]
+    answers = tuple(JudgedRow(*row) for row in kept)
     judged = [score for score in scores if score is not None]
     score = math.fsum(judged) / max(len(judged), 1)
-    return TaskResult(task.label, task.kind, score, len(judged), tuple(samples[:SAMPLES_KEPT]))
+    return TaskResult(task.label, task.kind, score, len(judged), answers)

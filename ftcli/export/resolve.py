@@ -37,6 +37,7 @@ class ExportSource:
         origins: Where the recipe names things, for messages.
         chat_template: The recipe's `data.chat_template`, by which the data was rendered; None: the tokenizer's own.
         destination: Folder that holds one folder per exported format.
+        of_result: Whether it is a run's result, and no checkpoint of it.
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
     """
@@ -48,6 +49,7 @@ class ExportSource:
     chat_template: str | None
     destination: Path
     run: tuple[Path, int] | None = None
+    of_result: bool = True
 
 
 def resolve_source(
@@ -81,7 +83,7 @@ def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | No
     recipe = loaded.recipe
     target = destination or (run.export_dir if checkpoint is None else run.export_dir / checkpoint.name)
     template, known = recipe.data.chat_template, (run.path, recipe.run.seed)
-    return ExportSource(kind, folder, recipe.model, loaded.origins, template, target, known)
+    return ExportSource(kind, folder, recipe.model, loaded.origins, template, target, known, checkpoint is None)
 
 
 def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:

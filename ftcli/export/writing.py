@@ -16,6 +16,7 @@ from ftcli.export.verify import Verified
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
+from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.tables import code_of, exports
 
@@ -122,6 +123,8 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     write: WriteFormat = code_of(reference)
     with _staged(target) as staged:
         verified = write(source, staged, offline=offline, say=say)
+        if source.run is not None:
+            write_card(RunDirectory(source.run[0]), staged, of_result=source.of_result)
         write_json(staged / RECORD, plain(_record(source, name, verified)))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / RECORD).stat().st_mode)

@@ -72,7 +72,7 @@ def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
     except LocalEntryNotFoundError:
         if offline:
             raise
-        _require_connection(constants.ENDPOINT)
+        require_connection(constants.ENDPOINT)
         path = Path(hf_hub_download(repo_id, "config.json", revision=revision))
     if not offline:
         _fetch_stops(repo_id, revision)
@@ -87,11 +87,12 @@ def _fetch_stops(repo_id: str, revision: str | None) -> None:
     if try_to_load_from_cache(repo_id, "generation_config.json", revision=revision) is not None:
         return  # it is there, or known to be nowhere
     with suppress(OSError, HfHubHTTPError, LocalEntryNotFoundError):  # many models have none
-        _require_connection(constants.ENDPOINT)
+        require_connection(constants.ENDPOINT)
         hf_hub_download(repo_id, "generation_config.json", revision=revision)
 
 
-def _require_connection(endpoint: str) -> None:
+def require_connection(endpoint: str) -> None:
+    """Raises ConnectionError when the Hub does not answer within seconds."""
     import socket  # with urllib.request 50 ms, and few runs come here
     import urllib.request
 

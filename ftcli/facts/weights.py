@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-#: transformers' name of the file that says which shard holds which tensor, and PEFT's of an adapter's description.
+#: transformers' name of the file that says which shard holds which tensor, PEFT's of an adapter's description, and
+#: the Hub's of a model card.
 WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+MODEL_CARD = "README.md"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.weights import MODEL_CARD
 from ftcli.model.initial import initial_of, trained_by_file_name
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def save_weights(model: Any, folder: Path) -> None:
         return
     # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
     model.save_pretrained(str(folder), save_embedding_layers=False)
+    (folder / MODEL_CARD).unlink(missing_ok=True)  # PEFT's is of placeholders, and names the base's folder
     initial = initial_of(model)
     if initial is not None:
         initial.rewrite(folder)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
+from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.headcheck import check_head
@@ -73,6 +74,8 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     if memory is not None and memory.offloaded is not None:
         pinned = gib(memory.pinned_host_bytes)
         job.reporter.info(f"activations: offloaded by {memory.offloaded}, {pinned} GiB of host memory")
+    if weights is None:
+        tell_download(job)
     model = load_model(
         recipe.model,
         job.facts,
@@ -88,6 +91,16 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     align_special_tokens(model, job.tokenizer, job.stops)
     check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
     return model
+
+
+def tell_download(job: Job) -> None:
+    """What loading the base will download, before it takes its time."""
+    facts, model = job.facts, job.recipe.model
+    if facts.is_local or model.init != "pretrained" or job.session.offline:
+        return
+    missing = missing_bytes(facts.name, model.revision)
+    if missing:
+        job.reporter.info(f"download: {gib(missing)} GiB of weights from {facts.name}")
 
 
 def _dequantized_layers(job: Job) -> int:

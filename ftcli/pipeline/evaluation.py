@@ -12,10 +12,11 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
-from ftcli.pipeline.results import scores, task_samples
+from ftcli.pipeline.held_out import scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
+from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.inputs import require_same_base
 from ftcli.run.report import write_report
@@ -125,4 +126,5 @@ def _result_of(directory: RunDirectory) -> Path:
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
     measured = Evaluation(scores(base), scores(tuned), task_samples(base.tasks, tuned.tasks))
     update_evaluation(directory.eval_path, measured)
+    write_card(directory)
     write_report(directory)

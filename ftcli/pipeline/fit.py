@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.lifecycle import RunContext, StepProgress, raise_if_stopped
+from ftcli.pipeline.lifecycle import RunContext, raise_if_stopped
+from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.pipeline.start import Rows, tell_start
 from ftcli.plain import SPREAD
+from ftcli.run.card import write_card
+from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.status import Trained, TrainingSummary
@@ -39,7 +43,8 @@ def fit(
     job: Job,
     model: Any,
     make_trainer: Callable[[TrainerHooks, str], Any],
-    evaluate: Callable[[], dict[str, float]] | None,
+    evaluate: Callable[[int], dict[str, float]] | None,
+    rows: Rows,
 ) -> Fitted:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 
@@ -47,7 +52,8 @@ def fit(
 
     Args:
         make_trainer: Builds the trainer from hooks and a scratch folder.
-        evaluate: Called every ``eval.every_steps`` steps.
+        evaluate: Called every ``eval.every_steps`` steps, with the step.
+        rows: What is trained on, for the summary at the start.
 
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
@@ -66,6 +72,7 @@ def fit(
         context.stop.interruptible,
         keep_best=evaluates and recipe.checkpoint.keep_best,
         stopping=_stopping(recipe) if evaluates else None,
+        completions=Completions(context.directory.completions_dir).write,
     )
     schedule = Schedule(
         log_every=recipe.logging.every_steps,
@@ -74,13 +81,14 @@ def fit(
     )
     with (
         tempfile.TemporaryDirectory(prefix="ftcli-") as scratch,
-        StepProgress(context.session.reporter, context.command) as progress,
+        StepProgress(context.session.reporter, context.command, context.live) as progress,
     ):
         with context.phase("preparing the trainer"):
             trainer = make_trainer(hooks, scratch)
         if context.opened.trained is not None:
             return _trained_before(trainer, context, context.opened.trained)
         require_saveable(model)
+        tell_start(context, job, model, rows)
         callback = RunCallback(trainer, schedule, context.write_line, progress, context.stop)
         trainer.add_callback(callback)
         _train(trainer, context)
@@ -90,6 +98,7 @@ def fit(
                 lambda folder: save_weights(model, folder),
                 lambda folder: check_saved(model, folder),
                 lambda folder: job.tokenizer.save_pretrained(str(folder)),
+                lambda folder: write_card(context.directory, folder),
             )
         trainer.settle()
     summary = _summary(trainer, callback, context)

@@ -9,27 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.licence import Licence, licence_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.shortage import out_of_memory
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
-from ftcli.reporting import Progress, Reporter, Session
+from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
 from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
+from ftcli.run.card import write_card
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.report import write_report
+from ftcli.run.report import LiveReport, write_report
 from ftcli.run.signals import (
     LeavePhase,
     StopNow,
@@ -58,10 +60,19 @@ class BuiltModel:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseCard:
+    """What is known of the base model for the result's card; ``licence`` is None where its own card says nothing."""
+
+    model_type: str
+    licence: Licence | None
+
+
+@dataclass(frozen=True, slots=True)
 class BeganWith:
     """What the manifest says of the run's inputs."""
 
     inputs: Inputs
+    base: BaseCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,7 @@ class RunContext:
     metrics: MetricsWriter
     loggers: OpenLoggers
     stop: StopRequest
+    live: LiveReport
 
     @property
     def recipe(self) -> Recipe:
@@ -148,7 +160,8 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterato
     report written. Whatever ends the block is written there, then goes on its way.
     """
     recipe = loaded.recipe
-    with second_signal_as_error(), StopRequest(sigterm=recipe.checkpoint.on_sigterm) as stop:
+    stopping = StopRequest(sigterm=recipe.checkpoint.on_sigterm, say=session.reporter.info)
+    with second_signal_as_error(), stopping as stop:
         with stop.interruptible("checking the recipe"):
             report = checked(loaded, session, command)
         with _opened_run(recipe, session, report, command, stop) as context:
@@ -183,7 +196,9 @@ def _opened_run(
             )
             with stop.interruptible("opening the metrics loggers"):
                 loggers = stack.enter_context(_open_loggers(recipe, opened, session))
-            context = RunContext(session, command, report, opened, previous, metrics, loggers, stop)
+            context = RunContext(
+                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory)
+            )
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
             if opened.trained is not None:
@@ -228,6 +243,7 @@ def _recorded(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterato
         with stop.held():
             opened.finish(ExitCode.OK)
     try:
+        write_card(opened.directory)
         _report(opened, session)
     except FtcliError as error:  # the run is complete, whatever became of its picture
         for finding in error.findings:
@@ -249,13 +265,12 @@ def _ended(opened: OpenedRun, session: Session, stop: StopRequest) -> Iterator[N
             _write_end(opened, session, error.exit_code, error.findings[0].message)
         raise
     except StopNow as error:
-        with contextlib.suppress(FtcliError):
-            opened.finish(error.exit_code, message=str(error))
+        _end_quietly(opened, error.exit_code, str(error))
         raise
     except BaseException as error:
         code = ExitCode.OUT_OF_MEMORY if is_out_of_memory(error) else ExitCode.BUG
-        with stop.held(), contextlib.suppress(FtcliError):
-            opened.finish(code, message=f"{type(error).__name__}: {str(error)[:200]}")
+        with stop.held():
+            _end_quietly(opened, code, f"{type(error).__name__}: {str(error)[:200]}")
         raise
 
 
@@ -265,17 +280,25 @@ def _write_end(opened: OpenedRun, session: Session, code: ExitCode, message: str
         _report(opened, session)
 
 
+def _end_quietly(opened: OpenedRun, code: ExitCode, message: str) -> None:
+    """Status and report of a run that was cut off; the report, too, has to stop saying that it goes on."""
+    with contextlib.suppress(FtcliError):
+        opened.finish(code, message=message)
+        write_report(opened.directory)
+
+
 def _repair_report(opened: OpenedRun, session: Session) -> None:
     """The report of a complete run whose process was killed between the two files."""
     report, status = opened.directory.report_path, opened.directory.status_path
     if not report.is_file() or report.stat().st_mtime_ns < status.stat().st_mtime_ns:
         with contextlib.suppress(FtcliError):
+            write_card(opened.directory)
             _report(opened, session)
 
 
 def _report(opened: OpenedRun, session: Session) -> None:
-    path = write_report(opened.directory)
-    session.reporter.info(f"report: {path}")
+    write_report(opened.directory)
+    session.reporter.info(f"report: {opened.directory.report_path}")
 
 
 def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
@@ -335,47 +358,14 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     """
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
-    add_to_manifest(context, BeganWith(inputs))
+    licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
+    add_to_manifest(context, BeganWith(inputs, BaseCard(context.report.facts.model_type, licence)))
 
 
 def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith) -> None:
     """Adds what is known only once the model is built."""
     manifest = read_manifest(context.directory.manifest_path)
     write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})
-
-
-class StepProgress:
-    """Progress over optimizer steps. The bar is made when training begins and its length is known."""
-
-    def __init__(self, reporter: Reporter, description: str) -> None:
-        self._reporter = reporter
-        self._description = description
-        self._stack = ExitStack()
-        self._progress: Progress | None = None
-        self._step = 0
-
-    def __enter__(self) -> StepProgress:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
-
-    def begin(self, step: int, total: int) -> None:
-        """Starts at ``step`` (0, or the checkpoint's) of ``total``."""
-        self._progress = self._stack.enter_context(self._reporter.progress(total, self._description))
-        self._step = 0
-        self.show(step, {})
-
-    def show(self, step: int, line: MetricsLine) -> None:
-        """Moves to ``step`` and shows a metrics line when it is of this step."""
-        if self._progress is None:
-            return
-        self._progress.advance(step - self._step)
-        self._step = step
-        names = ("loss", "reward", "learning_rate", "tokens_per_second")
-        values = {name: line[name] for name in names if isinstance(line.get(name), int | float)}
-        if values and line.get("step") == step:
-            self._progress.update(**values)
 
 
 def raise_if_stopped(context: RunContext, stopped_by: str | None, step: int) -> None:

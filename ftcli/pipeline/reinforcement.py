@@ -11,11 +11,13 @@ from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
 from ftcli.pipeline.fit import Fitted, fit
+from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
 from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
-from ftcli.pipeline.results import CompleteRun, complete_result, tasks_before, write_tasks
+from ftcli.pipeline.results import CompleteRun, complete_result
+from ftcli.pipeline.start import Rows
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
-from ftcli.run.directory import RunDirectory
+from ftcli.run.completions import Completions
 
 if TYPE_CHECKING:
     from ftcli.data.asked import Asked
@@ -54,35 +56,37 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("preparing data"):
         job = open_job(context.report, session)
         prompts = _prompts(job, grpo)
-        session.reporter.info(f"data.train: {len(prompts)} prompts, {grpo.num_generations} completions each")
         evaluator = Evaluator(job, [], functions)
         evaluator.read_tasks()
     with context.phase("loading the model"):
         model = build.build_trainable(job)
     keep_inputs(context, build.inputs_of(job, model))
     if context.opened.resume_step:
-        before = _before_resume(context)
+        before = tasks_before(began_in(context.opened))
     else:
         before = _tasks(context, evaluator, model, "before")
         write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
+    Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
+
+    def evaluate(step: int) -> dict[str, float]:
+        now = evaluator.tasks(model)
+        write_tasks(context.directory, before, now, step)
+        return _scores(now)
+
     fitted = fit(
         context,
         job,
         model,
         lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch),
-        (lambda: _scores(evaluator.tasks(model))) if job.recipe.eval.tasks else None,
+        evaluate if job.recipe.eval.tasks else None,
+        Rows(len(prompts), "prompts"),
     )
     after = _tasks(context, evaluator, model, "after")
     write_tasks(context.directory, before, after)
+    if after:
+        scores = {f"eval_{name}": score for name, score in _scores(after).items()}
+        context.write_line({"step": fitted.summary.steps, **scores})
     return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
-
-
-def _before_resume(context: RunContext) -> dict[str, TaskResult]:
-    """The scores before training: of this run, or of the run whose checkpoint it goes on from."""
-    found, checkpoint = tasks_before(context.directory), context.opened.resume_from
-    if found or checkpoint is None:
-        return found
-    return tasks_before(RunDirectory(checkpoint.resolve().parent.parent))
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:

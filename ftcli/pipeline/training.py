@@ -5,23 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.fit import Fitted, fit
+from ftcli.pipeline.held_out import HeldOut, began_in, numbers
 from ftcli.pipeline.lifecycle import BuiltModel, RunContext, add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.results import (
-    CompleteRun,
-    answered_rows,
-    complete_result,
-    write_token_counts,
-    write_train_evaluation,
-)
-from ftcli.plain import SPREAD, plain_fields
+from ftcli.pipeline.progress import shown
+from ftcli.pipeline.results import CompleteRun, complete_result, write_token_counts
+from ftcli.pipeline.start import Rows
+from ftcli.plain import SPREAD
 from ftcli.reporting import Session
-
-if TYPE_CHECKING:
-    from ftcli.evaluate.loss import LossResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +64,32 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
             build.check_packing(job, model, epochs.sequences)
         graphs = why_not_graphed(job, model) or "on"
         add_to_manifest(context, BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs))
-        evaluator = Evaluator(job, eval_data.sequences)
+        held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences), model)
     keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
+    _before(context, held_out)
     fitted = fit(
         context,
         job,
         model,
         lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch),
-        (lambda: _numbers(evaluator.loss(model))) if job.recipe.data.eval else None,
+        held_out.after_step if job.recipe.data.eval else None,
+        Rows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )
     with context.phase("evaluating"):
-        final = evaluator.loss(model)
+        final = held_out.end()
         if final is not None:
-            numbers = {f"eval_{name}": value for name, value in _numbers(final).items()}
-            context.write_line({"step": fitted.summary.steps, **numbers})
+            values = {f"eval_{name}": value for name, value in numbers(final).items()}
+            context.write_line({"step": fitted.summary.steps, **values})
             session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
-        samples = answered_rows(evaluator, model) if job.recipe.data.eval else []
-    write_train_evaluation(context.directory, final, samples)
-    return SupervisedResult(fitted, _numbers(final), time.perf_counter() - started)
+    return SupervisedResult(fitted, numbers(final), time.perf_counter() - started)
 
 
-def _numbers(loss: LossResult | None) -> dict[str, float]:
-    """Held-out results as numbers by name; none without held-out data."""
-    return {} if loss is None else plain_fields(loss)
+def _before(context: RunContext, held_out: HeldOut) -> None:
+    """Measures the model before training, once in a run, where it is evaluated during training as well."""
+    recipe = context.recipe
+    if context.opened.resume_step:
+        held_out.resume(began_in(context.opened))
+    elif recipe.data.eval and recipe.eval.every_steps is not None:
+        with context.phase("evaluating"):
+            found = shown({f"eval_{name}": value for name, value in held_out.begin().items()})
+        context.session.reporter.info(f"held-out before training: {found}")

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.weights import MODEL_CARD
 from ftcli.run import status as run_status
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -199,8 +200,9 @@ def _result_is_whole(run: RunDirectory, trained: Trained) -> bool:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Size in bytes of every file below ``folder``, by relative path."""
-    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Size in bytes of every file below ``folder``, by relative path; its card is written again with every result."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MODEL_CARD)
+    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
 
 
 def _clear_leftovers(path: Path) -> None:

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.path / "eval.json"
 
     @property
+    def completions_dir(self) -> Path:
+        """What a model that learns from rewards said, step by step."""
+        return self.path / "completions"
+
+    @property
     def tokens_path(self) -> Path:
         """Tokens kept, cut and masked per data set."""
         return self.path / "tokens.json"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.plain import LEFT_OUT, JsonObject, plain, plain_fields
 from ftcli.run.atomic import read_json_object, storage_errors, write_json
 
 #: What is measured together with the loss.
@@ -45,22 +45,31 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRow:
-    """One held-out row: what was asked, what was expected, and what the model said before and after training."""
+    """One held-out row: what was asked, what was expected, and what the model said before and after training.
+
+    ``before_score`` and ``after_score`` are what the task's judge says of that, mostly from 0 to 1.
+    """
 
     prompt: str
     reference: str | None = None
     before: str | None = None
     after: str | None = None
     task: str | None = None
+    before_score: float | None = None
+    after_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What eval.json holds: the base model against the run, and a few answered rows."""
+    """What eval.json holds: the base model against the run, and a few answered rows.
+
+    ``step`` is there while training goes on: ``run`` and the samples are those after it.
+    """
 
     base: Scores | None = None
     run: Scores | None = None
     samples: tuple[AnsweredRow, ...] = ()
+    step: int | None = field(default=None, metadata=LEFT_OUT)
 
 
 def write_evaluation(path: Path, evaluation: Evaluation) -> None:

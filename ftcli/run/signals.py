@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -27,6 +27,12 @@ _EXIT_CODES: dict[SignalName, ExitCode] = {
     "SIGINT": ExitCode.INTERRUPTED,
     "SIGHUP": ExitCode.PREEMPTED,
 }
+
+
+_FIRST_SIGNAL = (
+    "this step is finished and a checkpoint is written; a second signal (Ctrl-C again) stops at once, "
+    "and the run goes on from the last complete checkpoint"
+)
 
 
 def exit_code_of(name: SignalName) -> ExitCode:
@@ -78,8 +84,13 @@ class StopRequest:
     Only for the main thread, where Python runs signal handlers. There is no global state: the object is passed on.
     """
 
-    def __init__(self, *, sigterm: bool = True) -> None:
-        """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`)."""
+    def __init__(self, *, sigterm: bool = True, say: Callable[[str], None] | None = None) -> None:
+        """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`).
+
+        Args:
+            say: Told at once, inside of the signal's handler, what the first signal does where that takes a while.
+        """
+        self._say = say
         self.requested: SignalName | None = None
         self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT", "SIGHUP") if sigterm else ("SIGINT",)
         self._previous: dict[SignalName, Any] = {}
@@ -136,6 +147,8 @@ class StopRequest:
         if self._leave_at_once:
             self._leaving = True
             raise LeavePhase
+        if self._say is not None:
+            self._say(f"{name}: {_FIRST_SIGNAL}")
         return None
 
     def stopped(self) -> StopRequested:

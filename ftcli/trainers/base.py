@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.checkpoint import TRAINER_STATE
+from ftcli.run.completions import Completion
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping, measured
@@ -59,16 +60,18 @@ class TrainerHooks:
 
     With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early.
     ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
-    around evaluation: a signal raises StopRequested in it.
+    around evaluation, which is told the step: a signal raises StopRequested in it. ``completions`` takes what a model
+    that learns from rewards said at a logging step.
     """
 
     checkpoints: CheckpointStore | None
     keep_last: int
-    evaluate: Callable[[], dict[str, float]] | None
+    evaluate: Callable[[int], dict[str, float]] | None
     before_checkpoint: Callable[[], None] | None = None
     interruptible: Callable[[str], AbstractContextManager[None]] = _not_interruptible
     keep_best: bool = False
     stopping: Stopping | None = None
+    completions: Callable[[int, Sequence[Completion]], None] | None = None
 
 
 class RunTrainerMixin(OptimisationMixin):
@@ -195,7 +198,8 @@ class RunTrainerMixin(OptimisationMixin):
         model.eval()
         try:
             with self.evaluated_weights(), self.hooks.interruptible("evaluating"):
-                metrics = {f"eval_{name}": value for name, value in self.hooks.evaluate().items()}
+                found = self.hooks.evaluate(self.state.global_step)
+                metrics = {f"eval_{name}": value for name, value in found.items()}
         except StopRequested as stopped:
             self.stop_after_saving(stopped.signal_name)
             return {}

@@ -28,6 +28,10 @@ class StepDisplay(Protocol):
         """``step`` is done; ``line`` holds the newest numbers."""
         ...
 
+    def evaluated(self, step: int, metrics: MetricsLine) -> None:
+        """Held-out results after ``step``, as ``eval_*``."""
+        ...
+
 
 class StopSignal(Protocol):
     """What asks a run to stop (ftcli.run.signals)."""
@@ -165,6 +169,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         """Writes the evaluation as a line of its own."""
         if metrics:
             self._write({"step": state.global_step, **metrics})
+            self._progress.evaluated(state.global_step, metrics)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ftcli.model.backbone import compute_context
 from ftcli.model.finite import NotFinite, finite_logits
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
+from ftcli.run.completions import Completion
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.rewards import Reward, Score, build_rewards
@@ -80,6 +82,22 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
         return rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL; the newest completions are kept for people to look at."""
+        is_step = "loss" in logs
+        super().log(logs, start_time)
+        if self.hooks.completions is not None and is_step:
+            self.hooks.completions(self.state.global_step, self._newest_completions())
+
+    def _newest_completions(self) -> list[Completion]:
+        said, rewards = self._logs, self._logs["rewards"]
+        return [
+            Completion(prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage))
+            for i, (prompt, text, advantage) in enumerate(
+                zip(said["prompt"], said["completion"], said["advantages"], strict=True)
+            )
+        ]
+
     def begin_step(self) -> None:
         """As the base class; also notes the completions in use and the metrics gathered so far."""
         super().begin_step()
@@ -125,6 +143,11 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         self.watch("the loss", loss)
         self.phase = BACKWARD
         return loss
+
+
+def _opinion(reward: float) -> float | None:
+    """TRL notes NaN for a reward that had no opinion."""
+    return None if math.isnan(reward) else float(reward)
 
 
 def build_grpo_trainer(

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes with round ticks, several series, values on hover, no script."""
+"""Line charts as inline SVG: axes with round ticks, several series, bands, values on hover, no script."""
 
 from __future__ import annotations
 
@@ -10,31 +10,55 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from ftcli.run.report.markup import tag
+from ftcli.run.report.scales import (
+    DRAWN_POINTS,
+    SMOOTHED_REACH,
+    log_ticks,
+    number,
+    round_ticks,
+    short,
+    smoothed,
+    thinned,
+)
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 14, 40
 #: Colours of the style sheet; further series begin again.
 COLOURS = 6
-#: Points drawn at most; beyond that each stretch of steps is drawn as its lowest and its highest value.
-DRAWN_POINTS = 400
 #: From this many points on, a smoothed line is drawn over the raw one.
 SMOOTHED_FROM = 40
-#: Points on either side that the smoothed line is the mean of.
-SMOOTHED_REACH = 10
+#: Up to this many points each is a dot of its own.
+DOTTED_UP_TO = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: ``points`` are (step, value) by rising step; None is a value that was not finite."""
+    """One line: ``points`` are (step, value) by rising step; None is a value that was not finite.
+
+    Attributes:
+        smooth: Draw the median of the points around over many of them.
+        dots: Show each point, however many there are: they are few and far between.
+        band: (step, lowest, highest), drawn as an area behind the line.
+    """
 
     name: str
     points: Sequence[tuple[int, float | None]]
     smooth: bool = False
+    dots: bool = False
+    band: Sequence[tuple[int, float, float]] = ()
 
     @property
     def finite(self) -> list[tuple[int, float]]:
         """The points that have a value."""
         return [(step, value) for step, value in self.points if value is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A value to compare with, as a horizontal line, such as the base model's."""
+
+    name: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +69,7 @@ class Axes:
     y_ticks: Sequence[float]
     x_range: tuple[float, float]
     y_range: tuple[float, float]
+    log: bool = False
 
     def x(self, step: float) -> float:
         """Horizontal place of a step."""
@@ -54,115 +79,105 @@ class Axes:
     def y(self, value: float) -> float:
         """Vertical place of a value."""
         low, high = self.y_range
+        value = min(max(value, low), high)
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
 
-def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About ``wanted`` round numbers (steps of 1, 2 or 5 times a power of ten) from at or below ``low`` to at or
-    above ``high``."""
-    if high <= low:
-        margin = abs(low) * 0.1 or 1.0
-        low, high = low - margin, high + margin
-    raw = (high - low) / max(1, wanted - 1)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12 - math.floor(math.log10(step))) for i in range(first, last + 1)]
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a chart is drawn.
 
-
-def number(value: float) -> str:
-    """A number for people, to four digits: 12,345 · 0.0123 · 1.5e-5."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if 1000 <= size < 1e12:
-        return f"{value:,.0f}"
-    if size < 1e-3 or size >= 1e12:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
-
-
-def short(value: float) -> str:
-    """A number for a tick: 12k · 3.4M · 0.01 · 5e-5."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if unit == "k" else size
-            return f"{value / scale:.4g}{unit}"
-    return number(value)
-
-
-def smoothed(points: Sequence[tuple[int, float]], reach: int = SMOOTHED_REACH) -> list[tuple[int, float]]:
-    """The mean of each point with as many before as after it, at most ``reach`` each; it neither lags nor leads.
-
-    Towards both ends there are fewer, so that the line begins and ends with the very values that were logged.
-    """
-    values = [value for _, value in points]
-    result = []
-    for i, (step, _) in enumerate(points):
-        near = min(reach, i, len(points) - 1 - i)
-        result.append((step, math.fsum(values[i - near : i + near + 1]) / (2 * near + 1)))
-    return result
-
-
-def thinned(points: Sequence[tuple[int, float]], limit: int = DRAWN_POINTS) -> list[tuple[int, float]]:
-    """At most ``limit`` points that keep every peak: of each stretch its lowest and its highest one."""
-    if len(points) <= limit:
-        return list(points)
-    size = len(points) / (limit // 2)
-    kept: list[tuple[int, float]] = []
-    for i in range(limit // 2):
-        stretch = points[int(i * size) : int((i + 1) * size)]
-        kept += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
-    return kept
-
-
-def line_chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    from_zero: bool = False,
-    show: Callable[[float], str] = number,
-    marks: Iterable[int] = (),
-    steps: tuple[int, int] | None = None,
-) -> Markup | None:
-    """A chart with its title and legend, or None when no series has a single value.
-
-    Args:
+    Attributes:
         from_zero: Let the value axis begin at 0.
+        limits: What the value axis goes from and to, instead.
+        log: Let people switch to a logarithmic axis, where all values are above 0.
         show: Renders a value in the hover text.
         marks: Steps at which the run was resumed, drawn as dashed lines.
         steps: First and last step of the step axis, so that charts of one run line up; those of the series if None.
+        note: What the legend explains.
     """
+
+    from_zero: bool = False
+    limits: tuple[float, float] | None = None
+    log: bool = False
+    show: Callable[[float], str] = number
+    marks: Sequence[int] = ()
+    steps: tuple[int, int] | None = None
+    note: str = ""
+
+
+def line_chart(title: str, series: Sequence[Series], look: Look | None = None, levels: Iterable[Level] = ()) -> Markup:
+    """A chart with its title and legend; empty when no series has a single value."""
+    look = look or Look()
     shown = [one for one in series if one.finite]
     if not shown:
-        return None
-    axes = _axes(shown, from_zero, steps)
+        return Markup()
+    kept = list(levels)
+    drawn = [_drawing(title, shown, look, kept, log=False)]
+    switch = []
+    if look.log and _all_positive(shown, kept):
+        name = "log-" + "".join(c if c.isalnum() else "-" for c in title.lower())
+        switch = [
+            tag("input", type="checkbox", class_="switch", id=name),
+            tag("label", "log scale", for_=name),
+        ]
+        drawn.append(_drawing(title, shown, look, kept, log=True))
+    caption = tag("figcaption", tag("b", title), _legend(shown, look, kept))
+    return tag("figure", *switch, caption, *drawn)
+
+
+def _all_positive(series: Sequence[Series], levels: Sequence[Level]) -> bool:
+    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+    return min(values) > 0
+
+
+def _legend(series: Sequence[Series], look: Look, levels: Sequence[Level]) -> Markup:
+    keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
+    keys += [tag("span", tag("i", class_="level"), level.name) for level in levels]
+    if any(_is_smoothed(one) for one in series):
+        keys.append(tag("span", f"bold: median of {2 * SMOOTHED_REACH + 1} points around"))
+    if look.note:
+        keys.append(tag("span", look.note))
+    return tag("span", *keys, class_="legend") if keys else Markup()
+
+
+def _drawing(title: str, series: Sequence[Series], look: Look, levels: Sequence[Level], *, log: bool) -> Markup:
+    axes = _axes(series, look, levels, log=log)
     body = [
         _grid(axes),
-        *(tag("line", **_vertical(axes, step), class_="mark") for step in marks if _inside(axes, step)),
-        *(_line(axes, one, i) for i, one in enumerate(shown)),
-        *(_not_finite(axes, one) for one in shown),
-        _hover(axes, shown, show),
+        *(tag("line", **_vertical(axes, step), class_="mark") for step in look.marks if _inside(axes, step)),
+        *(_band(axes, one, i) for i, one in enumerate(series)),
+        *(_level(axes, level, look.show) for level in levels),
+        *(_line(axes, one, i) for i, one in enumerate(series)),
+        *(_not_finite(axes, one) for one in series),
+        _hover(axes, series, look.show),
     ]
-    last = "; ".join(f"{one.name} ends at {show(one.finite[-1][1])}" for one in shown)
-    drawing = tag("svg", *body, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=f"{title}: {last}")
-    keys = [_key(one, i) for i, one in enumerate(shown)] if len(shown) > 1 else []
-    if any(_is_smoothed(one) for one in shown):
-        keys.append(tag("span", f"bold: mean of {2 * SMOOTHED_REACH + 1} points around"))
-    legend = tag("span", *keys, class_="legend") if keys else ""
-    return tag("figure", tag("figcaption", tag("b", title), legend), drawing)
+    ends = [f"{one.name} ends at {look.show(one.finite[-1][1])}" for one in series]
+    ends += [f"{level.name}: {look.show(level.value)}" for level in levels]
+    scale = ", logarithmic scale" if log else ""
+    label = f"{title} by step{scale}: {'; '.join(ends)}"
+    size = f"0 0 {WIDTH} {HEIGHT}"
+    return tag("svg", *body, viewBox=size, role="img", aria_label=label, class_="log" if log else "linear")
 
 
-def _axes(series: Sequence[Series], from_zero: bool, limits: tuple[int, int] | None) -> Axes:
-    steps = [*(step for one in series for step, _ in one.points), *(limits or ())]
-    values = [value for one in series for _, value in one.finite]
+def _axes(series: Sequence[Series], look: Look, levels: Sequence[Level], *, log: bool) -> Axes:
+    steps = [*(step for one in series for step, _ in one.points), *(look.steps or ())]
+    values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
+    if not log:
+        values += [end for one in series for _, low, high in one.band for end in (low, high)]
     low, high = min(values), max(values)
-    y_ticks = round_ticks(min(0.0, low) if from_zero else low, high)
+    if log:
+        y_ticks = log_ticks(low, high)
+    elif look.limits is not None and look.limits[0] <= low and high <= look.limits[1]:
+        y_ticks = round_ticks(*look.limits)
+    else:
+        y_ticks = round_ticks(min(0.0, low) if look.from_zero else low, high)
     first, last = min(steps), max(steps)
     x_ticks = [t for t in round_ticks(first, last, 6) if first <= t <= last and t == int(t)]
     x_range = (first, last) if last > first else (first - 1, last + 1)
-    return Axes(x_ticks or [first], y_ticks, x_range, (y_ticks[0], y_ticks[-1]))
+    return Axes(x_ticks or [first], y_ticks, x_range, (y_ticks[0], y_ticks[-1]), log)
 
 
 def _inside(axes: Axes, step: int) -> bool:
@@ -190,16 +205,38 @@ def _grid(axes: Axes) -> Markup:
     return Markup("").join(parts)
 
 
+def _band(axes: Axes, series: Series, index: int) -> Markup:
+    if len(series.band) < 2:
+        return Markup()
+    band = series.band[:: max(1, math.ceil(len(series.band) / DRAWN_POINTS))]
+    upper = [f"{axes.x(step):.1f},{axes.y(high):.1f}" for step, _, high in band]
+    lower = [f"{axes.x(step):.1f},{axes.y(low):.1f}" for step, low, _ in reversed(band)]
+    return tag("polygon", points=" ".join(upper + lower), class_=f"band s{index % COLOURS}")
+
+
+def _level(axes: Axes, level: Level, show: Callable[[float], str]) -> Markup:
+    y = axes.y(level.value)
+    above = y - 6 if y > TOP + 16 else y + 16
+    return tag(
+        "g",
+        tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{y:.1f}", y2=f"{y:.1f}"),
+        tag("text", f"{level.name} {show(level.value)}", x=WIDTH - RIGHT - 4, y=f"{above:.1f}", class_="end"),
+        class_="level",
+    )
+
+
 def _line(axes: Axes, series: Series, index: int) -> Markup:
     points = series.finite
     smooth = _is_smoothed(series)
-    parts = [_path(axes, run, f"line s{index % COLOURS}" + (" raw" if smooth else "")) for run in _unbroken(series)]
+    colour = f"s{index % COLOURS}"
+    parts = [_path(axes, run, f"line {colour}" + (" raw" if smooth else "")) for run in _unbroken(series)]
     if smooth:
-        parts.append(_path(axes, smoothed(points), f"line s{index % COLOURS}"))
-    if len(points) <= 30:
+        parts.append(_path(axes, smoothed(points), f"line {colour}"))
+    if series.dots or len(points) <= DOTTED_UP_TO:
+        radius, kind = ("4.5", "point") if series.dots else ("2.6", "dot")
         parts += [
-            tag("circle", cx=f"{axes.x(s):.1f}", cy=f"{axes.y(v):.1f}", r="2.6", class_=f"dot s{index % COLOURS}")
-            for s, v in points
+            tag("circle", cx=f"{axes.x(s):.1f}", cy=f"{axes.y(v):.1f}", r=radius, class_=f"{kind} {colour}")
+            for s, v in thinned(points)
         ]
     return Markup("").join(parts)
 
@@ -268,4 +305,5 @@ def _hover(axes: Axes, series: Sequence[Series], show: Callable[[float], str]) -
 
 
 def _key(series: Series, index: int) -> Markup:
-    return tag("span", tag("i", class_=f"s{index % COLOURS}"), series.name)
+    kind = " point" if series.dots else ""
+    return tag("span", tag("i", class_=f"s{index % COLOURS}{kind}"), series.name)

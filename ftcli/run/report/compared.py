@@ -11,8 +11,9 @@ from ftcli import __version__
 from ftcli.run.atomic import storage_errors, utc_now, write_text
 from ftcli.run.comparison import CURVES, Comparison
 from ftcli.run.history import RunSummary
-from ftcli.run.report.charts import Series, line_chart, number
+from ftcli.run.report.charts import Look, Series, line_chart
 from ftcli.run.report.page import POLICY, style, template
+from ftcli.run.report.scales import number
 from ftcli.units import gib
 
 
@@ -55,7 +56,7 @@ def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         ("tokens", [_count(run.tokens) for run in runs]),
         ("tokens/s, median", [_shown(run.tokens_per_second) for run in runs]),
         ("peak memory, GiB", [_gib(run.peak_memory_bytes) for run in runs]),
-        ("seconds, last process", [_shown(run.seconds) for run in runs]),
+        ("seconds", [_shown(run.seconds) for run in runs]),
     ]
     return [(label, texts) for label, texts in rows if any(text != "–" for text in texts)]
 
@@ -64,8 +65,8 @@ def _charts(comparison: Comparison) -> list[Markup]:
     charts = []
     for metric, curves in comparison.curves.items():
         series = [Series(name, points) for name, points in zip(comparison.names, curves, strict=True)]
-        chart = line_chart(CURVES[metric], series)
-        charts += [chart] if chart is not None else []
+        chart = line_chart(CURVES[metric], series, Look(log=metric.endswith("loss")))
+        charts += [chart] if chart else []
     return charts
 
 

@@ -207,10 +207,10 @@ def test_a_misspelt_hub_id_gets_a_suggestion(origins: Any) -> None:
 
 
 def test_an_unreachable_hub_is_noticed_at_once() -> None:
-    from ftcli.facts.config_file import _require_connection
+    from ftcli.facts.config_file import require_connection
 
     with pytest.raises(ConnectionError, match="does not answer"):
-        _require_connection("http://127.0.0.1:9")
+        require_connection("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
-from ftcli.run.report import render_report, write_report
-from ftcli.run.report.charts import HEIGHT, WIDTH, Series, line_chart, number, round_ticks, smoothed, thinned
+from ftcli.run.report import Live, render_report, write_report
+from ftcli.run.report.charts import HEIGHT, WIDTH, Level, Look, Series, line_chart
 from ftcli.run.report.markup import tag
+from ftcli.run.report.scales import log_ticks, number, round_ticks, smoothed, thinned
 from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
@@ -96,9 +97,11 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_nothing_that_data_or_models_say_becomes_markup(run: RunDirectory) -> None:
-    text = write_report(run).read_text(encoding="utf-8")
+    write_report(run)
+    text = run.report_path.read_text(encoding="utf-8")
     page = Page(text)
-    assert not page.names() & {"script", "img", "iframe", "object", "link", "a", "form", "input", "base"}
+    assert not page.names() & {"script", "img", "iframe", "object", "link", "a", "form", "base"}
+    assert {attributes["class"] for name, attributes in page.elements if name == "input"} == {"switch"}
     assert not [key for _, attributes in page.elements for key in attributes if key.startswith("on")]
     assert "alert(1)" in "".join(page.text)  # it is shown, as text
     assert "␀␛[2J" in text
@@ -131,13 +134,15 @@ def test_the_page_shows_curves_settings_evaluation_tokens_samples_and_the_failur
         "Throughput",
         "loss was not finite at step 3".replace("loss", "training"),
         "Exact match, 40 rows",
-        "5.0% → 90.0%",
+        "base model 5.0%",
+        "90.0%",
         "+85.0 points",
-        "as the reference",
+        "✓ right",
+        "✗ wrong",
         "(empty)",
         "50.0% of all tokens trained",
         "0.003",
-        "A dashed line marks where the run was resumed.",
+        "A dashed vertical line marks where the run was resumed.",
     ):
         assert expected in text, expected
 
@@ -145,8 +150,11 @@ def test_the_page_shows_curves_settings_evaluation_tokens_samples_and_the_failur
 def test_settings_that_differ_from_their_default_are_marked(run: RunDirectory) -> None:
     text = render_report(run)
     assert '<span class="set">0.003</span>' in text
-    assert '<span class="set">8</span>' in text
     assert '<span class="set">linear</span>' not in text
+    first, rest = text.split("All settings")
+    assert '<td>train.learning_rate</td><td class="set">0.003</td><td class="soft">0.0002</td>' in first
+    assert "lr_scheduler_type" not in first
+    assert "lr_scheduler_type" in rest
 
 
 def test_a_run_without_files_still_gives_a_page(tmp_path: Path) -> None:
@@ -208,8 +216,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 def test_all_points_lie_inside_the_drawing() -> None:
     points = [(step, (-1.0) ** step * step**3) for step in range(1, 100)]
-    chart = line_chart("x", [Series("a", points), Series("b", [(5, 1.0)])], marks=[50, 1000])
-    assert chart is not None
+    chart = line_chart("x", [Series("a", points), Series("b", [(5, 1.0)])], Look(marks=[50, 1000]))
+    assert chart
     for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'points="([^"]+)"', chart))):
         assert 0 <= float(pair[0]) <= WIDTH
         assert 0 <= float(pair[1]) <= HEIGHT
@@ -217,7 +225,7 @@ def test_all_points_lie_inside_the_drawing() -> None:
 
 
 def test_a_chart_without_values_is_left_out() -> None:
-    assert line_chart("x", [Series("a", []), Series("b", [(1, None)])]) is None
+    assert not line_chart("x", [Series("a", []), Series("b", [(1, None)])])
 
 
 def test_smoothing_is_not_biased_towards_zero_at_the_start() -> None:
@@ -226,14 +234,59 @@ def test_smoothing_is_not_biased_towards_zero_at_the_start() -> None:
 
 def test_the_bold_curve_does_not_lag_and_says_what_it_is() -> None:
     falling = [(i, 3.0 * 0.9**i) for i in range(60)]
-    mean = smoothed(falling)
-    assert (mean[0], mean[-1]) == (falling[0], falling[-1])
-    line = [(i, 2.0 - 0.01 * i) for i in range(100)]
-    assert [value for _, value in smoothed(line)] == pytest.approx([value for _, value in line])
+    assert smoothed(falling) == falling
+    noisy = [(i, 1.0 if i % 2 else 3.0) for i in range(61)]
+    assert all(value in (1.0, 3.0) for _, value in smoothed(noisy))
+    spike = [(i, 50.0 if i == 30 else 1.0) for i in range(61)]
+    assert [value for _, value in smoothed(spike)] == [1.0] * 61
     chart = line_chart("Loss", [Series("training", falling, smooth=True)])
-    assert chart is not None
-    assert "bold: mean of 21 points around" in chart
+    assert "bold: median of 21 points around" in chart
     assert "bold" not in str(line_chart("Loss", [Series("training", falling[:30], smooth=True)]))
+
+
+def test_log_scale_is_a_switch_where_all_values_are_above_zero() -> None:
+    falling = Series("training", [(i, 6.0 * 0.8**i) for i in range(1, 40)])
+    chart = line_chart("Loss", [falling], Look(log=True))
+    page = Page(chart)
+    assert [a.get("type") for name, a in page.elements if name == "input"] == ["checkbox"]
+    labels = [a.get("for") for name, a in page.elements if name == "label"]
+    assert labels == [a.get("id") for name, a in page.elements if name == "input"]
+    drawings = [a for name, a in page.elements if name == "svg"]
+    assert [a["class"] for a in drawings] == ["linear", "log"]
+    assert "logarithmic" in str(drawings[1]["aria-label"])
+    line = re.findall(r'<polyline points="([^"]+)"', chart)[1]
+    ys = [float(pair.split(",")[1]) for pair in line.split()]
+    steps = [b - a for a, b in itertools.pairwise(ys)]
+    assert max(steps) - min(steps) < 0.25, "an exponential is a straight line"
+    assert "checkbox" not in line_chart("Loss", [Series("a", [(1, 1.0), (2, 0.0)])], Look(log=True))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.1, 8), (1e-9, 1), (3, 3), (0.2, 0.4), (1, 1000), (5e-324, 1e300)])
+def test_log_ticks_cover_the_range_and_are_few(low: float, high: float) -> None:
+    ticks = log_ticks(low, high)
+    assert ticks[0] <= low * 1.001
+    assert ticks[-1] >= high * 0.999
+    assert 2 <= len(ticks) <= 12
+    assert ticks == sorted(set(ticks))
+
+
+def test_the_base_model_is_a_line_and_held_out_points_can_be_seen() -> None:
+    held_out = Series("held-out", [(step, 1.0) for step in range(1, 60)], dots=True)
+    chart = line_chart("Loss", [Series("training", [(1, 2.0), (60, 1.0)]), held_out], levels=[Level("base model", 6.4)])
+    assert chart.count('class="point s1"') == 59
+    assert "base model 6.4" in chart
+    assert "base model: 6.4" in chart  # in the label that is read out
+
+
+def test_the_report_of_a_run_that_goes_on_says_where_it_is_and_loads_itself_again(run: RunDirectory) -> None:
+    text = render_report(run, Live(45, 100, 185.0))
+    page = Page(text)
+    refresh = [a["content"] for name, a in page.elements if name == "meta" and a.get("http-equiv") == "refresh"]
+    assert refresh == ["5"]
+    assert "step 45 of 100, about 3m05s left" in text
+    assert [(a["value"], a["max"]) for name, a in page.elements if name == "progress"] == [("45", "100")]
+    assert 'http-equiv="refresh"' not in render_report(run)
+    assert "progress" not in Page(render_report(run)).names()
 
 
 def test_wall_time_is_that_of_all_processes(run: RunDirectory) -> None:

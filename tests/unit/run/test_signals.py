@@ -193,3 +193,17 @@ def test_a_signal_waits_while_the_end_of_a_run_is_written() -> None:
         with pytest.raises(StopNow):
             write(stop, 3)
         assert written == ["the end"], "the third one does not wait"
+
+
+def test_the_first_signal_says_what_it_does_where_that_takes_a_while() -> None:
+    said: list[str] = []
+    with StopRequest(say=said.append) as stop:
+        with pytest.raises(StopRequested), stop.interruptible("loading"):
+            signal.raise_signal(signal.SIGINT)
+        assert said == []  # it ends at once, and its error says so
+    with StopRequest(say=said.append):
+        signal.raise_signal(signal.SIGINT)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "SIGINT: this step is finished and a checkpoint is written; a second signal (Ctrl-C again)"
+    )

@@ -1,0 +1,125 @@
+"""What people see of a run while it goes on: its progress, held-out results, the time that is left, the live report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from ftcli.pace import Pace
+from ftcli.reporting import Progress, Reporter
+from ftcli.run.metrics import MetricsLine
+from ftcli.run.report import Live, LiveReport
+from ftcli.units import duration, gib
+
+#: Steps after which the time that is left is told once.
+_MEASURED_STEPS = 3
+#: Below this nobody waits for an estimate.
+_WORTH_TELLING_SECONDS = 10.0
+#: Held-out numbers that are no results.
+_COUNTS = ("eval_tokens", "eval_rows", "eval_perplexity")
+
+
+class StepProgress:
+    """Progress over optimizer steps. The line is made when training begins and its length is known."""
+
+    def __init__(
+        self, reporter: Reporter, description: str, live: LiveReport, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._reporter = reporter
+        self._description = description
+        self._live = live
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+        self._pace = Pace(clock)
+        self._step = 0
+        self._total = 0
+        self._held_out: dict[str, float | str] = {}
+        self._told = False
+
+    def __enter__(self) -> StepProgress:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def begin(self, step: int, total: int) -> None:
+        """Starts at ``step`` (0, or the checkpoint's) of ``total``."""
+        self._reporter.info(f"steps       {total:,}" + (f", {step:,} of them done" if step else ""))
+        self._progress = self._stack.enter_context(self._reporter.progress(total, self._description))
+        self._step, self._total = step, total
+        self._progress.advance(step)
+        self._live.update(self._now(), urgent=True)
+
+    def show(self, step: int, line: MetricsLine) -> None:
+        """Moves to ``step`` and shows a metrics line when it is of this step."""
+        if self._progress is None:
+            return
+        self._progress.advance(step - self._step)
+        self._step = step
+        self._pace.note(step)
+        self._tell_time()
+        if line.get("step") == step:
+            self._progress.update(**fields(line, self._held_out))
+        self._live.update(self._now())
+
+    def evaluated(self, step: int, metrics: MetricsLine) -> None:
+        """Tells held-out results, and keeps showing the first of them."""
+        results = held_out(metrics)
+        if results:
+            self._reporter.info(f"held-out after step {step}: {shown(metrics)}")
+            name, value = next(iter(results.items()))
+            self._held_out = {f"held-out {name}" if name != "loss" else "held-out": value}
+        self._live.update(self._now(), urgent=True)
+
+    def _now(self) -> Live:
+        return Live(self._step, self._total, self._pace.seconds_left(self._total))
+
+    def _tell_time(self) -> None:
+        left = self._pace.seconds_left(self._total)
+        if self._told or left is None or self._pace.counted < _MEASURED_STEPS:
+            return
+        self._told = True
+        if left >= _WORTH_TELLING_SECONDS:
+            each, steps = self._pace.seconds_each, self._pace.counted
+            self._reporter.info(
+                f"time: about {duration(left)} for the {self._total - self._step:,} steps that are left "
+                f"({each:.2g} s each, measured over {steps})"
+            )
+
+
+def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, float | int | str]:
+    """A line of metrics as people read it, what matters most first. A run with rewards has no loss to look at."""
+    main = ("reward", "kl") if _is_number(line.get("reward")) else ("loss",)
+    found: dict[str, float | int | str] = {name: float(line[name]) for name in main if _is_number(line.get(name))}
+    found |= held_out
+    if _is_number(line.get("learning_rate")):
+        found["lr"] = float(line["learning_rate"])
+    if _is_number(line.get("tokens_per_second")):
+        found["tok/s"] = round(line["tokens_per_second"])
+    if _is_number(line.get("peak_memory_bytes")):
+        found["memory"] = f"{gib(line['peak_memory_bytes'])} GiB"
+    if _is_number(line.get("epoch")):
+        found["epoch"] = f"{line['epoch']:.2f}"
+    return found
+
+
+def held_out(metrics: MetricsLine) -> dict[str, str]:
+    """Held-out results by name, as text: losses as they are, accuracies and scores in percent."""
+    shown = {}
+    for key, value in metrics.items():
+        if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
+            continue
+        name = key.removeprefix("eval_").replace("_", " ")
+        shown[name] = f"{value:.4f}" if name == "loss" else f"{value:.1%}"
+    return shown
+
+
+def shown(metrics: MetricsLine) -> str:
+    """:func:`held_out` in a line: ``loss 0.4561, token accuracy 80.1%``."""
+    return ", ".join(f"{name} {value}" for name, value in held_out(metrics).items())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

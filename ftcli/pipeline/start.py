@@ -1,0 +1,60 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ftcli.config import Recipe
+from ftcli.pipeline.lifecycle import RunContext
+from ftcli.tables import quantizations
+
+if TYPE_CHECKING:
+    from ftcli.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is trained on: ``count`` ``rows`` or ``prompts``, and how many tokens they have, where that is known."""
+
+    count: int
+    unit: str
+    tokens: int | None = None
+
+
+def tell_start(context: RunContext, job: Job, model: Any, rows: Rows) -> None:
+    """Tells what is trained on what, where it goes, and how to stop it."""
+    tokens = "" if rows.tokens is None else f" of {rows.tokens:,} tokens"
+    path = context.directory.path
+    lines = (
+        ("parameters", trained(job, model)),
+        ("data", f"{rows.count:,} {rows.unit}{tokens}"),
+        ("batch", batch(context.recipe)),
+        ("run", f"{path}; {context.directory.report_path.name} in it shows how it goes"),
+        ("Ctrl-C", "once finishes the step and writes a checkpoint, twice stops at once"),
+    )
+    width = max(len(name) for name, _ in lines)
+    context.session.reporter.info("\n".join(f"{name:<{width}}  {text}" for name, text in lines))
+
+
+def trained(job: Job, model: Any) -> str:
+    """How many parameters are trained, of how many. A quantised layer holds several in one element."""
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if quantizations.row(job.recipe.quantization.method).quantize is None:
+        total: int | None = sum(p.numel() for p in model.parameters())
+    else:
+        base = job.facts.parameters
+        total = None if base is None else base + (count if job.recipe.lora is not None else 0)
+    share = "" if not total else f" of {total:,} ({count / total:.2%})"
+    return f"{count:,}{share} are trained"
+
+
+def batch(recipe: Recipe) -> str:
+    """The effective batch: what one step of the optimizer learns from."""
+    size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
+    parts = f"{size} at a time x {accumulated} accumulated"
+    if recipe.grpo is not None and recipe.grpo.num_generations:
+        each = recipe.grpo.num_generations
+        return f"{size * accumulated:,} completions a step ({parts}), {each} of each prompt"
+    unit = "packed rows" if recipe.data.packing else "rows"
+    return f"{size * accumulated:,} {unit} a step ({parts})"

@@ -1,0 +1,246 @@
+"""Fills a model card from a run's recipe, manifest and results. No path of the machine is in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ftcli import __version__
+from ftcli.assets import BUNDLED
+from ftcli.facts.config_file import looks_local
+from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
+from ftcli.plain import JsonMap, JsonObject
+from ftcli.rows.places import HUB
+from ftcli.run.atomic import read_json_object, storage_errors, write_text
+from ftcli.run.card.settings import training_rows
+from ftcli.run.layout import RunDirectory
+from ftcli.run.report.facts import scores
+from ftcli.run.report.markup import visible
+from ftcli.run.report.values import count, map_in, maps
+
+#: The end of a card that may be written anew.
+MARK = "<!-- Written by ftcli, and again after each evaluation of the run: remove this line to make it yours. -->"
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: A folder in the Hub's cache says which repository it is of.
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)(?:/|$)")
+_METHODS = {"train": "supervised fine-tuning", "grpo": "reinforcement learning (GRPO)"}
+
+_ADAPTER = """from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+folder = "path/to/this/folder"
+model = AutoPeftModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)"""
+_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(folder)"""
+_CHAT = """
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base model as others may know it: ``repo`` is its id on the Hub, None where it has none."""
+
+    name: str
+    repo: str | None
+    commit: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """A data set of training: its name without the path, its size, and its content's digest."""
+
+    name: str
+    rows: str
+    tokens: str
+    sha256: str
+
+
+def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True) -> None:
+    """Writes the card of what lies in ``folder``; of the run's result, where there is one, when None.
+
+    A card without :data:`MARK` belongs to somebody else, and is left as it is.
+
+    Args:
+        of_result: False for weights of a checkpoint, which the run's results are not about.
+
+    Raises:
+        FtcliError: FT723 or FT724 when it cannot be written.
+    """
+    folder = run.result_dir if folder is None else folder
+    if folder is not None and not _is_somebodys(folder / MODEL_CARD):
+        path = folder / MODEL_CARD
+        with storage_errors(path):
+            write_text(path, render_card(run, folder, of_result=of_result))
+
+
+def _is_somebodys(path: Path) -> bool:
+    """Whether a card is there that ftcli has not written, or that somebody has made their own."""
+    try:
+        return MARK not in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True) -> str:
+    """The card of what lies in ``folder``: an adapter, a model, or something else that was made of the run's result."""
+    recipe = _recipe(run.recipe_path)
+    manifest, tokens = read_json_object(run.manifest_path), read_json_object(run.tokens_path)
+    evaluation = read_json_object(run.eval_path) if of_result else {}
+    status = read_json_object(run.status_path)
+    base = _base(recipe, manifest)
+    adapter, model = (folder / ADAPTER_CONFIG).is_file(), (folder / "config.json").is_file()
+    licence = map_in(map_in(manifest, "base"), "licence")
+    loading = _ADAPTER if adapter else _MODEL if model else ""
+    chat = _CHAT if loading and (folder / "chat_template.jinja").is_file() else ""
+    text: str = _template().render(
+        head=_head(base, licence, manifest, recipe, adapter=adapter, model=model),
+        title=str(map_in(recipe, "run").get("name") or run.path.name),
+        about=_about(base, recipe, manifest, adapter=adapter),
+        licence=_licence_text(licence),
+        scores=scores(evaluation),
+        code=_Own(loading + ("\n" + chat if chat else "")),
+        base_is_local=adapter and base.repo is None,
+        training=training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary")),
+        data=_data(manifest, tokens),
+        versions=_versions(manifest),
+        mark=_Own(MARK),
+    )
+    return text
+
+
+def _template() -> Any:
+    # What would be markup in Markdown is escaped in _cell: autoescape is for HTML.
+    return Environment(  # noqa: S701
+        loader=PackageLoader(__package__, ""),
+        finalize=_cell,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    ).get_template("card.md.jinja")
+
+
+def _cell(value: object) -> object:
+    """Text of a recipe or of data in a line of Markdown. Our own pieces, which are marked as such, stay as they are."""
+    if isinstance(value, _Own):
+        return value
+    text = visible(" ".join(str(value).split()))
+    return re.sub(r"([|`<>\[\]*])", r"\\\1", text)
+
+
+class _Own(str):
+    """Markdown that this file has written."""
+
+    __slots__ = ()
+
+
+def _recipe(path: Path) -> JsonObject:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _base(recipe: JsonMap, manifest: JsonMap) -> Base:
+    model = map_in(recipe, "model")
+    name = str(model.get("name_or_path") or "unknown")
+    commit = map_in(manifest, "inputs").get("commit")
+    revision = commit if isinstance(commit, str) else model.get("revision")
+    if name.startswith(BUNDLED):
+        return Base(f"{name.removeprefix(BUNDLED)} (a small model that ftcli bundles)", None, None)
+    cached = _CACHED.search(name)
+    if cached is not None:
+        return Base(f"{cached[1]}/{cached[2]}", f"{cached[1]}/{cached[2]}", revision)
+    if looks_local(name) or not _REPO.fullmatch(name):
+        return Base(Path(name).name or "a local model", None, None)
+    return Base(name, name, revision if isinstance(revision, str) else None)
+
+
+def _head(
+    base: Base,
+    licence: JsonMap,
+    manifest: JsonMap,
+    recipe: JsonMap,
+    *,
+    adapter: bool,
+    model: bool,
+) -> str:
+    """The front matter that the Hub reads."""
+    values: JsonObject = {}
+    if base.repo is not None:
+        values["base_model"] = base.repo
+    if adapter or model:
+        values["library_name"] = "peft" if adapter else "transformers"
+    values["pipeline_tag"] = "text-generation"
+    for key, name in (("license", "id"), ("license_name", "name"), ("license_link", "link")):
+        if licence.get(name):
+            values[key] = licence[name]
+    repos = [row.removeprefix(HUB) for row in _sources(recipe) if row.startswith(HUB)]
+    if repos:
+        values["datasets"] = repos
+    kind = "adapter" if adapter else "finetune"
+    tags = ["ftcli", "grpo" if manifest.get("command") == "grpo" else "sft"]
+    tags += ["lora"] if recipe.get("lora") else []
+    tags += [f"base_model:{kind}:{base.repo}"] if base.repo is not None else []
+    values["tags"] = sorted(tags)
+    return _Own(f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n")
+
+
+def _sources(recipe: JsonMap) -> list[str]:
+    found = map_in(recipe, "data").get("train")
+    return list(dict.fromkeys(str(one.get("path")) for one in maps(found)))
+
+
+def _about(base: Base, recipe: JsonMap, manifest: JsonMap, *, adapter: bool) -> str:
+    what = "LoRA adapter for" if adapter else "Merged LoRA fine-tune of" if recipe.get("lora") else "Full fine-tune of"
+    at = f" at commit `{base.commit}`" if base.commit is not None else ""
+    named = f"[{base.repo}](https://huggingface.co/{base.repo})" if base.repo is not None else str(_cell(base.name))
+    method = _METHODS.get(str(manifest.get("command")), "training")
+    version = manifest.get("ftcli") or __version__
+    return _Own(f"{what} {named}{at}, made by {method} with ftcli {_cell(version)}.")
+
+
+def _licence_text(licence: JsonMap) -> str:
+    if not licence.get("id"):
+        return ""
+    name = licence.get("name") or licence["id"]
+    return _Own(f"[{name}]({licence['link']})" if licence.get("link") else str(name))
+
+
+def _data(manifest: JsonMap, tokens: JsonMap) -> list[DataRow]:
+    """The training data by name, in the order of the recipe; files of a folder have one row each without counts."""
+    digests = {str(file.get("name")): str(file.get("sha256")) for file in maps(manifest.get("data"))}
+    counted = [one for one in maps(tokens.get("datasets")) if one.get("split") == "train"]
+    rows = []
+    for one in counted:
+        name = str(one.get("name"))
+        rows.append(
+            DataRow(
+                public_name(name), count(one.get("rows_kept")), count(one.get("tokens_trained")), digests.pop(name, "–")
+            )
+        )
+    return [*rows, *(DataRow(public_name(name), "–", "–", sha256) for name, sha256 in digests.items())]
+
+
+def public_name(name: str) -> str:
+    """A data set's name as others may know it: no folder of this machine."""
+    if name.startswith((HUB, BUNDLED)):
+        return name
+    return Path(name).name
+
+
+def _versions(manifest: JsonMap) -> str:
+    libraries = map_in(manifest, "libraries")
+    shown = {"ftcli": manifest.get("ftcli"), "Python": manifest.get("python"), **libraries}
+    return ", ".join(f"{name} {version}" for name, version in shown.items() if version)

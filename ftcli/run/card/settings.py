@@ -1,0 +1,83 @@
+"""Method, hyperparameters and cost of a run, as rows of its card."""
+
+from __future__ import annotations
+
+import re
+
+from ftcli.plain import JsonMap
+from ftcli.run.report.settings import changed, settings
+from ftcli.run.report.values import is_number, map_in, maps, plain
+
+#: What everybody looks for, changed or not.
+_ALWAYS = (
+    "lora.r",
+    "lora.alpha",
+    "lora.dropout",
+    "lora.target_modules",
+    "data.max_seq_len",
+    "train.learning_rate",
+    "train.lr_scheduler_type",
+    "train.warmup_steps",
+    "train.optim",
+    "train.weight_decay",
+    "grpo.num_generations",
+    "grpo.beta",
+    "grpo.temperature",
+    "grpo.max_completion_length",
+)
+_SECTIONS = ("lora", "quantization", "data", "train", "grpo")
+#: Told in other words, or places on the user's disk.
+_ELSEWHERE = (
+    "data.train",
+    "data.eval",
+    "data.chat_template",
+    "grpo.rewards",
+    "train.per_device_train_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.max_steps",
+    "train.num_train_epochs",
+)
+#: What is surely a path is never told, whatever the key.
+_PATH = re.compile(r"(~|\.{1,2})?/")
+
+
+def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[tuple[str, str]]:
+    """Names and values: how it was trained, with what settings, for how long, and on what."""
+    device, plan = map_in(manifest, "device"), map_in(manifest, "dtype_plan")
+    rows = [("method", _method(recipe)), ("effective batch", _batch(recipe))]
+    if is_number(summary.get("steps")):
+        tokens = f", {summary['tokens']:,} tokens" if is_number(summary.get("tokens")) else ""
+        rows.append(("steps", f"{summary['steps']:,}{tokens}"))
+    rows += [*_settings(recipe), ("rewards", _rewards(recipe))]
+    rows += [("seed", plain(map_in(recipe, "run").get("seed"))), ("device", plain(device.get("name")))]
+    dtypes = {"parameters": plan.get("parameter"), "computed in": plan.get("compute")}
+    rows.append(("dtypes", ", ".join(f"{name} {plain(value)}" for name, value in dtypes.items() if value)))
+    return [(name, value) for name, value in rows if value not in ("", "–")]
+
+
+def _method(recipe: JsonMap) -> str:
+    kind = "LoRA" if recipe.get("lora") else "full fine-tuning"
+    quantized = map_in(recipe, "quantization").get("method")
+    return f"{kind} on a base in {quantized}" if quantized not in (None, "none") else kind
+
+
+def _batch(recipe: JsonMap) -> str:
+    train = map_in(recipe, "train")
+    size, accumulated = (train.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    if not isinstance(size, int) or not isinstance(accumulated, int):
+        return ""
+    return f"{size * accumulated} = {size} x {accumulated} accumulated"
+
+
+def _settings(recipe: JsonMap) -> list[tuple[str, str]]:
+    every = settings({name: recipe.get(name) for name in _SECTIONS})
+    values = {f"{section}.{one.key}": one.value for section, rows in every.items() for one in rows}
+    names = dict.fromkeys([*(name for name in _ALWAYS if name in values), *(one.key for one in changed(every))])
+    return [(name, values[name]) for name in names if name not in _ELSEWHERE and not _PATH.match(values[name])]
+
+
+def _rewards(recipe: JsonMap) -> str:
+    """Built-in rewards by name, the user's by the function's: the file's path is nobody's business."""
+    rewards = maps(map_in(recipe, "grpo").get("rewards"))
+    names = [str(one.get("use") or str(one.get("file")).rpartition(":")[2]) for one in rewards]
+    return ", ".join(f"{name} (weight {plain(one.get('weight'))})" for name, one in zip(names, rewards, strict=True))

@@ -1,0 +1,113 @@
+"""completions/*.parquet: what a model that learns from rewards said at each logging step, and what it was given for it.
+
+One file a step, with the columns ``step``, ``prompt``, ``completion``, ``rewards/<name>`` for each reward, and
+``advantage``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftcli.plain import JsonObject
+from ftcli.run.atomic import TEMPORARY_PREFIX, storage_errors
+
+_NAME = re.compile(r"step-(\d{8,})\.parquet")
+_REWARD = "rewards/"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion; a reward that had no opinion is None."""
+
+    prompt: str
+    text: str
+    rewards: Mapping[str, float | None]
+    advantage: float | None = None
+
+    @property
+    def reward(self) -> float:
+        """The sum of its rewards, without weights: for sorting."""
+        return math.fsum(value for value in self.rewards.values() if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """The folder of these files in a run directory."""
+
+    folder: Path
+
+    def steps(self) -> list[int]:
+        """The steps that have a file, by number."""
+        try:
+            found = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"step-{step:08d}.parquet"
+
+    def write(self, step: int, completions: Sequence[Completion]) -> None:
+        """Writes a step's file, aside first.
+
+        Raises:
+            FtcliError: FT723 or FT724 when it cannot be written.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        names = list(dict.fromkeys(name for one in completions for name in one.rewards))
+        columns = {
+            "step": pa.array([step] * len(completions), pa.int64()),
+            "prompt": pa.array([_storable(one.prompt) for one in completions], pa.string()),
+            "completion": pa.array([_storable(one.text) for one in completions], pa.string()),
+            **{
+                _REWARD + name: pa.array([one.rewards.get(name) for one in completions], pa.float64()) for name in names
+            },
+            "advantage": pa.array([one.advantage for one in completions], pa.float64()),
+        }
+        path = self.path(step)
+        aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+        with storage_errors(path):
+            self.folder.mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), aside)
+            aside.replace(path)
+
+    def read(self, step: int) -> list[Completion]:
+        """A step's completions; none where the file is missing or damaged."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            rows: list[JsonObject] = pq.read_table(self.path(step)).to_pylist()
+        except (OSError, pa.ArrowException):
+            return []
+        return [
+            Completion(
+                str(row.get("prompt") or ""),
+                str(row.get("completion") or ""),
+                {k.removeprefix(_REWARD): _number(value) for k, value in row.items() if k.startswith(_REWARD)},
+                _number(row.get("advantage")),
+            )
+            for row in rows
+        ]
+
+    def forget_after(self, step: int) -> None:
+        """Removes the files of later steps, which the run makes again."""
+        for later in self.steps():
+            if later > step:
+                self.path(later).unlink(missing_ok=True)
+
+
+def _storable(text: str) -> str:
+    """Half of a surrogate pair, which UTF-8 cannot hold, becomes its escape."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,215 @@
+"""Which curves the report draws, and from which metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from markupsafe import Markup
+
+from ftcli.plain import JsonMap
+from ftcli.run.metrics import MetricsLine
+from ftcli.run.report.charts import Level, Look, Series, line_chart
+from ftcli.run.report.values import map_in, maps, number_or_none, percent, words
+from ftcli.units import GIB
+
+Lines = Sequence[MetricsLine]
+#: Shares that stay below this are not drawn on an axis that goes up to 1.
+_SMALL_SHARE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a chart: the metric, its name on the page, and the metrics of its band.
+
+    Attributes:
+        spread: Metric of a standard deviation: the band is one of them on either side.
+        ends: Metrics of the lowest and the highest value: the band lies between.
+    """
+
+    metric: str
+    name: str
+    smooth: bool = False
+    dots: bool = False
+    spread: str | None = None
+    ends: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of the report.
+
+    Attributes:
+        unit: What values are divided by.
+        base: The base model's held-out value.
+        share: Values are shares, from 0 to 1.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    from_zero: bool = False
+    log: bool = False
+    unit: float = 1.0
+    base: float | None = None
+    note: str = ""
+    share: bool = False
+
+
+_SUPERVISED = (
+    Chart("Loss", (Curve("loss", "training", smooth=True), Curve("eval_loss", "held-out", dots=True)), log=True),
+    Chart("Held-out token accuracy", (Curve("eval_token_accuracy", "token accuracy", dots=True),), share=True),
+)
+_OF_REWARDS = (
+    Chart("KL to the base model", (Curve("kl", "KL", smooth=True),), from_zero=True, log=True),
+    Chart(
+        "Completion length, tokens",
+        (
+            Curve(
+                "completions/mean_length",
+                "mean",
+                smooth=True,
+                ends=("completions/min_length", "completions/max_length"),
+            ),
+        ),
+        from_zero=True,
+        note="band: shortest to longest",
+    ),
+    Chart("Completions cut off", (Curve("completions/clipped_ratio", "cut off", smooth=True),), share=True),
+)
+_LESSER_OF_REWARDS = (
+    Chart("Reward deviation in groups", (Curve("reward_std", "standard deviation", smooth=True),), from_zero=True),
+    Chart(
+        "Groups of equal rewards",
+        (Curve("frac_reward_zero_std", "nothing to learn from", smooth=True),),
+        share=True,
+    ),
+    Chart("Entropy of sampled tokens", (Curve("entropy", "entropy", smooth=True),), from_zero=True),
+)
+_LESSER = (
+    Chart("Learning rate", (Curve("learning_rate", "learning rate"),), from_zero=True),
+    Chart(
+        "Gradient norm", (Curve("grad_norm", "gradient norm before clipping", smooth=True),), from_zero=True, log=True
+    ),
+    Chart("Throughput, tokens/s", (Curve("tokens_per_second", "tokens/s"),), from_zero=True),
+    Chart("Peak memory, GiB", (Curve("peak_memory_bytes", "peak memory"),), from_zero=True, unit=float(GIB)),
+)
+
+
+def has_rewards(lines: Lines) -> bool:
+    """Whether the run learns from rewards; its loss is near 0 by construction then and says nothing."""
+    return any("reward" in line for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The drawn charts: those that say whether the model learns, and the others."""
+
+    main: Sequence[Markup]
+    lesser: Sequence[Markup]
+
+
+def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> Drawn:
+    """The drawn charts; a chart in which no curve has two points is left out: its value stands among the figures.
+
+    Args:
+        resumed: Steps at which processes went on.
+    """
+    steps = [int(line["step"]) for line in lines]
+    look = Look(marks=[step for step in resumed if step], steps=(min(steps), max(steps)) if steps else None)
+    main, lesser = (
+        [drawn for chart in some if (drawn := _drawn(chart, lines, look))] for some in _charts(lines, evaluation)
+    )
+    pairs = len(main) + len(main) % 2  # two stand side by side
+    return Drawn([*main, *lesser][:pairs], [*main, *lesser][pairs:])
+
+
+def _charts(lines: Lines, evaluation: JsonMap) -> tuple[Sequence[Chart], Sequence[Chart]]:
+    base = map_in(evaluation, "base")
+    scores = _held_out_scores(lines, base)
+    if has_rewards(lines):
+        return [*_rewards(lines), *scores, *_OF_REWARDS], [*_LESSER_OF_REWARDS, *_LESSER]
+    known = {"Loss": base.get("loss"), "Held-out token accuracy": base.get("token_accuracy")}
+    first = [replace(chart, base=number_or_none(known.get(chart.title))) for chart in _SUPERVISED]
+    return [*first, *scores], _LESSER
+
+
+def _rewards(lines: Lines) -> list[Chart]:
+    names = dict.fromkeys(key.split("/")[1] for line in lines for key in line if _is_reward(key))
+    whole = Chart(
+        "Reward",
+        (Curve("reward", "mean reward", smooth=True, spread="reward_std"),),
+        note="band: ± deviation in groups",
+    )
+    if len(names) < 2:
+        return [whole]
+    parts = [
+        Chart(
+            f"Reward of {name}",
+            (Curve(f"rewards/{name}/mean", name, smooth=True, spread=f"rewards/{name}/std"),),
+            note="band: ± standard deviation",
+        )
+        for name in names
+    ]
+    return [whole, *parts]
+
+
+def _is_reward(key: str) -> bool:
+    return key.startswith("rewards/") and key.endswith("/mean")
+
+
+def _held_out_scores(lines: Lines, base: JsonMap) -> list[Chart]:
+    """A chart for each task that is scored during training."""
+    known = {"eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_tokens", "eval_rows"}
+    found = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key not in known)
+    of_base = {f"eval_{task.get('name')}": number_or_none(task.get("value")) for task in maps(base.get("tasks"))}
+    return [
+        Chart(
+            f"Held-out {words(key.removeprefix('eval_')).lower()}",
+            (Curve(key, "score", dots=True),),
+            base=of_base.get(key),
+            share=True,
+        )
+        for key in found
+    ]
+
+
+def _drawn(chart: Chart, lines: Lines, look: Look) -> Markup:
+    series = [_series(lines, curve, chart.unit) for curve in chart.curves]
+    if all(len(one.finite) < 2 for one in series):
+        return Markup()
+    levels = [] if chart.base is None else [Level("base model", chart.base)]
+    how = replace(look, from_zero=chart.from_zero, log=chart.log, note=chart.note)
+    if chart.share:
+        highest = max(value for one in series for _, value in one.finite)
+        how = replace(how, limits=(0.0, 1.0) if highest > _SMALL_SHARE else None, from_zero=True, show=percent)
+    return line_chart(chart.title, series, how, levels)
+
+
+def _series(lines: Lines, curve: Curve, unit: float) -> Series:
+    rows = sorted((line for line in lines if curve.metric in line), key=lambda line: int(line["step"]))
+    values = [(int(row["step"]), number_or_none(row[curve.metric])) for row in rows]
+    points = [(step, None if value is None else value / unit) for step, value in values]
+    band = [found for row in rows if (found := _band(row, curve, unit)) is not None]
+    return Series(curve.name, points, curve.smooth, curve.dots, band)
+
+
+def _band(row: JsonMap, curve: Curve, unit: float) -> tuple[int, float, float] | None:
+    middle = number_or_none(row.get(curve.metric))
+    if curve.spread is not None:
+        width = number_or_none(row.get(curve.spread))
+        low, high = (None, None) if width is None or middle is None else _around(middle, width)
+    elif curve.ends is not None:
+        low, high = (number_or_none(row.get(key)) for key in curve.ends)
+    else:
+        return None
+    return None if low is None or high is None else (int(row["step"]), low / unit, high / unit)
+
+
+def _around(mean: float, deviation: float) -> tuple[float, float]:
+    """One standard deviation on either side, but not beyond 0 and 1 where no value can be: numbers between them with
+    this mean deviate by sqrt(mean (1 - mean)) at most (a little more in a sample)."""
+    low, high = mean - deviation, mean + deviation
+    if 0 <= mean <= 1 and deviation <= 1.05 * math.sqrt(mean * (1 - mean)):
+        return max(0.0, low), min(1.0, high)
+    return low, high

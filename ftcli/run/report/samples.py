@@ -1,0 +1,187 @@
+"""What the model was asked, what was expected and what it answered, with the differences; failures first."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ftcli.plain import JsonMap
+from ftcli.run.completions import Completion, Completions
+from ftcli.run.report.values import maps, number, number_or_none, words
+
+#: Characters of one text that are shown.
+SHOWN_CHARACTERS = 2000
+#: Rows that are shown; the others are in eval.json.
+SHOWN_ROWS = 24
+#: Longer texts are compared by words instead of characters.
+_BY_CHARACTER = 80
+#: Texts that share less than this are marked as a whole: marks in between would be noise. Letters are shared by chance.
+_LEAST_ALIKE, _LEAST_ALIKE_BY_CHARACTER = 0.4, 0.7
+#: More pieces than this are not compared: it takes time by their square.
+_MOST_PIECES = 1200
+_PIECE = re.compile(r"\s+|\w+|[^\w\s]")
+
+#: ``extra`` was not expected, ``missing`` was expected and is not there.
+Kind = Literal["same", "extra", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The beginning of a text in pieces, and how many characters are left out."""
+
+    pieces: Sequence[tuple[Kind, str]]
+    left_out: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said; ``right`` is None where nobody can tell."""
+
+    text: Text
+    right: bool | None
+    score: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRow:
+    """One held-out row as it was asked and answered."""
+
+    task: str
+    prompt: Text
+    reference: Text | None
+    before: Answer | None
+    after: Answer | None
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the newest answer is right."""
+        newest = self.after or self.before
+        return None if newest is None else newest.right
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Rows to show, failures first.
+
+    Attributes:
+        more: How many others there are in eval.json.
+        step: The step after which the answers were given; None: at the end.
+        has: Which of ``reference``, ``before`` and ``after`` any row has; ``task`` where there are several.
+    """
+
+    rows: Sequence[ShownRow]
+    more: int
+    step: int | None
+    has: frozenset[str]
+
+
+def samples(evaluation: JsonMap) -> Samples | None:
+    """The answered rows of eval.json."""
+    rows = [_row(row) for row in maps(evaluation.get("samples"))]
+    if not rows:
+        return None
+    # What went wrong first, then what nobody judged, then what is right; among them as they came.
+    ordered = sorted(rows, key=lambda row: {False: 0, None: 1, True: 2}[row.right])[:SHOWN_ROWS]
+    has = {name for name in ("reference", "before", "after") if any(getattr(row, name) for row in ordered)}
+    has |= {"task"} if len({row.task for row in ordered}) > 1 else set()
+    step = evaluation.get("step")
+    return Samples(ordered, len(rows) - len(ordered), step if isinstance(step, int) else None, frozenset(has))
+
+
+def _row(row: JsonMap) -> ShownRow:
+    reference = row.get("reference")
+    return ShownRow(
+        words(str(row["task"])) if row.get("task") else "",
+        _plain(str(row.get("prompt") or "")),
+        None if reference is None else _plain(str(reference)),
+        *(_answer(row.get(key), row.get(f"{key}_score"), reference) for key in ("before", "after")),
+    )
+
+
+def _answer(said: Any, score: Any, reference: Any) -> Answer | None:
+    if said is None:
+        return None
+    text, value = str(said), number_or_none(score)
+    expected = reference if isinstance(reference, str) else None
+    if value is not None:  # the task's own judge has the say
+        right: bool | None = value >= 1
+    else:
+        right = None if expected is None else text.strip() == expected.strip()
+    shown = _plain(text) if expected is None or right else compared(expected, text)
+    partly = value is not None and value not in (0.0, 1.0)
+    return Answer(shown, right, number(value) if value is not None and partly else "")
+
+
+def _plain(text: str) -> Text:
+    return Text([("same", text[:SHOWN_CHARACTERS])] if text else [], max(0, len(text) - SHOWN_CHARACTERS))
+
+
+def compared(expected: str, got: str) -> Text:
+    """``got`` with what is wrong about it: pieces that were not expected, and those that are missing."""
+    wanted, found = expected.strip()[:SHOWN_CHARACTERS], got.strip()[:SHOWN_CHARACTERS]
+    left_out = max(0, len(got.strip()) - SHOWN_CHARACTERS)
+    if not found:
+        return Text([])
+    by_character = max(len(wanted), len(found)) <= _BY_CHARACTER
+    a, b = (list(text) if by_character else _PIECE.findall(text) for text in (wanted, found))
+    if len(a) > _MOST_PIECES or len(b) > _MOST_PIECES:
+        return Text([("same", found)], left_out)
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    if matcher.ratio() < (_LEAST_ALIKE_BY_CHARACTER if by_character else _LEAST_ALIKE):
+        return Text([("extra", found)], left_out)
+    pieces: list[tuple[Kind, str]] = []
+    for kind, a0, a1, b0, b1 in matcher.get_opcodes():
+        if kind == "equal":
+            pieces.append(("same", "".join(b[b0:b1])))
+            continue
+        if b1 > b0:
+            pieces.append(("extra", "".join(b[b0:b1])))
+        if a1 > a0:
+            pieces.append(("missing", "".join(a[a0:a1])))
+    return Text(pieces, left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One completion of training with its rewards as text."""
+
+    prompt: Text
+    text: Text
+    rewards: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Completions of one step, the lowest rewards first."""
+
+    title: str
+    rows: Sequence[Sampled]
+
+
+def sampled(completions: Completions, rows: int = 4) -> list[Batch]:
+    """Completions early and late in training, of different prompts where there are."""
+    steps = completions.steps()
+    chosen = {"Early": steps[0], "Late": steps[-1]} if len(steps) > 1 else {"": steps[0]} if steps else {}
+    batches = []
+    for when, step in chosen.items():
+        found = _different(completions.read(step), rows)
+        if found:
+            title = f"{when}: step {step:,}" if when else f"Step {step:,}"
+            batches.append(Batch(title, [_sampled(one) for one in sorted(found, key=lambda one: one.reward)]))
+    return batches
+
+
+def _different(found: Sequence[Completion], rows: int) -> list[Completion]:
+    first: dict[str, Completion] = {}
+    for one in found:
+        first.setdefault(one.prompt, one)
+    others = [one for one in found if one is not first[one.prompt]]
+    return [*first.values(), *others][:rows]
+
+
+def _sampled(one: Completion) -> Sampled:
+    rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
+    return Sampled(_plain(one.prompt), _plain(one.text), rewards)

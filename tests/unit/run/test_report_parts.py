@@ -1,0 +1,187 @@
+"""Parts of the report: answers and what is wrong about them, rewards, completions, and how often it is rewritten."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftcli.errors import FtcliError
+from ftcli.run.atomic import write_json
+from ftcli.run.completions import Completion, Completions
+from ftcli.run.directory import RunDirectory
+from ftcli.run.metrics import MetricsWriter
+from ftcli.run.report import Live, LiveReport, live, render_report
+from ftcli.run.report.curves import curves
+from ftcli.run.report.facts import key_facts
+from ftcli.run.report.samples import SHOWN_ROWS, compared, sampled, samples
+from tests.unit.run.test_report import HOSTILE, Page
+
+
+def row(after: str | None, reference: str | None = "right", **more: Any) -> dict[str, Any]:
+    return {"prompt": "p", "reference": reference, "before": None, "after": after, "task": None, **more}
+
+
+def test_failures_come_first_then_what_nobody_judged_then_what_is_right() -> None:
+    found = samples({"samples": [row("right"), row("said", None), row("wrong"), row(" right\n")]})
+    assert found is not None
+    assert [one.right for one in found.rows] == [False, None, True, True]
+
+
+def test_the_tasks_own_judge_has_the_say() -> None:
+    found = samples({"samples": [row("it is right", after_score=1.0), row("right", after_score=0.25)]})
+    assert found is not None
+    assert [(one.right, one.after.score) for one in found.rows if one.after] == [(False, "0.25"), (True, "")]
+
+
+def test_a_running_evaluation_says_after_which_step() -> None:
+    found = samples({"samples": [row("right")], "step": 40})
+    assert found is not None
+    assert found.step == 40
+    assert found.has == {"reference", "after"}
+
+
+def test_many_rows_are_counted() -> None:
+    found = samples({"samples": [row("right")] * (SHOWN_ROWS + 7)})
+    assert found is not None
+    assert (len(found.rows), found.more) == (SHOWN_ROWS, 7)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "pieces"),
+    [
+        ("kanoonak", "kanooak", [("same", "kanoo"), ("missing", "n"), ("same", "ak")]),
+        ("kanoonak", "kanoonakx", [("same", "kanoonak"), ("extra", "x")]),
+        ("kanoonak", "zzz", [("extra", "zzz")]),
+        ("x", "  ", []),
+        ("the cat sat " * 10, "the dog sat " + "the cat sat " * 9, None),
+    ],
+)
+def test_differences_are_marked(expected: str, got: str, pieces: list[tuple[str, str]] | None) -> None:
+    found = compared(expected, got).pieces
+    if pieces is not None:
+        assert found == pieces
+    assert "".join(text for kind, text in found if kind != "missing") == got.strip()
+    if pieces != [("extra", got)] and found:
+        assert "".join(text for kind, text in found if kind != "extra") == expected.strip()
+
+
+def test_words_are_compared_in_long_texts() -> None:
+    expected, got = "one two three four " * 8, "one two three five " + "one two three four " * 7
+    assert ("extra", "five") in compared(expected, got).pieces
+    assert ("missing", "four") in compared(expected, got).pieces
+
+
+def test_very_long_texts_are_compared_in_no_time_and_cut() -> None:
+    text = compared("a " * 50_000, "b " * 50_000)
+    assert text.left_out > 90_000
+
+
+def rewarded(step: int, **more: float) -> dict[str, Any]:
+    means = {"rewards/exact/mean": 0.2 * step, "rewards/exact/std": 0.1, "rewards/short/mean": 1.0}
+    lengths = {"completions/mean_length": 9.0, "completions/min_length": 2, "completions/max_length": 30}
+    return {
+        "step": step,
+        "loss": 1e-9,
+        "reward": 0.3 * step,
+        "reward_std": 0.2,
+        "kl": 0.01 * step,
+        **means,
+        **lengths,
+        **more,
+    }
+
+
+def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
+    lines = [rewarded(step) for step in (1, 2, 3)]
+    base = {"base": {"tasks": [{"name": "exact", "value": 0.1}]}}
+    drawn = curves([*lines, {"step": 2, "eval_exact": 0.4}, {"step": 3, "eval_exact": 0.6}], base, [])
+    text = "".join([*drawn.main, *drawn.lesser])
+    for title in ("Reward", "Reward of exact", "Reward of short", "KL to the base model", "Completion length, tokens"):
+        assert f"<b>{title}</b>" in text, title
+    assert "<b>Loss</b>" not in text
+    assert "base model 10.0%" in text
+    assert text.count("<polygon") >= 3  # reward, exact, lengths
+    assert [fact.label for fact in key_facts(lines, {}, None)][:1] == ["Last reward"]
+    assert "loss" not in str(key_facts(lines, {}, None)).lower()
+
+
+def test_bands_do_not_go_where_no_value_can_be() -> None:
+    share = [rewarded(1), rewarded(2)]
+    low = [{**line, "rewards/exact/mean": 0.1, "rewards/exact/std": 0.3} for line in share]
+    drawn = "".join(curves(low, {}, []).main)
+    assert "−" not in drawn.split("Reward of exact")[1].split("</svg>")[0]
+
+
+COMPLETIONS = [
+    Completion("q1", "good", {"exact": 1.0, "short": None}, 0.5),
+    Completion("q1", "bad", {"exact": 0.0, "short": 1.0}, -0.5),
+    Completion(HOSTILE, HOSTILE, {"exact": -1.0, "short": None}, float("nan")),
+]
+
+
+def test_completions_are_kept_and_read_back(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    kept = Completions(tmp_path / "completions")
+    for step in (3, 12, 7):
+        kept.write(step, COMPLETIONS)
+    assert kept.steps() == [3, 7, 12]
+    first, second, _ = kept.read(7)
+    assert (first, second) == (COMPLETIONS[0], COMPLETIONS[1])
+    names = pq.read_table(kept.path(7)).column_names
+    assert names == ["step", "prompt", "completion", "rewards/exact", "rewards/short", "advantage"]
+    kept.forget_after(7)
+    assert kept.steps() == [3, 7]
+    kept.path(7).write_bytes(b"rubbish")
+    assert kept.read(7) == []
+    assert Completions(tmp_path / "none").steps() == []
+
+
+def test_completions_early_and_late_lowest_reward_first(tmp_path: Path) -> None:
+    kept = Completions(tmp_path)
+    assert sampled(kept) == []
+    kept.write(1, COMPLETIONS)
+    assert [batch.title for batch in sampled(kept)] == ["Step 1"]
+    kept.write(40, COMPLETIONS[:2])
+    early, late = sampled(kept, rows=2)
+    assert (early.title, late.title) == ("Early: step 1", "Late: step 40")
+    assert [len(batch.rows) for batch in (early, late)] == [2, 2]
+    assert early.rows[0].rewards == [("exact", "-1"), ("short", "none")]  # of different prompts, lowest first
+    page = Page(render_report(RunDirectory(tmp_path)))
+    assert "script" not in page.names()
+
+
+def test_the_live_report_is_rewritten_now_and_then_and_never_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(tmp_path)
+    now = itertools.count(0.0, 0.5)
+    report = LiveReport(directory, clock=lambda: next(now))
+    assert report.update(Live(1, 10))
+    assert not report.update(Live(2, 10))
+    assert "step 1 of 10" in directory.report_path.read_text()
+    assert report.update(Live(3, 10), urgent=True)
+    assert "step 3 of 10" in directory.report_path.read_text()
+    written = sum(report.update(Live(step, 1000)) for step in range(200))
+    assert 2 <= written <= 20, "a page that takes half a second to write is not written all the time"
+
+    def fails(*_: Any) -> None:
+        raise FtcliError.single("FT724", "full", exit_code=3)
+
+    monkeypatch.setattr(live, "write_report", fails)
+    assert not report.update(Live(4, 10), urgent=True)
+    assert "step 4" not in directory.report_path.read_text()
+
+
+def test_samples_of_a_page_are_a_table_with_marks(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(1, {"loss": 1.0})
+    write_json(tmp_path / "eval.json", {"samples": [row("kanooak", "kanoonak", before="<b>"), row("okay", "okay")]})
+    text = render_report(RunDirectory(tmp_path))
+    assert "kanoo<del>n</del>ak" in text
+    assert "<mark>&lt;b&gt;</mark>" in text
+    assert text.index("kanoo<del>") < text.index("okay")
+    assert '<tr class="failed">' in text
