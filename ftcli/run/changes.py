@@ -31,7 +31,7 @@ HARMLESS = (
 )
 
 #: What the tensors of a checkpoint depend on, whatever the training method.
-_STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.method")
+_STRUCTURAL = ("model", "quantization", "lora", "train.optim", "train.loraplus_lr_ratio", "train.method")
 
 _ABSENT = "(absent)"
 

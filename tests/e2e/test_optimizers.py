@@ -160,3 +160,12 @@ def test_a_schedule_free_optimizer_warms_up_by_itself(user: User) -> None:
     path = user.folder / "r" / "checkpoints" / "step-00000004" / "optimizer.pt"
     groups = torch.load(path, weights_only=True)["param_groups"]
     assert {group["warmup_steps"] for group in groups} == {2}
+
+
+def test_a_paged_optimizer_on_a_cpu_is_warned_of(user: User) -> None:
+    require("paged_adamw_8bit")
+    status, document = user.run("check", user.recipe("r", train={"optim": "paged_adamw_8bit"}))
+    assert status == 0
+    assert [f["help"] for f in document["findings"] if f["code"] == "FT509"] == [
+        "nothing is paged here; adamw_8bit does the same"
+    ]

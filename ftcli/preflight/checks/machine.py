@@ -9,14 +9,16 @@ from ftcli.facts.execution import why_no_kernels
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
 from ftcli.preflight.checks.context import Context, Findings, NotMade
-from ftcli.tables import code_of, quantizations
+from ftcli.tables import code_of, optimizers, quantizations
 from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
 
 
 def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
-    """FT501 dtype, FT503 kernels, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508 quantised products."""
+    """FT501 dtype, FT503 kernels, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508 quantised products,
+    FT509 paged optimizers.
+    """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = version(BFLOAT16_CAPABILITY), version(device.capability or (0, 0))
         yield context.error(
@@ -36,6 +38,16 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
         )
     yield from _occupied(context, device)
     yield from _stored_products(context, device, plan)
+    optim = context.recipe.train.optim
+    if context.work == "train" and device.kind != "cuda" and optimizers.row(optim).paged:
+        yield context.warning(
+            "FT509",
+            "train.optim",
+            f"train.optim: {optim} pages its state between a GPU and the host, and {device.name} is no CUDA GPU",
+            help=f"nothing is paged here; {optim.removeprefix('paged_')} does the same"
+            if optim.removeprefix("paged_") in optimizers.names()
+            else "nothing is paged here; adamw_torch does the same",
+        )
     if device.kind == "cpu" and plan.compute == "bfloat16":
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ftcli.facts.quantization import layers_with_room
+from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
@@ -33,6 +34,8 @@ class MemoryEstimate:
         phases: For each phase the names of the terms that are there at once.
         pinned_host_bytes: Pinned memory on the host, which is part of no term.
         offloaded: What of the layers is pinned there; None where nothing is.
+        paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
+            term either.
         dequantized_layers: Decoder layers that keep their quantised weights dequantised.
     """
 
@@ -41,6 +44,7 @@ class MemoryEstimate:
     pinned_host_bytes: int = 0
     offloaded: Offloaded | None = None
     dequantized_layers: int = 0
+    paged_bytes: int = 0
 
     def phase_bytes(self, phase: Phase) -> int:
         """Bytes that are needed at once in a phase."""
@@ -75,6 +79,7 @@ class MemoryEstimate:
             "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
             "peak_parts": list(self.phases[self.peak]),
             "pinned_host_bytes": self.pinned_host_bytes,
+            "paged_bytes": self.paged_bytes,
             "offloaded": self.offloaded,
         }
 
@@ -123,6 +128,13 @@ def pinned_by(setup: Setup, offloaded: Offloaded) -> int:
     return pinned_bytes(layers * round(held.host / stream), setup.rows * setting.seq_len * stream)
 
 
+def paged_by(setup: Setup) -> int:
+    """Bytes of optimizer state in managed memory."""
+    if not setup.trains or setup.device.kind != "cuda":
+        return 0
+    return optimizer_state(setup.recipe.train.optim, setup.trained).paged
+
+
 def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
     found = tuple(terms(setup, settled))
     phases = phases_of(setup)
@@ -141,4 +153,5 @@ def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
         pinned,
         sent if pinned else None,
         settled.dequantized_layers,
+        paged_by(setup),
     )

@@ -124,7 +124,9 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
     else:
         yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
-    yield Term("optimizer", optimizer_state(recipe.train.optim, trained).device, always, lasting=True)
+    state = optimizer_state(recipe.train.optim, trained)
+    held = state.device if setup.device.kind == "cuda" else state.total  # a CPU's memory is the host's
+    yield Term("optimizer", held, always, lasting=True)
     if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
         yield Term("weights in training", 4 * trained.elements, (EVALUATION,))
     if reference := setup.method_memory.reference_bytes:

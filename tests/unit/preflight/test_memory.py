@@ -284,3 +284,55 @@ def test_an_unknown_family_has_no_estimate(case: Callable[..., Case]) -> None:
     unknown = replace(made.facts, shape=None)
     gpu = GPUS["h100"]
     assert estimate_memory(setup_of(made.recipe, unknown, gpu)) is None
+
+
+FULL = "data: {train: [a.jsonl], eval: [b.jsonl], max_seq_len: 1024}\n"
+
+
+def test_the_state_of_each_optimizer_is_in_the_estimate(case: Callable[..., Case]) -> None:
+    made = {
+        optim: case("google/gemma-2-2b", FULL, f"train.optim={optim}", "train.lr_scheduler_type=constant").estimate()
+        for optim in (
+            "adamw_torch",
+            "adamw_torch_fused",
+            "adamw_8bit",
+            "paged_adamw_8bit",
+            "muon",
+            "schedule_free_adamw",
+        )
+    }
+    embedding, count = 256000 * 2304, 2614341888
+    norms = (26 * 4 + 1) * 2304
+    linears = count - embedding - norms
+    assert made["adamw_torch"].parts["optimizer"] == made["adamw_torch_fused"].parts["optimizer"] == 8 * count
+    assert made["adamw_torch"].parts["optimizer workspace"] == 4 * count
+    assert made["adamw_torch_fused"].parts["optimizer workspace"] == 0
+    eight = 8 * (embedding + norms) + 2 * linears + linears // 32
+    assert made["adamw_8bit"].parts["optimizer"] == eight
+    paged = made["paged_adamw_8bit"]
+    assert (paged.parts["optimizer"], paged.paged_bytes) == (8 * norms, eight - 8 * norms)
+    assert paged.total_bytes < made["adamw_8bit"].total_bytes
+    assert made["muon"].parts["optimizer"] == 8 * (embedding + norms) + 4 * linears
+    average = made["schedule_free_adamw"]
+    assert average.parts["weights in training"] == 4 * count
+    assert "weights in training" in average.phases["evaluation"]
+    assert "weights in training" not in average.phases["backward"]
+
+
+def test_dora_counts_what_it_trains_keeps_and_forms(case: Callable[..., Case]) -> None:
+    name = "meta-llama/Llama-3.1-8B"
+    plain, dora = case(name, LORA + ROWS, "model.kernels=off"), case(name, "lora: {r: 16, use_dora: true}\n" + ROWS)
+    outputs = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    less, more = plain.estimate().parts, dora.estimate().parts
+    assert more["adapters"] - less["adapters"] == 4 * 32 * outputs
+    assert more["activations"] > less["activations"]
+    assert more["DoRA workspace"] == 4 * 14336**2 + 10 * 14336 * 4096
+    assert "DoRA workspace" in dora.estimate().phases["forward"]
+
+
+def test_a_choice_of_layers_counts_what_it_trains(case: Callable[..., Case]) -> None:
+    name = "meta-llama/Llama-3.1-8B"
+    some = "lora: {r: 16, layers_to_transform: [30, 31], rank_pattern: {q_proj: 64}}\n"
+    whole, part = case(name, LORA + ROWS).estimate().parts, case(name, some + ROWS).estimate().parts
+    extra = 4 * 2 * (64 - 16) * (4096 + 4096)
+    assert part["adapters"] == whole["adapters"] * 2 // 32 + extra

@@ -1,0 +1,77 @@
+"""GRPO honours every optimizer, schedule and kind of adapter, or refuses it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import User
+
+GRPO: dict[str, Any] = {
+    "num_generations": 4,
+    "max_prompt_length": 48,
+    "max_completion_length": 5,
+    "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+    "temperature": 2.0,
+}
+DATA: dict[str, Any] = {
+    "train": [{"path": "bundled:smoke-grpo-train", "max_rows": 12}],
+    "eval": [{"path": "bundled:smoke-grpo-eval", "max_rows": 4}],
+}
+EVAL: dict[str, Any] = {"every_steps": 2, "tasks": [{"use": "exact_match"}], "generate": {"max_new_tokens": 2}}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "muon, LoRA+": {
+        "train": {
+            "optim": "muon", "loraplus_lr_ratio": 4.0, "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.2},
+        }
+    },
+    "schedule-free, PiSSA": {
+        "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+        "lora": {"r": 4, "init_lora_weights": "pissa"},
+    },
+    "DoRA on a few layers, plateau": {
+        "train": {
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"},
+        },
+        "lora": {"r": 4, "use_dora": True, "layers_to_transform": [1, 3], "rank_pattern": {"q_proj": 2}},
+        "eval": EVAL,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
+    change = dict(SETTINGS[name])
+    train = {"max_steps": 5, "gradient_accumulation_steps": 1, **change.pop("train")}
+    recipe = user.recipe("r", train=train, grpo=GRPO, data=DATA, checkpoint={"every_steps": 3}, **change)
+    user.done("grpo", recipe)
+    rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
+    if "lr_scheduler_kwargs" in train:
+        assert len(set(rates)) > 1
+    assert any(line["grad_norm"] > 0 for line in user.metrics("r") if "loss" in line)
+    user.goes_on_alike("r", recipe, "grpo")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"lora": {"init_lora_weights": "pissa"}, "grpo": {**GRPO, "beta": 0.1}}, "FT274", "without adapters"),
+        ({"train": {"neftune_noise_alpha": 5.0}}, "FT250", "not supported by GRPO"),
+        ({"train": {"train_sampling_strategy": "group_by_length"}}, "FT250", "not supported by GRPO"),
+        (
+            {"train": {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"min_lr": 0.0, "max_lr": 1.0}},
+             "eval": {"every_steps": 2}},
+            "FT255", "eval.tasks is empty",
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str, said: str, user: User) -> None:
+    status, document = user.run("grpo", user.recipe("r", **{"grpo": GRPO, "data": DATA, **change}))
+    assert status == 2
+    assert [
+        finding["message"] for finding in document["findings"] if finding["code"] == code and said in finding["message"]
+    ]
