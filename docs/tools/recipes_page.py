@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.schema import Node, RecipeSchema
+from ftcli.config.supported import supported
 from ftcli.facts.trained import Matrices, bytes_of
 from ftcli.tables import optimizers, schedules
 
@@ -106,27 +107,37 @@ def _section(schema: RecipeSchema, name: str, node: Node, *, required: bool) -> 
     yield str(variant.get("description", "")) + (" Required." if required else "") + "\n"
     yield "| key | value | default | |"
     yield "|---|---|---|---|"
-    yield from _rows(schema, variant, "")
+    yield from _rows(schema, variant, "", name)
     yield ""
 
 
-def _rows(schema: RecipeSchema, node: Node, prefix: str) -> Iterator[str]:
+def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str) -> Iterator[str]:
     required = set(node.get("required", ()))
     for key, child in node["properties"].items():
         resolved = schema.resolve(child)
         default = "required" if key in required else _default(resolved)
-        cells = (f"`{prefix}{key}`", _escape(schema.describe(child)), default, _escape(_about(resolved)))
+        value = _escape(schema.describe(child) + _not_yet(schema, child, f"{section}.{prefix}{key}"))
+        cells = (f"`{prefix}{key}`", value, default, _escape(_about(resolved)))
         yield f"| {' | '.join(cells)} |"
-        yield from _nested(schema, child, f"{prefix}{key}")
+        yield from _nested(schema, child, f"{prefix}{key}", section)
 
 
-def _nested(schema: RecipeSchema, node: Node, path: str) -> Iterator[str]:
+def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
+    """Which of the words of a key this version refuses."""
+    usable = supported(key)
+    resolved = schema.resolve(node)
+    words = schema.choices(resolved) or schema.choices(resolved.get("items", {}))
+    missing = [word for word in words if word not in usable] if usable is not None else []
+    return f" (not yet: {', '.join(missing)})" if missing else ""
+
+
+def _nested(schema: RecipeSchema, node: Node, path: str, section: str) -> Iterator[str]:
     """Rows for the keys of a section inside a section, or of the sections in a list."""
     for variant in schema.variants(node):
         if "properties" in variant:
-            yield from _rows(schema, variant, f"{path}.")
+            yield from _rows(schema, variant, f"{path}.", section)
         elif variant.get("type") == "array":
-            yield from _nested(schema, variant["items"], f"{path}[]")
+            yield from _nested(schema, variant["items"], f"{path}[]", section)
 
 
 def _schedules() -> Iterator[str]:

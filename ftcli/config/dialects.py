@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A key of other tools. ``target`` is our key, with its value where that is known; None: there is no such thing."""
+    """A key of other tools. ``target`` is our key, with its value where that is known; None: there is no such thing.
+
+    ``only`` are the values, in small letters, of which that holds; none: of all.
+    """
 
     tools: str
     target: str | None
     note: str | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def key(self) -> str | None:
@@ -43,7 +48,9 @@ _WANDB = "its account and project come from `wandb login` and WANDB_PROJECT"
 _PACKING_NOTE = "rows never attend to one another across a pack"
 _FUSED = "ftcli's own kernels: `auto`, `triton`, `reference` or `off`"
 
-_TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
+_Parts: TypeAlias = tuple[str, str | None] | tuple[str, str | None, str] | tuple[str, str | None, str, tuple[str, ...]]
+
+_TABLE: dict[str, _Parts] = {
     # the model
     "base_model": (_AXOLOTL, "model.name_or_path"),
     "model_name_or_path": (f"{_FACTORY}, {_TRL}", "model.name_or_path"),
@@ -266,7 +273,7 @@ _TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
     "neft_alpha": (_FACTORY, "train.neftune_noise_alpha"),
     "label_smoothing_factor": (_HF, None, "label smoothing is not offered; remove it"),
     "auto_find_batch_size": (_HF, None, "`ftcli check` says whether a batch size fits"),
-    "stage": (_FACTORY, "train.method", "GRPO is `ftcli grpo`, with a grpo section"),
+    "stage": (_FACTORY, "train.method", "GRPO is `ftcli grpo`, with a grpo section", ("sft", "pt")),
     "training_type": (_UNSLOTH, "lora", "leave the section out for full fine-tuning"),
     "do_train": (_FACTORY, None, "the command says what is done: `ftcli train`, `ftcli eval`"),
     "do_eval": (_FACTORY, None, "the command says what is done: `ftcli train`, `ftcli eval`"),
@@ -322,7 +329,7 @@ _TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
     "eval_max_new_tokens": (_AXOLOTL, "eval.generate.max_new_tokens"),
     "generation_config": (_HF, "eval.generate"),
     # GRPO
-    "rl": (_AXOLOTL, "grpo", "run it with `ftcli grpo`"),
+    "rl": (_AXOLOTL, "grpo", "run it with `ftcli grpo`", ("grpo",)),
     "trl": (_AXOLOTL, "grpo", "run it with `ftcli grpo`"),
     "reward_funcs": (f"{_TRL}, {_AXOLOTL}", "grpo.rewards"),
     "reward_model": (_FACTORY, "grpo.rewards", "as in rewards: [{file: my_rewards.py:score}]"),
@@ -356,7 +363,7 @@ _TABLE: dict[str, tuple[str, str | None] | tuple[str, str | None, str]] = {
 }
 
 #: Foreign names by section, where the section decides what is meant.
-_IN_SECTION: dict[tuple[str, str], tuple[str, str | None] | tuple[str, str | None, str]] = {
+_IN_SECTION: dict[tuple[str, str], _Parts] = {
     ("eval", "batch_size"): (_TUNE, "eval.per_device_eval_batch_size"),
     ("eval", "interval"): (_LITGPT, "eval.every_steps"),
     ("eval", "steps"): (_HF, "eval.every_steps"),

@@ -17,6 +17,7 @@ from ftcli.config.recipe import Recipe
 from ftcli.config.scalars import number_hint
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
+from ftcli.config.supported import supported
 from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain
 from ftcli.errors import Finding
 
@@ -123,7 +124,8 @@ class _Writer:
     def _unknown(self, path: Path) -> Finding | None:
         if is_secret_key(path[-1]):
             return None
-        said = suggest.unknown_key(path, self._schema)
+        value = _value_at(self._tree, path)
+        said = suggest.unknown_key(path, self._schema, value.value if isinstance(value, Leaf) else None)
         return Finding(said.code, said.message, self._origins.key(path), said.help)
 
     def _missing(self, path: Path) -> Finding:
@@ -153,7 +155,9 @@ class _Writer:
         return Finding(code, f"{_dotted(path)} must be {self._expected(problem, node)}, not {shown}", origin, help)
 
     def _expected(self, problem: _Problem, node: Node) -> str:
-        expected = self._schema.describe(node)
+        usable = supported(".".join(part for part in problem.path if not part.isdecimal()))
+        is_word = usable is not None and self._schema.choices(node)
+        expected = f"one of {', '.join(usable or ())}" if is_word else self._schema.describe(node)
         return f"{expected}, finite" if problem.kind == "finite_number" else expected
 
     def _judged(self, problem: _Problem, node: Node, value: Tree) -> tuple[str, str | None]:

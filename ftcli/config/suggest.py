@@ -9,6 +9,7 @@ from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN_IN, foreign
 from ftcli.config.origins import Path
 from ftcli.config.schema import RecipeSchema
+from ftcli.config.supported import supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,12 @@ class Said:
     help: str
 
 
-def unknown_key(path: Path, schema: RecipeSchema) -> Said:
-    """What to say about a key that does not exist: FT201, or FT202 for a key of another tool."""
+def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Said:
+    """What to say about a key that does not exist: FT201, or FT202 for a key of another tool.
+
+    Args:
+        value: Of the key, where it is a single one: it may decide what the other tool means.
+    """
     name, section = path[-1], _section(path[:-1])
     parent = schema.at(path[:-1])
     siblings = list(schema.properties(parent)) if parent is not None else []
@@ -34,6 +39,8 @@ def unknown_key(path: Path, schema: RecipeSchema) -> Said:
     homes = [key for key in everywhere if key.rpartition(".")[2] == wanted]
     if homes and (section, wanted) not in FOREIGN_IN:
         return Said("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
+    if known is not None and known.only and isinstance(value, str) and value.lower() not in known.only:
+        return _foreign(f"{name}: {value}", known.tools, None, f"there is `{known.target}` only, for {known.only[0]}")
     if known is not None:
         return _foreign(name, known.tools, known.target, known.note)
     near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)
@@ -49,8 +56,12 @@ def unknown_key(path: Path, schema: RecipeSchema) -> Said:
 def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
     """Help for a word that is not one of `choices`."""
     said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())
+    has = supported(_section(path))
+    usable = has or choices
+    if has is not None and said is not None and said not in has:
+        return f"`{said}`, as it is called here, is not in this version; use {' or '.join(usable)}"
     if said is None:
-        near = get_close_matches(given.lower(), choices, n=1, cutoff=0.55)
+        near = get_close_matches(given.lower(), usable, n=1, cutoff=0.55)
         said = near[0] if near else None
     return f"did you mean `{said}`?" if said is not None else "choose one of these words"
 
@@ -67,6 +78,9 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sai
     if target is None:
         return Said("FT202", f"`{name}` ({tools}) has no counterpart here", note or "remove it")
     message = f"`{name}` ({tools}) is `{target}` here"
+    not_yet = _not_yet(target)
+    if not_yet is not None:
+        return Said("FT202", f"{message}, which this version does not have yet", not_yet)
     section, _, rest = target.partition(".")
     key, value = rest.partition(":")[::2]
     if not rest:
@@ -76,6 +90,15 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sai
         inner = ".".join((section, *key.split(".")[:-1]))
         help = f"write `{written}` in section `{inner}`"
     return Said("FT202", message, f"{help}; {note}" if note else help)
+
+
+def _not_yet(target: str) -> str | None:
+    """What to do instead of writing something that would be refused; None where it would not."""
+    key, _, value = target.partition(": ")
+    usable = supported(key)
+    if usable is None or (value.strip("[]") in usable if value else len(usable) > 1):
+        return None
+    return f"remove it; `{key}` may be {' or '.join(usable)}"
 
 
 def _section(path: Path) -> str:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 
 from ftcli.config import LaunchConfig
-from ftcli.config.model import SUPPORTED_ATTENTION
+from ftcli.config.supported import supported
 from ftcli.errors import Finding
 from ftcli.preflight.checks.context import Context, Findings, shown
 from ftcli.tables import engines, exports, loggers, quantizations
@@ -32,14 +32,14 @@ def _values(context: Context) -> Findings:
     recipe = context.recipe
     quantization = quantizations.row(recipe.quantization.method)
     refused = (
-        ("quantization.method", recipe.quantization.method, quantizations.supported()),
+        ("quantization.method", recipe.quantization.method, supported("quantization.method")),
         ("launch.num_processes", recipe.launch.num_processes, _processes(recipe.launch)),
-        ("launch.engine", recipe.launch.engine, engines.supported()),
-        ("model.attention", recipe.model.attention, SUPPORTED_ATTENTION),
+        ("launch.engine", recipe.launch.engine, supported("launch.engine")),
+        ("model.attention", recipe.model.attention, supported("model.attention")),
     )
-    for path, value, supported in refused:
-        if value not in supported:
-            yield _not_yet(context, path, value, supported)
+    for path, value, usable in refused:
+        if usable is not None and value not in usable:
+            yield _not_yet(context, path, value, usable)
     if context.work == "train":
         yield from _method(context)
     if quantization.freezes_base and recipe.lora is None:
@@ -75,7 +75,8 @@ def _processes(launch: LaunchConfig) -> tuple[int, ...]:
 def _exports(context: Context) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         if not exports.row(name).supported:
-            yield _not_yet(context, f"export.formats.{index}", name, exports.supported(), key="export.formats")
+            usable = supported("export.formats") or ()
+            yield _not_yet(context, f"export.formats.{index}", name, usable, key="export.formats")
 
 
 def _code(context: Context) -> Findings:

@@ -1,0 +1,22 @@
+"""Which of the words that a recipe may say this version has; hints lead to no other, and preflight refuses the rest."""
+
+from __future__ import annotations
+
+from ftcli.config.model import SUPPORTED_ATTENTION
+from ftcli.tables import engines, exports, quantizations
+
+
+def supported(key: str) -> tuple[str, ...] | None:
+    """The usable values of a dotted key, as words; None where every value that the schema allows is usable."""
+    if key == "model.attention":
+        return SUPPORTED_ATTENTION
+    if key == "launch.engine":
+        return engines.supported()
+    if key == "launch.num_processes":
+        most = max((engines.row(name).processes or 0) for name in engines.supported())
+        return ("1",) if most == 1 else None
+    if key == "quantization.method":
+        return quantizations.supported()
+    if key == "export.formats":
+        return exports.supported()
+    return None
