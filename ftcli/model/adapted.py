@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from ftkernels.projection import FrozenWeight, Projection
+from ftkernels.projection import FrozenWeight, Packed, Projection
 from torch import Tensor, nn
 
 from ftcli.facts.execution import DORA
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
+
+
+class LayerPacks(NamedTuple):
+    """The adapters of a layer's groups, packed already; None where they are packed in each call."""
+
+    qkv: Packed | None = None
+    o: Packed | None = None
+    gate_up: Packed | None = None
+    down: Packed | None = None
+
+
+#: Each group packs its own.
+UNPACKED = LayerPacks()
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
@@ -33,8 +46,11 @@ def why_not_fused(layer: nn.Module) -> str | None:
     return None
 
 
-def projection_of(layer: Any) -> Projection:
-    """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged."""
+def projection_of(layer: Any, packed: Packed | None = None) -> Projection:
+    """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged.
+
+    ``packed``: its group's adapters as they are now, where they are packed already.
+    """
     base = getattr(layer, "base_layer", layer)
     weight = _frozen(base)
     if base is layer or layer.disable_adapters or layer.merged or not layer.active_adapters:
@@ -50,6 +66,7 @@ def projection_of(layer: Any) -> Projection:
         b=layer.lora_B[name].weight,
         scaling=float(layer.scaling[name]),
         dropout=dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0,
+        packed=packed,
     )
 
 

@@ -14,14 +14,15 @@ from ftkernels.attention import Kept
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lora_qkv import lora_qkv
-from ftkernels.projection import Norm
+from ftkernels.projection import Norm, Projection
 from ftkernels.rms_norm import rms_norm, rms_norm_add
 from ftkernels.rope import apply_rope
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ftcli.model.adapted import projection_of
+from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.model.adapted import UNPACKED, LayerPacks, projection_of
 from ftcli.model.stack import DecoderStack, Turn
 from ftcli.tables.families import Family, family_of
 
@@ -125,19 +126,32 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
         return any(dropouts) or bool(self.self_attn.attention_dropout)
 
+    def adapter_groups(self) -> list[list[Projection]]:
+        """The projections that share an input: q, k and v; o; gate and up; down. As :class:`LayerPacks` names them."""
+        groups = (SHARED_INPUTS[0], ("self_attn.o_proj",), SHARED_INPUTS[1], ("mlp.down_proj",))
+        return [[projection_of(self.get_submodule(name)) for name in group] for group in groups]
+
     def compute(
-        self, hidden_states: Tensor, attention_mask: Any, rotation: tuple[Tensor, Tensor], **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,
+        rotation: tuple[Tensor, Tensor],
+        packs: LayerPacks = UNPACKED,
+        **kwargs: Any,
     ) -> Tensor:
-        """The layer on the kernels, under the policy that was set on it: (B, S, H) -> (B, S, H)."""
-        attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, kwargs=kwargs)
+        """The layer on the kernels, under the policy that was set on it: (B, S, H) -> (B, S, H).
+
+        ``packs``: the adapters as they are now, where they are packed already.
+        """
+        attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, packs=packs, kwargs=kwargs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
-            return self._mlp_half(attend(hidden_states))
+            return self._mlp_half(attend(hidden_states), packs)
         if self.offloaded == "layers":
-            return self.offload.checkpoint(lambda z: self._mlp_half(attend(z)), hidden_states)
+            return self.offload.checkpoint(lambda z: self._mlp_half(attend(z), packs), hidden_states)
         kwargs["kept"] = Kept(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
         with self.offload.saving(hidden_states):
-            return self._mlp_half(hidden_states)
+            return self._mlp_half(hidden_states, packs)
 
     @property
     def offloaded_tensors(self) -> int:
@@ -149,11 +163,16 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return self._family.half_inputs + 1
 
     def _attention_half(
-        self, hidden_states: Tensor, mask: Tensor | None, rotation: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        packs: LayerPacks,
+        kwargs: dict[str, Any],
     ) -> Tensor:
         """(B, S, H) -> (B, S, H): attention, added to the residual stream."""
-        attended, residual = self._attend(hidden_states, mask, rotation, kwargs)
-        projection = projection_of(self.self_attn.o_proj)
+        attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs)
+        projection = projection_of(self.self_attn.o_proj, packs.o)
         # Gemma-2 and Gemma-3 normalise each half once more before it is added.
         if self._family.block == "sandwich":
             out = lora_linear(attended, projection, backend=self._backend)
@@ -162,14 +181,14 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         save: Literal["products", "input"] = "input" if self._halves else "products"
         return lora_linear(attended, projection, residual=residual, save=save, backend=self._backend)
 
-    def _mlp_half(self, hidden_states: Tensor) -> Tensor:
+    def _mlp_half(self, hidden_states: Tensor, packs: LayerPacks) -> Tensor:
         """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
         if self._family.block == "sandwich":
-            mlp, residual = self._mlp(
-                hidden_states, self._norm(self.pre_feedforward_layernorm, hidden_states), "return"
-            )
+            norm = self._norm(self.pre_feedforward_layernorm, hidden_states)
+            mlp, residual = self._mlp(hidden_states, norm, packs, "return")
             return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
-        summed: Tensor = self._mlp(hidden_states, self._norm(self.post_attention_layernorm, hidden_states), "add")
+        norm = self._norm(self.post_attention_layernorm, hidden_states)
+        summed: Tensor = self._mlp(hidden_states, norm, packs, "add")
         return summed
 
     def _mlp_save(self) -> Save:
@@ -190,6 +209,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
+        packs: LayerPacks,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
@@ -197,9 +217,9 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         head_norm = self._family.head_norm
         q, k, v, residual = lora_qkv(
             hidden_states,
-            projection_of(attention.q_proj),
-            projection_of(attention.k_proj),
-            projection_of(attention.v_proj),
+            projection_of(attention.q_proj, packs.qkv),
+            projection_of(attention.k_proj, packs.qkv),
+            projection_of(attention.v_proj, packs.qkv),
             head_dim=attention.head_dim,
             norm=self._norm(self.input_layernorm, hidden_states),
             rope=None if head_norm else position_embeddings,
@@ -223,12 +243,12 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         )
         return attended.reshape(*hidden_states.shape[:-1], -1), residual
 
-    def _mlp(self, hidden_states: Tensor, norm: Norm, residual: Any) -> Any:
+    def _mlp(self, hidden_states: Tensor, norm: Norm, packs: LayerPacks, residual: Any) -> Any:
         return lora_mlp(
             hidden_states,
-            projection_of(self.mlp.gate_proj),
-            projection_of(self.mlp.up_proj),
-            projection_of(self.mlp.down_proj),
+            projection_of(self.mlp.gate_proj, packs.gate_up),
+            projection_of(self.mlp.up_proj, packs.gate_up),
+            projection_of(self.mlp.down_proj, packs.down),
             activation=self._activation,
             norm=norm,
             residual=residual,

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from ftkernels.adapter_packs import AdapterPacks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ftcli.model.adapted import LayerPacks
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.masks import CallMask
 
@@ -57,10 +59,18 @@ class DecoderStack:
     """The fused layers of one model, in order.
 
     ``runner`` runs a call; :meth:`run` where there is none.
+
+    Args:
+        dtype: Of the layers' products. The adapters of all layers are packed at once in it; None has each layer pack
+            its own.
     """
 
-    def __init__(self, layers: Sequence[FusedDecoderLayer]) -> None:
+    def __init__(self, layers: Sequence[FusedDecoderLayer], dtype: torch.dtype | None = None) -> None:
         self.layers = tuple(layers)
+        groups = [] if dtype is None else [group for layer in self.layers for group in layer.adapter_groups()]
+        self._adapters = AdapterPacks(groups, dtype or torch.float32)
+        found = self._adapters.packs or [None] * (4 * len(self.layers))
+        self._packs = [LayerPacks(*found[at : at + 4]) for at in range(0, len(found), 4)]
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._turns: list[Turn] | None = None
@@ -93,19 +103,22 @@ class DecoderStack:
 
     def run(self, call: StackCall) -> Tensor:
         """(B, S, H) -> (B, S, H): the layers one after the other."""
+        self._adapters.refresh()
         hidden = call.hidden
-        for layer, turn in zip(self.layers, call.turns, strict=True):
+        for layer, turn, packs in zip(self.layers, call.turns, self._packs, strict=True):
+            given = (hidden, turn.mask, turn.rotation, packs)
             if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-                hidden = checkpoint(
-                    layer.compute, hidden, turn.mask, turn.rotation, use_reentrant=False, preserve_rng_state=self.drops
-                )
+                hidden = checkpoint(layer.compute, *given, use_reentrant=False, preserve_rng_state=self.drops)
             else:
-                hidden = layer.compute(hidden, turn.mask, turn.rotation)
+                hidden = layer.compute(*given)
         return hidden
 
 
-def stack_of(model: PreTrainedModel | PeftModel) -> DecoderStack | str:
-    """The layers of ``model`` as one function; or, as one clause, which of them is not on the kernels."""
+def stack_of(model: PreTrainedModel | PeftModel, dtype: torch.dtype | None = None) -> DecoderStack | str:
+    """The layers of ``model`` as one function; or, as one clause, which of them is not on the kernels.
+
+    ``dtype``: see :class:`DecoderStack`; that of a stack that the layers have already stays what it is.
+    """
     from ftcli.model.fused import FusedDecoderLayer
 
     fused = []
@@ -113,7 +126,7 @@ def stack_of(model: PreTrainedModel | PeftModel) -> DecoderStack | str:
         if not isinstance(layer, FusedDecoderLayer):
             return f"layers.{index} is not on the kernels"
         fused.append(layer)
-    stack = fused[0].stack or DecoderStack(fused)
+    stack = fused[0].stack or DecoderStack(fused, dtype)
     for layer in fused:
         layer.stack = stack
     return stack

@@ -30,7 +30,6 @@ class Policy:
         recomputes: Which part of a layer's forward pass backward computes again.
         by_layer: Single layers may be left out of it (``train.uncheckpointed_layers``).
         on_host: It keeps tensors in pinned host memory, which gains nothing on a CPU.
-        repacks: The kernels' packed copies of a layer's adapters are made again with the layer instead of being kept.
         off_kernels: The policy that it is the same as where layers are not on the kernels; None: there it is itself.
     """
 
@@ -42,7 +41,6 @@ class Policy:
     recomputes: Literal["nothing", "gate and up", "layer"] = "layer"
     by_layer: bool = False
     on_host: bool = False
-    repacks: bool = False
     off_kernels: PolicyName | None = None
 
 
@@ -61,10 +59,8 @@ TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
             by_layer=True,
             off_kernels=True,
         ),
-        "offload": Policy(
-            1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True, repacks=True
-        ),
-        True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True, repacks=True),
+        "offload": Policy(1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True),
+        True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True),
     }
 )
 

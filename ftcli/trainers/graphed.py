@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ftcli.job import Job
 from ftcli.model.graphs import GraphRunner
 from ftcli.model.stack import DecoderStack, stack_of
@@ -18,13 +20,13 @@ def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
     reason: str | None = job.report.setup.why_no_graphs
     if reason is not None:
         return reason
-    stack = stack_of(model)
+    stack = stack_of(model, getattr(torch, job.plan.compute))
     return stack if isinstance(stack, str) else None
 
 
 def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStack | None, GraphRunner | None]:
     """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are."""
-    stack = stack_of(model)
+    stack = stack_of(model, getattr(torch, job.plan.compute))
     if isinstance(stack, str):
         return None, None
     runner = None if why_not_graphed(job, model) else GraphRunner(stack, job.report.setup.tokens, job.reporter)

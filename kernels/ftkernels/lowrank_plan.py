@@ -24,7 +24,7 @@ from ftkernels.device import BackendName, choose_backend, fuses_products
 from ftkernels.fp8 import Fp8Weight, joined_fp8
 from ftkernels.gemm import compute_dtype
 from ftkernels.limits import LARGEST_FUSED_RANK, NormForm, packed_rank
-from ftkernels.projection import Norm, Projection
+from ftkernels.projection import Norm, Packed, Projection
 
 
 def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
@@ -93,23 +93,27 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The packed adapters of a group: a (P * K, I), b (sum O, K). Both None when no projection has an adapter."""
-
-    a: Tensor | None
-    b: Tensor | None
-
-
 def pack(plan: Plan, device: torch.device) -> Packed:
-    """Copy the adapters into the packed layout of the module docstring."""
-    return Packed(pack_a(plan, device), pack_b(plan, device))
+    """The adapters in the packed layout of the module docstring: as the caller has packed them, or copied into it."""
+    return _given(plan) or Packed(pack_a(plan, device), pack_b(plan, device))
+
+
+def _given(plan: Plan) -> Packed | None:
+    """What the caller has packed, where it is of this group, and in the dtype of its products."""
+    given = plan.projections[0].packed
+    if given is None or given.a is None or not plan.rank or given.a.dtype != plan.dtype:
+        return None
+    if any(p.packed is not given for p in plan.projections):
+        raise ValueError("the projections of a group were given adapters that are packed for different groups")
+    return given
 
 
 def pack_a(plan: Plan, device: torch.device) -> Tensor | None:
     """Every A, times its scaling, (P * K, I): rounded once, one launch each."""
     if not plan.rank:
         return None
+    if (given := _given(plan)) is not None:
+        return given.a
     features = int(plan.projections[0].weight.shape[1])
     a = _packing(plan)((len(plan.projections) * plan.rank, features), dtype=plan.dtype, device=device)
     for index, p in enumerate(plan.projections):
@@ -123,6 +127,8 @@ def pack_b(plan: Plan, device: torch.device) -> Tensor | None:
     """Every B above the next, (sum O, K)."""
     if not plan.rank:
         return None
+    if (given := _given(plan)) is not None:
+        return given.b
     b = _packing(plan)((plan.out_features, plan.rank), dtype=plan.dtype, device=device)
     for p, columns in zip(plan.projections, plan.columns(), strict=True):
         if p.b is not None:

@@ -60,6 +60,16 @@ def multiplies(weight: Tensor | FrozenWeight) -> TypeGuard[MultiplyingWeight]:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """The packed adapters of a group (``ftkernels.lowrank_plan``): a (P * K, I), b (sum O, K). Both None when no
+    projection has an adapter.
+    """
+
+    a: Tensor | None
+    b: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """One frozen linear layer with or without a LoRA adapter.
 
@@ -69,6 +79,8 @@ class Projection:
         a, b: the adapter, (R, I) and (O, R); both or neither.
         scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
         dropout: probability that an element of the adapter's input is dropped; 0 when not training.
+        packed: the adapters of the group that this layer is in, packed already (``ftkernels.adapter_packs``): every
+            layer of the group has the same. None packs them in each call.
     """
 
     weight: Tensor | FrozenWeight
@@ -77,6 +89,7 @@ class Projection:
     b: Tensor | None = None
     scaling: float = 1.0
     dropout: float = 0.0
+    packed: Packed | None = None
 
     @property
     def out_features(self) -> int:

@@ -88,7 +88,7 @@ def set_policy(model: Any, policy: Any) -> None:
 
 
 def graphed(model: Any, tokens: int = 1024) -> GraphRunner:
-    stack = stack_of(model)
+    stack = stack_of(model, torch.bfloat16)
     assert isinstance(stack, DecoderStack)
     stack.runner = GraphRunner(stack, tokens, SimpleNamespace(info=print))  # type: ignore[arg-type]
     return stack.runner

@@ -116,6 +116,8 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
         later: tuple[Phase, ...] = (GENERATION,) if setup.execution.on_kernels else (GENERATION, EVALUATION)
         phases = tuple(phase for phase in (*phases, *later) if phase in always)
+        if setup.execution.on_kernels and setup.adapters:  # packed for all layers at once, into memory that stays
+            phases = always
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
     gradients = 4 * trained.elements
@@ -150,9 +152,8 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, backward)
-    last = max(workspace + int(tokens * layer.kept), _embedding_gradient(setup))
-    if not setup.graphed:
-        yield Term("last workspace", last, (END,))
+    last = 0 if setup.graphed else workspace + int(tokens * layer.kept)
+    yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if loss_of_method is None and setup.head_is_trained:
@@ -243,12 +244,9 @@ def _at_once(setup: Setup) -> int:
 def _autocast_copies(setup: Setup) -> int:
     """A copy of each trained matrix: cast by autocast or, on the kernels, packed to a padded rank."""
     cast = _cast_elements(setup)
-    if setup.execution.on_kernels:
-        if setup.adapters:
-            rank, held = packed_rank(max(each.rank for each in setup.adapters)), setup.adapters
-            cast = cast * sum(rank * each.elements // each.rank for each in held) // sum(x.elements for x in held)
-        if setup.policy.repacks:
-            cast = cast * _at_once(setup) // setup.shape.num_layers
+    if setup.execution.on_kernels and setup.adapters:
+        rank, held = packed_rank(max(each.rank for each in setup.adapters)), setup.adapters
+        cast = cast * sum(rank * each.elements // each.rank for each in held) // sum(x.elements for x in held)
     return setup.plan.compute_bytes * cast
 
 

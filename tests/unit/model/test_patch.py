@@ -263,8 +263,8 @@ def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatc
     applied = patch(model, "reference")
     mlp = FusedDecoderLayer._mlp
 
-    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, residual: Any) -> Any:
-        out = mlp(self, hidden, norm, residual)
+    def broken(self: FusedDecoderLayer, hidden: torch.Tensor, norm: Any, packs: Any, residual: Any) -> Any:
+        out = mlp(self, hidden, norm, packs, residual)
         return out * 1.05 if self.self_attn.layer_idx == 1 else out
 
     monkeypatch.setattr(FusedDecoderLayer, "_mlp", broken)

@@ -59,6 +59,28 @@ def test_a_stack_gives_the_bits_of_single_layers(name: str, kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def test_adapters_are_packed_as_they_are_now() -> None:
+    """A step changes them, and evaluation runs without the stack: neither may see what was packed before."""
+    model, batch = adapted("qwen3"), batches()["documents"]
+    stack = taken(model)
+    run(model, batch, stack)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.5)
+    changed = run(model, batch, None)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, batch, stack), changed, strict=True))
+    with model.disable_adapter():
+        plain = run_forward(model, batch, None)
+        assert torch.equal(run_forward(model, batch, stack), plain)
+    assert not torch.equal(changed[0], plain)
+
+
+def run_forward(model: Any, batch: dict[str, torch.Tensor], stack: DecoderStack | None) -> torch.Tensor:
+    with torch.no_grad():
+        return forward_loss(model, dict(batch), stack=stack).loss
+
+
 @pytest.mark.parametrize("policy", ["selective", True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_policies_and_dropout_are_as_before(policy: Any, dropout: float) -> None:
@@ -111,7 +133,7 @@ def test_a_model_with_a_layer_off_the_kernels_has_no_stack() -> None:
 
 
 def taken(model: Any) -> DecoderStack:
-    stack = stack_of(model)
+    stack = stack_of(model, torch.float32)
     assert isinstance(stack, DecoderStack)
     assert stack_of(model) is stack
     return stack

@@ -32,7 +32,7 @@ def apply(layers: Sequence[Any], offloaded: Offloaded) -> int:
 
 @pytest.fixture
 def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
-    row = Policy(1.4, 1.5, f"{__name__}:held", f"{__name__}:apply", repacks=True)
+    row = Policy(1.4, 1.5, f"{__name__}:held", f"{__name__}:apply")
     monkeypatch.setattr(policies, "TABLE", {**policies.TABLE, "made-up": row})
     return User(tmp_path, capsys)
 
