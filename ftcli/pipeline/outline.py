@@ -130,10 +130,11 @@ def _require_room(report: PreflightReport, found: Outline) -> None:
     available, least = report.setup.device.available_bytes, found.at_least
     if least is None or available is None or least.total <= available:
         return
+    stored = " or ".join(quantizations.supported(freezes_base=True))
     raise FtcliError.single(
         "FT601",
         f"does not fit: weights, adapters, gradients and optimizer alone need {gib(least.total)} GiB, "
         f"{report.device.name} has {gib(available)} GiB",
         exit_code=ExitCode.PREFLIGHT,
-        help="use a smaller model, `quantization: {method: nf4}` with `lora`, or a larger GPU",
+        help=f"use a smaller model, quantization.method {stored} with `lora`, or a larger GPU",
     )

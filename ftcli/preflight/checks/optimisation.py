@@ -137,7 +137,7 @@ def _warm_up(context: Context) -> Findings:
             f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}",
             help=f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it",
         )
-    if steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
+    if context.trains and steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
         # A run that is shortened on the command line is a trial: this is a warning then.
         tell = context.warning if context.is_trial else context.error
         yield tell(

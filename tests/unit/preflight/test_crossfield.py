@@ -189,6 +189,13 @@ def test_contradictions(text: str, command: str, code: str, key: str, context: C
     assert findings[0].origin is not None
 
 
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_a_trial_shorter_than_its_warm_up_can_be_used(command: str, context: Callable[..., Any]) -> None:
+    """`train --max-steps 5` warns and leaves the setting in the run's recipe, which `export` then refused."""
+    text = "data: {train: [a.jsonl], eval: [b.jsonl]}\ntrain: {max_steps: 5, warmup_steps: 10}\n"
+    assert codes(crossfield.check(context(text, command=command))) == []
+
+
 @pytest.mark.parametrize("command", ["bench", "export"])
 def test_commands_that_read_no_rows_ask_for_none(command: str, context: Callable[..., Any]) -> None:
     assert list(crossfield.check(context("eval: {every_steps: 5}\n", command=command))) == []
