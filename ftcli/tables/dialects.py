@@ -48,7 +48,8 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
             "LLaMA-Factory",
             words(
                 "finetuning_type stage cutoff_len template lora_target lora_rank dataset_dir do_train "
-                "overwrite_cache preprocessing_num_workers plot_loss quantization_bit flash_attn"
+                "overwrite_cache preprocessing_num_workers plot_loss quantization_bit flash_attn peft_config "
+                "dist_config kernel_config train_dataset model_class"
             ),
             "ftcli.config.conversion.llama_factory:RULES",
         ),

@@ -32,6 +32,15 @@ def _four_bit(draft: Draft, given: Given) -> None:
         draft.put("quantization.method", "nf4", given)
 
 
+def _bitsandbytes(draft: Draft, given: Given) -> None:
+    said = given.value if isinstance(given.value, dict) else {}
+    double = truth(said.get("bnb_4bit_use_double_quant"))
+    if double is not None and truth(draft.said("load_in_4bit")):
+        draft.put("quantization.double_quant", double, given)
+    if said.get("bnb_4bit_quant_type", "nf4") != "nf4":
+        draft.unusable(given, f"4-bit type `{said['bnb_4bit_quant_type']}`", "the 4-bit type is nf4")
+
+
 def _targets(draft: Draft, given: Given) -> None:
     if draft.get("lora.target_modules") == "all-linear":
         return
@@ -264,9 +273,30 @@ RULES = r.Rules(
         "loss_watchdog_threshold": r.harmless("a loss that is not finite ends the run (exit 6)"),
         "loss_watchdog_patience": r.ignored,
         "special_tokens.pad_token": r.harmless("padding is never trained nor attended to; the tokenizer's own is used"),
-        "special_tokens": r.missing(
+        "special_tokens.*": r.missing(
             "tokens are those of the tokenizer: save one that has them, name it in model.tokenizer"
         ),
+        "tokens.*": r.missing("tokens are those of the tokenizer: save one that has them, name it in model.tokenizer"),
+        "eot_tokens": r.harmless("each trained turn ends with the token that the chat template ends it with"),
+        "bnb_config_kwargs": _bitsandbytes,
+        "unfrozen_parameters": r.missing("a part of the weights cannot be chosen: LoRA, or all of them"),
+        "lora_target_parameters": r.missing("all-linear adapts experts too; list modules in lora.target_modules"),
+        "quantize_moe_experts": r.harmless("quantization.method: nf4 stores experts in 4 bits, too"),
+        "processor_type": r.missing("vision towers are kept, and not trained; rows hold text"),
+        "skip_prepare_dataset": r.missing("images are not read; rows hold text"),
+        "qat.*": r.missing("quantization-aware training is not offered"),
+        "model_config.*": r.missing("the model's config.json decides"),
+        "liger_layer_norm": r.kernels,
+        "liger_rms_norm_gated": r.kernels,
+        "use_kernels": r.kernels,
+        "use_scattermoe": r.kernels,
+        "use_sonicmoe": r.kernels,
+        "experts_implementation": r.kernels,
+        "fused_attn_kernel": r.kernels,
+        "flash_attn_cross_entropy": r.kernels,
+        "flash_attn_rms_norm": r.kernels,
+        "flash_attn_fuse_mlp": r.kernels,
+        "flex_attn_compile_kwargs.*": r.kernels,
         "hub_model_id": r.harmless("nothing is uploaded: `hf upload` takes the run's adapter/ or model/"),
     },
     before=_before,

@@ -104,6 +104,7 @@ def _settle(draft: Draft) -> None:
     if "lora.r" not in draft.values:
         for key in [key for key in draft.values if key.startswith(("lora.", "quantization."))]:
             del draft.values[key]
+    _require_other_rows(draft)
     if "data.eval" in draft.values:
         return
     for key in ("eval.every_steps", "train.early_stopping", "checkpoint.keep_best"):
@@ -111,6 +112,17 @@ def _settle(draft: Draft) -> None:
         if drafted is not None:
             help = "name held-out rows in data.eval, and set it again"
             draft.findings.append(Finding("FT160", f"`{key}` needs held-out rows", drafted.origin, help, "warning"))
+
+
+def _require_other_rows(draft: Draft) -> None:
+    """Held-out rows that are trained on measure nothing: parts of one split cannot be told apart here."""
+    held_out = draft.get("data.eval")
+    train = draft.get("data.train") or []
+    if held_out and any(item in train for item in held_out):
+        drafted = draft.values.pop("data.eval")
+        help = "write held-out rows into a file of their own, and name it in data.eval"
+        message = "the held-out rows would be those that are trained on: they are left out"
+        draft.findings.append(Finding("FT161", message, drafted.origin, help, "warning"))
 
 
 def _leave_out_what_is_refused(draft: Draft) -> None:

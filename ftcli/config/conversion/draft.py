@@ -36,6 +36,7 @@ class Draft:
         given: The other tool's settings by dotted name, those that say nothing left out.
         values: Ours, by dotted key.
         findings: What has no counterpart (FT160), means something else (FT161) or could not be used (FT162).
+        left_out: Our keys whose value in the file cannot be used, so that the tool's default is not what it meant.
     """
 
     tool: str
@@ -43,6 +44,7 @@ class Draft:
     schema: RecipeSchema = field(default_factory=RecipeSchema)
     values: dict[str, Drafted] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -50,12 +52,15 @@ class Draft:
         return tuple(self.schema.keys())
 
     def put(self, key: str, value: Any, given: Given | None = None, comment: str | None = None) -> None:
-        """Sets one of our keys."""
+        """Sets one of our keys. Keys of a section inside of a section make that section."""
+        outer, _, inner = key.rpartition(".")
+        if outer.count(".") == 1:
+            key, value = outer, {**(self.get(outer) or {}), inner: value}
         self.values[key] = Drafted(value, comment, None if given is None else given.origin)
 
     def default(self, key: str, value: Any) -> None:
         """A default of the tool that is not ours, where the file says nothing."""
-        if key not in self.values:
+        if key not in self.values and key not in self.left_out:
             self.values[key] = Drafted(value, f"{self.tool}'s default")
 
     def get(self, key: str) -> Any:
@@ -100,6 +105,7 @@ class Draft:
         if isinstance(value, str) and choices and value not in choices:
             ours = words.get(value) or words.get(value.lower())
             if ours is None:
+                self.left_out.add(key)
                 there_are = f"there are: {', '.join(choices)}"
                 self.unusable(given, f"`{given.name}: {value}` is unknown here", there_are)
                 return
@@ -124,7 +130,7 @@ def coerced(value: object, node: Node | None, schema: RecipeSchema) -> Any:
     """``value`` in the type that our key has, where it is the same otherwise written: ``"1e-4"``, ``yes``."""
     kinds = set() if node is None else {variant.get("type") for variant in schema.variants(node)}
     if isinstance(value, str) and kinds & {"integer", "number"}:
-        number = resolve(value.strip())
+        number = resolve(value.strip().replace("_", ""))  # YAML 1.1 reads 500_000 as a number
         value = number if isinstance(number, int | float) and not isinstance(number, bool) else value
     if isinstance(value, float) and "integer" in kinds and "number" not in kinds and value.is_integer():
         return int(value)

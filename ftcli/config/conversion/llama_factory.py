@@ -18,6 +18,9 @@ _MAX_INDEX = 2**22
 
 
 def _before(draft: Draft) -> None:
+    if "model_name_or_path" not in draft.given and "model" in draft.given:
+        help = "write it in the form that has model_name_or_path and finetuning_type"
+        raise draft.refuse(draft.given["model"], "LLaMA-Factory's recipes of version 1 are not converted", help)
     stage = draft.said("stage") or "sft"
     if stage not in ("sft", "pt"):
         help = "stages sft and pt are converted; for rewards begin with `ftcli recipes copy smoke-grpo`"
@@ -165,6 +168,7 @@ RULES = r.Rules(
         "overwrite_output_dir": r.harmless("`ftcli train --resume never` begins anew, and keeps the old run"),
         "adapter_name_or_path": r.missing("training goes on from a checkpoint of ftcli with --resume PATH"),
         "plot_loss": r.ignored,
+        "predict_with_generate": r.missing("write eval.tasks: {use: exact_match}, and others, judge what is generated"),
     },
     before=_before,
     after=_after,

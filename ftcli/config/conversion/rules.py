@@ -41,7 +41,7 @@ def apply(rules: Rules, draft: Draft) -> None:
     """Drafts everything that the file says."""
     rules.before(draft)
     for given in draft.given.values():
-        rule = rules.rules.get(given.name) or rules.rules.get(given.leaf)
+        rule = rules.rules.get(given.name) or rules.rules.get(given.leaf) or rules.rules.get(f"{given.outermost}.*")
         if rule is not None:
             rule(draft, given)
         elif given.leaf not in rules.silent:
@@ -59,6 +59,8 @@ def by_name(draft: Draft, given: Given) -> None:
         draft.take(given, ours)
         return
     known = foreign("", given.leaf)
+    if known is None and given.value is False:
+        return  # whatever it is, it is switched off
     if known is None:
         draft.lost(given, "ftcli does not know it: see docs/recipes.md for what there is")
     elif known.target is None:
@@ -122,6 +124,21 @@ def steps(key: str, what: str) -> Rule:
             draft.unusable(
                 given, f"`{given.name}: {value}` is no number of steps", f"{what} count optimizer steps: {key}"
             )
+
+    return rule
+
+
+def strategy(key: str, best: str | None = None) -> Rule:
+    """`steps`, `no`, `epoch` or `best`: when something is done."""
+
+    def rule(draft: Draft, given: Given) -> None:
+        word = str(given.value).lower()
+        if word in ("no", "false") and key == "checkpoint.every_steps":
+            draft.put(key, None, given)
+        elif word == "best" and best is not None:
+            draft.put(best, True, given)
+        elif word == "epoch":
+            draft.lost(given, f"epochs are not counted: write {key}, in optimizer steps")
 
     return rule
 
@@ -256,10 +273,23 @@ OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
         "report_to": trackers,
         "save_steps": steps("checkpoint.every_steps", "checkpoints"),
         "eval_steps": steps("eval.every_steps", "evaluations"),
+        "save_strategy": strategy("checkpoint.every_steps", best="checkpoint.keep_best"),
+        "eval_strategy": strategy("eval.every_steps"),
+        "evaluation_strategy": strategy("eval.every_steps"),
+        "logging_strategy": strategy("logging.every_steps"),
+        "remove_unused_columns": ignored,
+        "include_tokens_per_second": ignored,
         "logging_steps": steps("logging.every_steps", "lines of metrics"),
         "deepspeed": several_gpus,
         "fsdp": several_gpus,
         "fsdp_config": several_gpus,
+        "fsdp_version": several_gpus,
+        "tensor_parallel_size": several_gpus,
+        "context_parallel_size": several_gpus,
+        "sequence_parallel_degree": several_gpus,
+        "expert_parallel_size": several_gpus,
+        "dp_shard_size": several_gpus,
+        "dp_replicate_size": several_gpus,
         "ddp_timeout": harmless("one process trains here"),
         "ddp_find_unused_parameters": harmless("one process trains here"),
         "use_liger_kernel": kernels,

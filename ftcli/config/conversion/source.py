@@ -40,6 +40,11 @@ class Given:
         return self.name.rpartition(".")[2]
 
     @property
+    def outermost(self) -> str:
+        """The first part of the name."""
+        return self.name.partition(".")[0]
+
+    @property
     def section(self) -> str:
         """The name without its last part."""
         return self.name.rpartition(".")[0]

@@ -25,29 +25,30 @@ _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant"}
 #: torchtune's names of projections in the layers of transformers.
 _MODULES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _UNCLIPPED = 1e9
+#: What only its recipes of preferences, rewards and distillation have.
+_OTHERS = ("reward_fn", "rl_loss", "ref_checkpointer", "reward_and_value_model", "teacher_model", "ppo_batch_size")
 
 
 def _before(draft: Draft) -> None:
     builder = str(draft.said("model._component_") or "").rpartition(".")[2]
-    recipe_of_others = next((name for name in ("reward_fn", "rl_loss", "ref_checkpointer") if _any(draft, name)), None)
-    if recipe_of_others is not None:
+    if not _any(draft, "optimizer"):
+        help = "recipes of fine-tuning are converted, not those of generation, evaluation and quantization"
+        raise draft.refuse(None, "this recipe of torchtune has no optimizer: it trains nothing", help)
+    if any(_any(draft, name) for name in _OTHERS):
         raise draft.refuse(
             None, "recipes of preferences and rewards are not converted", "those of SFT, LoRA and QLoRA are"
         )
     if re.match(r"(q?lora|dora)_", builder):
         draft.put("lora.r", 8, comment="torchtune's default")
         draft.put("lora.alpha", 16, comment="torchtune's default")
+    if builder.startswith("dora_") or truth(draft.said("model.use_dora")):
+        draft.put("lora.use_dora", True, draft.given.get("model._component_"))
     if builder.startswith("qlora_") or truth(draft.said("model.quantize_base")):
         draft.put("quantization.method", "nf4", draft.given.get("model._component_"))
 
 
 def _any(draft: Draft, name: str) -> bool:
     return any(given.partition(".")[0] == name for given in draft.given)
-
-
-def _model(draft: Draft, given: Given) -> None:
-    if str(given.value).rpartition(".")[2].startswith("dora_"):
-        draft.lost(given, "DoRA's magnitude vectors are not converted; plain LoRA is")
 
 
 def _attention_modules(draft: Draft, given: Given) -> None:
@@ -187,12 +188,20 @@ def _after(draft: Draft) -> None:
 
 RULES = r.Rules(
     rules={
-        "model._component_": _model,
+        "model._component_": r.ignored,
         "model.lora_attn_modules": _attention_modules,
         "model.apply_lora_to_mlp": r.ignored,
         "model.apply_lora_to_output": _head,
         "model.quantize_base": r.ignored,
-        "model.use_dora": r.missing("DoRA is not converted; plain LoRA is"),
+        "model.use_dora": r.ignored,
+        "model.image_size": r.missing("vision towers are kept, and not trained; rows hold text"),
+        "batch_size_val": r.to("eval.per_device_eval_batch_size"),
+        "quantizer.groupsize": r.missing("quantization-aware training is not offered"),
+        "custom_sharded_layers": r.several_gpus,
+        "fsdp_cpu_offload": r.several_gpus,
+        "tensor_parallel_dim": r.several_gpus,
+        "data_parallel_shard_dim": r.several_gpus,
+        "data_parallel_replicate_dim": r.several_gpus,
         "checkpointer.checkpoint_dir": _checkpoint,
         "tokenizer.max_seq_len": _length,
         "dataset._component_": _dataset("data.train"),
@@ -223,7 +232,7 @@ RULES = r.Rules(
     after=_after,
     # Parts of components that are read with them, and settings of the process that nothing learnt depends on.
     silent=words(
-        "_component_ path source data_files split name column conversation_style train_on_input "
+        "_component_ path merges_file collate_fn source data_files split name column conversation_style train_on_input "
         "input output conversations fused checkpoint_files recipe_checkpoint model_type "
         "adapter_checkpoint filename_format max_filename safe_serialization log_dir project "
         "log_peak_memory_stats log_level device shuffle low_cpu_ram save_adapter_weights_only "

@@ -124,7 +124,6 @@ RULES = r.Rules(
         "completion_only_loss": _completion,
         "packing_strategy": r.harmless("rows that fit best share a pack, and never see one another"),
         "padding_free": r.harmless("data.packing does that"),
-        "eval_strategy": r.ignored,
         "do_eval": r.ignored,
         "config": r.ignored,
     },
