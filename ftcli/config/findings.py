@@ -27,6 +27,8 @@ _RANGE = {
     "less_than": "less than",
     "less_than_equal": "at most",
 }
+#: Larger numbers are no setting, so nobody is told to write one.
+_MOST_WRITTEN = 10**12
 _SHAPE = ("string_pattern_mismatch", "string_too_short", "string_too_long")
 
 
@@ -229,7 +231,8 @@ def _boolean_help(value: Leaf) -> str:
 
 def _number_help(value: Leaf, *, whole: bool) -> str | None:
     if isinstance(value.value, float) and whole:
-        return f"write {int(value.value)}" if value.value.is_integer() else "write a whole number"
+        short = value.value.is_integer() and abs(value.value) < _MOST_WRITTEN
+        return f"write {int(value.value)}" if short else "write a whole number within these bounds"
     if isinstance(value.value, str):
         return number_hint(value.value)
     return None

@@ -5,6 +5,7 @@ Choosing a policy, proposing a change where a recipe does not fit, and telling w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,8 @@ Level = Literal["fits", "tight", "does not fit", "unknown"]
 
 #: Above this share of the memory a run may still fail on fragmentation or on another process.
 TIGHT_SHARE = 0.9
+#: Batches that are tried one by one.
+_MOST_BATCHES = 32
 _SHORTEST_SEQ_LEN = 256
 
 
@@ -121,12 +124,28 @@ def _host_has_room_for(setup: Setup) -> bool:
 def smaller_batches(setup: Setup) -> Iterator[Settings]:
     """Smaller batches, with more accumulation in return: an optimizer step sees the same rows."""
     rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
-    for smaller in range(rows - 1, 0, -1):
-        if rows % smaller == 0:
-            yield {
-                "train.per_device_train_batch_size": smaller,
-                "train.gradient_accumulation_steps": accumulation * (rows // smaller),
-            }
+    for smaller in _divisors_below(rows):
+        yield {
+            "train.per_device_train_batch_size": smaller,
+            "train.gradient_accumulation_steps": accumulation * (rows // smaller),
+        }
+
+
+def _divisors_below(number: int) -> list[int]:
+    """What divides ``number``, the largest first, without itself; of very many those at most half of the last one.
+
+    A recipe may ask for a batch of a billion rows.
+    """
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    found = sorted({*low, *(number // each for each in low)} - {number}, reverse=True)
+    if len(found) <= _MOST_BATCHES:
+        return found
+    kept, last = [], number
+    for each in found:
+        if 2 * each <= last:
+            kept.append(each)
+            last = each
+    return kept
 
 
 def shorter(setup: Setup) -> Iterator[Settings]:

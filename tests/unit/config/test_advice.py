@@ -89,3 +89,11 @@ def test_the_page_of_recipes_says_what_is_not_there_yet() -> None:
 def _items(key: str) -> tuple[str, ...]:
     node = SCHEMA.resolve(SCHEMA.at(tuple(key.split("."))) or {})
     return SCHEMA.choices(node["items"])
+
+
+def test_nobody_is_told_to_write_a_number_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    for given, help in (("1e31", "write a whole number within these bounds"), ("100.0", "write 100")):
+        recipe.write_text(f"{HEAD}train: {{max_steps: {given}}}\n")
+        assert main(["check", str(recipe)]) == 2
+        assert help in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -178,3 +179,17 @@ def test_what_a_change_saves_is_counted_in_the_phase_in_which_memory_ran_out(cas
             assert saving.saved_bytes == whole.most_of(phases) - after.most_of(phases)
     assert savings(setup, (FORWARD,)) != savings(setup)
     assert savings(setup, (GENERATION,)) == savings(setup)  # it does not generate: the peak stands for it
+
+
+def test_batches_to_try_are_found_at_once_and_are_few() -> None:
+    from ftcli.preflight.memory.candidates import _divisors_below
+
+    assert _divisors_below(12) == [6, 4, 3, 2, 1]
+    assert _divisors_below(1) == []
+    began = time.perf_counter()
+    for number in (10**9, 735_134_400, 999_999_937):  # the last but one has more divisors than any below it
+        found = _divisors_below(number)
+        assert len(found) <= 32
+        assert found[-1] == 1
+        assert all(number % each == 0 for each in found)
+    assert time.perf_counter() - began < 1
