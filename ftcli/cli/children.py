@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.pipeline.sweep import Start, SweepRun
 from ftcli.run.signals import SignalName
 
+#: prctl's number for the signal that a process gets when its parent ends (linux/prctl.h).
+_SET_DEATH_SIGNAL = 1
 #: Which GPUs a process sees, by number or by UUID.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -39,10 +42,14 @@ class RunProcess:
             stdout=self._answer,
             env=environment,
             start_new_session=True,
-            # Under `nohup` it would be ignored, and with it what this process passes on.
-            preexec_fn=_default_hangup,
+            preexec_fn=_obeying(self._libc()),
         )
         self._signalled = 0
+
+    @staticmethod
+    def _libc() -> ctypes.CDLL | None:
+        """The C library where it has prctl, loaded before there is a fork."""
+        return ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def ended(self) -> tuple[int, str | None] | None:
         """Exit status and reason; None while it runs."""
@@ -63,8 +70,15 @@ class RunProcess:
             self._process.send_signal(_PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
 
 
-def _default_hangup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _obeying(libc: ctypes.CDLL | None) -> Callable[[], None]:
+    """What a process does before it becomes a run: it hears SIGHUP, also when whoever started it is killed."""
+
+    def before() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored, and with it what is passed on
+        if libc is not None:
+            libc.prctl(_SET_DEATH_SIGNAL, int(signal.SIGHUP))
+
+    return before
 
 
 def _reason(status: int, answer: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""`ftcli sweep` with real runs: stopped in the middle, repeated, and asked again when all is done."""
+"""`ftcli sweep` with real runs: stopped in the middle and repeated. tests/e2e/test_docs.py runs sweeps to their end."""
 
 from __future__ import annotations
 
@@ -67,17 +67,3 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert resumed.endswith(stopped_at)
     process.send_signal(signal.SIGINT)
     ended(process, 130)
-
-
-@pytest.mark.slow
-def test_a_sweep_ends_in_a_comparison(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(merged(RECIPE, {"train": {"max_steps": 3}})))
-    document = ended(started(tmp_path), 0)
-    result = document["result"]
-    assert [run["exit_code"] for run in result["runs"]] == [0, 0]
-    losses = {run["path"]: run["eval_loss"] for run in result["runs"]}
-    assert result["best"]["path"] == min(losses, key=lambda path: losses[path])
-    assert (tmp_path / result["html"]).is_file()
-    again = ended(started(tmp_path), 0)["result"]
-    assert [run["skipped"] for run in again["runs"]] == [True, True]
-    assert again["best"] == result["best"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,46 @@ def wait(process: children.RunProcess) -> tuple[int, str | None]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return end
+
+
+STARTING = """
+import sys, time
+from ftcli.cli import children
+process = children.RunProcess([sys.argv[1]], None)
+print(process._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_run_is_told_when_its_sweep_is_killed(program: Path, tmp_path: Path) -> None:
+    program.write_text(WAITING.replace("len(heard) < 2", "len(heard) < 1"))
+    code = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}\n{STARTING}"
+    root = str(Path(children.__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "heard")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root}/kernels"},
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        until(lambda: (tmp_path / "heard").exists())
+        parent.kill()
+        parent.wait()
+        until(lambda: (tmp_path / "heard").read_text() == "SIGHUP")
+    finally:
+        parent.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_process_has_its_gpu_and_its_words(program: Path, tmp_path: Path) -> None:
