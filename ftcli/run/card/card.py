@@ -22,13 +22,14 @@ from ftcli.run.layout import RunDirectory
 from ftcli.run.report.facts import scores
 from ftcli.run.report.markup import visible
 from ftcli.run.report.values import count, map_in, maps
+from ftcli.tables import methods
+from ftcli.tables.methods import Method
 
 #: The end of a card that may be written anew.
 MARK = "<!-- Written by ftcli, and again after each evaluation of the run: remove this line to make it yours. -->"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: A folder in the Hub's cache says which repository it is of.
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)(?:/|$)")
-_METHODS = {"train": "supervised fine-tuning", "grpo": "reinforcement learning (GRPO)"}
 
 _ADAPTER = """from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
@@ -190,11 +191,19 @@ def _head(
     if repos:
         values["datasets"] = repos
     kind = "adapter" if adapter else "finetune"
-    tags = ["ftcli", "grpo" if manifest.get("command") == "grpo" else "sft"]
+    method = _method(recipe, manifest)
+    tags = ["ftcli", *([] if method is None else [method.name])]
     tags += ["lora"] if recipe.get("lora") else []
     tags += [f"base_model:{kind}:{base.repo}"] if base.repo is not None else []
     values["tags"] = sorted(tags)
     return _Own(f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n")
+
+
+def _method(recipe: JsonMap, manifest: JsonMap) -> Method | None:
+    """The training method: the command's own, or the one that the recipe names for it."""
+    row = methods.of_commands().get(str(manifest.get("command")))
+    named = methods.TABLE.get(str(map_in(recipe, "train").get("method")))
+    return row if row is None or row.section is not None else named or row
 
 
 def _sources(recipe: JsonMap) -> list[str]:
@@ -206,7 +215,8 @@ def _about(base: Base, recipe: JsonMap, manifest: JsonMap, *, adapter: bool) -> 
     what = "LoRA adapter for" if adapter else "Merged LoRA fine-tune of" if recipe.get("lora") else "Full fine-tune of"
     at = f" at commit `{base.commit}`" if base.commit is not None else ""
     named = f"[{base.repo}](https://huggingface.co/{base.repo})" if base.repo is not None else str(_cell(base.name))
-    method = _METHODS.get(str(manifest.get("command")), "training")
+    row = _method(recipe, manifest)
+    method = "training" if row is None else row.title
     version = manifest.get("ftcli") or __version__
     return _Own(f"{what} {named}{at}, made by {method} with ftcli {_cell(version)}.")
 

@@ -126,7 +126,7 @@ def test_rewards_are_named_without_their_files(tmp_path: Path) -> None:
 def test_what_is_not_known_is_said_to_be_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     head, text = head_and_text(render_card(RunDirectory(tmp_path), tmp_path))
-    assert head == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ftcli", "sft"]}
+    assert head == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ftcli"]}
     assert "The licence of the base model is not known here" in text
     assert "Held-out results" not in text
     assert "AutoModelForCausalLM" in text
