@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: From so many turns on, a conversation's length is looked at before its turns are.
+_MANY_TURNS = 200
+
+
 def resolve_loss_on(requested: str, layout: str) -> str:
     """``data.loss_on`` with `auto` resolved: "assistant", "completion" or "all"."""
     return layouts.row(layout).loss_on[0] if requested == "auto" else requested
@@ -64,11 +68,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong."""
+    """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong.
+
+    ``overlong`` are conversations of which it is clear without looking at their turns.
+    """
 
     tokens: list[Tokens]
     findings: list[Finding]
     counts: Counter[str]
+    overlong: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,7 @@ class Encoder:
             encoded=encoded_of(kept),
             lengths=tuple(one.length for one in fitted),
             findings=tuple(read.findings),
-            overlong=tuple(one.overlong for one in fitted if one.overlong is not None),
+            overlong=(*read.overlong, *(one.overlong for one in fitted if one.overlong is not None)),
             dropped_rows=len(dropped),
             dropped_tokens=sum(one.length for one in dropped),
             truncated_rows=sum(count > 0 for count in cut),
@@ -144,7 +152,8 @@ class Encoder:
             counts: Counter[str] = Counter()
             try:
                 example = understand(row, self.layout)
-                rendered = self._render(example, counts)
+                overlong = self._far_too_long(example)
+                rendered = [] if overlong else self._render(example, counts)
                 for one in rendered:
                     one.text.encode("utf-8")
             except Misfit as misfit:
@@ -156,9 +165,31 @@ class Encoder:
                     raise
                 read.findings.extend(error.findings)
             else:
-                made.append(_Made(example, rendered, counts))
+                if overlong:
+                    read.overlong.append(overlong)
+                else:
+                    made.append(_Made(example, rendered, counts))
         self._tokenize(made, read)
         return read
+
+    def _far_too_long(self, example: Example) -> Finding | None:
+        """FT431 for a conversation of very many turns that nothing of could be trained.
+
+        The work on a conversation grows with the square of its turns: 5,000 would take minutes to come to this.
+        """
+        if self._overlong != "error" or len(example.messages or ()) <= _MANY_TURNS:
+            return None
+        renderer = self.renderer.switched(example.switches, example.row)
+        text = renderer.render(renderer.prepared(example.messages or (), example.row), example.row, tools=example.tools)
+        text.encode("utf-8")
+        length = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Twice: generation may see the last turn under a shorter history than the whole conversation has.
+        return self._refused(length, example.row) if length > 2 * self._limit else None
+
+    def _refused(self, length: int, row: Row) -> Finding:
+        message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
+        remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
+        return Finding("FT431", message, row.origin, remedy)
 
     def _render(self, example: Example, counts: Counter[str]) -> list[Rendered]:
         if example.input_ids is not None:
@@ -272,9 +303,7 @@ class Encoder:
         if length <= self._limit:
             return Fitted(tokens, length)
         if self._overlong == "error":
-            message = f"{length:,} tokens, more than data.max_seq_len {self._limit}"
-            remedy = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
-            return Fitted(None, length, Finding("FT431", message, tokens.row.origin, remedy))
+            return Fitted(None, length, self._refused(length, tokens.row))
         labels = tokens.labels[: self._limit]
         if self._overlong == "drop" or all(label == IGNORE_INDEX for label in labels):
             return Fitted(None, length)

@@ -83,7 +83,7 @@ def sample_rows(
     layout = layout_of(rows[0], data.format)
     encoder = Encoder(tokenizer, stops, data, layout)
     read = encoder.rows(rows)
-    raise_findings(read.findings)
+    raise_findings([*read.findings, *read.overlong])
     chats = {row.origin for row in rows if understand(row, layout).messages is not None}
     return [_sampled(t, encoder, tokenizer, template if t.row.origin in chats else None) for t in read.tokens]
 

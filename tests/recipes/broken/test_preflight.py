@@ -35,6 +35,10 @@ CASES = [
     ("no rewards", GRPO + "grpo: {num_generations: 2}\n", "FT263", "4:7", "exact_match", 2),
     ("reward of two kinds", GRPO + "grpo: {rewards: [{use: regex, file: r.py:f}]}\n", "FT263", "4:18", "- use:", 2),
     ("bad expression", GRPO + 'grpo: {rewards: [{use: regex, pattern: "("}]}\n', "FT264", "4:40", "Python's re", 2),
+    ("endless repetition", GRPO + "grpo: {rewards: [{use: regex, pattern: 'a{1,4294967295}'}]}\n",
+     "FT264", "4:40", "Python's re", 2),
+    ("endless brackets", GRPO + f"grpo: {{rewards: [{{use: regex, pattern: '{'(' * 5000}'}}]}}\n",
+     "FT264", "4:40", "Python's re", 2),
     # the model
     ("too long", "data: {train: [bundled:smoke-train], max_seq_len: 4096}\n", "FT301", "3:51", "1024", 3),
     ("no module of that name", DATA + "lora: {target_modules: [q_prj]}\n", "FT311", "4:25", "q_proj", 3),

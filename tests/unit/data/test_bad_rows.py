@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -107,3 +108,18 @@ def test_a_tokenizer_that_cannot_place_its_tokens_is_refused(prepared: Prepare) 
 
     with pytest.raises(FtcliError, match="FT435: Slow cannot say"):
         prepared([{"text": "x"}], tokenizer=Slow())
+
+
+def test_a_conversation_of_thousands_of_turns_is_too_long_at_once(prepared: Prepare) -> None:
+    """The work on its turns grows with their square, and all of it would be for nothing."""
+    long = {"messages": GOOD["messages"] * 2500}
+    begun = time.process_time()
+    with pytest.raises(FtcliError) as caught:
+        prepared([long, GOOD, "{"], max_bad_rows=5)
+    assert time.process_time() - begun < 5
+    assert [(f.origin.line, f.code) for f in caught.value.findings if f.origin] == [(1, "FT431")]
+
+
+def test_a_conversation_of_many_turns_that_fits_is_trained_whole(prepared: Prepare) -> None:
+    found = prepared([{"messages": GOOD["messages"] * 101}], max_seq_len=5000)
+    assert [tokens.labels.count(4) for tokens in found.sequences] == [101]
