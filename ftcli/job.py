@@ -9,8 +9,12 @@ import torch
 
 from ftcli.config import Recipe
 from ftcli.data.template import Renderer
+from ftcli.facts.batches import Batches, choose_batches
+from ftcli.facts.execution import OWN_ATTENTION
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
+from ftcli.model.attention import is_ours
+from ftcli.model.backbone import base_of
 from ftcli.model.load import config_of, stop_token_ids
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.preflight.memory.checkpointing import Offloaded
@@ -18,7 +22,8 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Reporter, Session
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,13 @@ class Job:
     def reporter(self) -> Reporter:
         """Who is told."""
         return self.session.reporter
+
+    def batches(self, model: PreTrainedModel | PeftModel) -> Batches:
+        """How micro-batches are laid out: as planned, if ``model`` has the attention that was planned with."""
+        planned = self.report.setup.execution.batches
+        if planned.layout == "padded" or is_ours(base_of(model)):
+            return planned
+        return choose_batches(self.recipe.data.padding_free, takes_rows=None, masked_densely=OWN_ATTENTION)
 
     @property
     def pad_token_id(self) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import ModelScores
     from ftcli.facts.execution import Part
     from ftcli.facts.trained import PlannedAdapters
-    from ftcli.pipeline.bench_result import BenchResult, Predicted
+    from ftcli.pipeline.bench_result import BenchResult, Computing, Predicted
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.preflight.memory.advice import Verdict
@@ -148,7 +148,16 @@ def bench_text(result: BenchResult) -> str:
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
     first = " in the first step, with all that is set up in it" if timing.first_step_only else " a step"
     head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
-    return "\n".join([head, *_peaks(timing.peak_memory_bytes, result.predicted), "", result_text(result)])
+    peaks = _peaks(timing.peak_memory_bytes, result.predicted)
+    return "\n".join([head, _computed(result.measured.computing), *peaks, "", result_text(result)])
+
+
+def _computed(computing: Computing) -> str:
+    """What is computed besides real tokens."""
+    kind = "padding" if computing.layout == "padded" else "filler"
+    shapes = f"{computing.shapes} shape{'s' * (computing.shapes != 1)}"
+    rate = f"{computing.computed_tokens_per_second:,.0f} computed tokens/s"
+    return f"{rate}, {computing.filler_share:.1%} of them {kind}; rows {computing.layout}, {shapes}"
 
 
 def _peaks(peak: int | None, predicted: Predicted) -> list[str]:

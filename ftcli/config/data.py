@@ -120,6 +120,12 @@ class DataConfig(Section):
         default=False,
         description="Put several rows into one sequence of up to `max_seq_len` tokens, without attention across rows.",
     )
+    padding_free: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Lay the rows of a micro-batch one after the other in a single row, without padding and without "
+        "attention across rows. `auto` does so where attention runs on kernels that skip other rows; `true` elsewhere "
+        "too, by a mask over all pairs of tokens.",
+    )
     num_proc: Count | None = Field(
         default=None,
         description="Processes that tokenize, at most one a core. When absent: one for small files, one a core "

@@ -1,4 +1,4 @@
-"""Makes batches: rows padded to the longest, or packs of rows with positions of their own."""
+"""Makes batches: rows padded to the longest, or documents one after the other, with positions of their own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import Tokens
+from ftcli.facts.batches import Batches, unpadded_shape
 from ftcli.labels import IGNORE_INDEX
 
 
@@ -45,16 +46,22 @@ class PaddingCollator:
         return batch
 
 
-def packed_batch(packs: Sequence[Sequence[Tokens]], pad_token_id: int) -> dict[str, Tensor]:
-    """``input_ids``, ``labels`` and ``position_ids`` of shape (packs, longest), and ``lengths`` (packs,), all int64.
+def packed_batch(
+    packs: Sequence[Sequence[Tokens]], pad_token_id: int, *, width: int | None = None
+) -> dict[str, Tensor]:
+    """``input_ids``, ``labels`` and ``position_ids`` of shape (packs, width), ``lengths`` (packs,), all int64, and
+    ``document_starts`` (packs, width), int32: where in its row the document of a token begins.
 
-    Positions begin anew with each document, and so does the padding at the end. There is no attention mask:
-    transformers, given none, takes every position that does not follow the one before it as the start of another
-    document, and lets no document see another. The first token of a document is never a label: what stands before it
-    is another document's last token.
+    Positions begin anew with each document. What fills a row up are documents too, without labels, and none longer
+    than the longest of the others: scaled rotations may depend on the largest position. The first token of a document
+    is never a label: what stands before it is another document's last token.
+
+    Args:
+        width: Tokens of a row; the longest pack's when None.
     """
     lengths = [sum(len(tokens.input_ids) for tokens in pack) for pack in packs]
-    shape = (len(packs), max(lengths))
+    longest = max(len(tokens.input_ids) for pack in packs for tokens in pack)
+    shape = (len(packs), max(lengths) if width is None else width)
     batch = {
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64),
         "labels": torch.full(shape, IGNORE_INDEX, dtype=torch.int64),
@@ -69,7 +76,32 @@ def packed_batch(packs: Sequence[Sequence[Tokens]], pad_token_id: int) -> dict[s
             batch["labels"][index, start + 1 : end] = torch.tensor(tokens.labels[1:], dtype=torch.int64)
             batch["position_ids"][index, start:end] = torch.arange(end - start)
             start = end
-        batch["position_ids"][index, start:] = torch.arange(shape[1] - start)
+        batch["position_ids"][index, start:] = torch.arange(shape[1] - start) % longest
+    batch["document_starts"] = (torch.arange(shape[1]) - batch["position_ids"]).to(torch.int32)
+    return batch
+
+
+def unpadded_batch(documents: Sequence[Tokens], pad_token_id: int) -> dict[str, Tensor]:
+    """``documents`` in their :func:`unpadded_shape`: one row of all of them, or each a row of its own.
+
+    The keys are those of :func:`packed_batch`. Rows of their own are whole where ``document_starts`` is a single zero;
+    they need neither that nor ``position_ids`` where nothing is filled up.
+    """
+    sizes = [len(tokens.input_ids) for tokens in documents]
+    rows, width = unpadded_shape(sizes)
+    if rows != len(documents):
+        return packed_batch([documents], pad_token_id, width=width)
+    batch = {
+        "input_ids": torch.full((rows, width), pad_token_id, dtype=torch.int64),
+        "labels": torch.full((rows, width), IGNORE_INDEX, dtype=torch.int64),
+        "lengths": torch.tensor(sizes, dtype=torch.int64),
+    }
+    for index, tokens in enumerate(documents):
+        batch["input_ids"][index, : sizes[0]] = torch.tensor(tokens.input_ids, dtype=torch.int64)
+        batch["labels"][index, 1 : sizes[0]] = torch.tensor(tokens.labels[1:], dtype=torch.int64)
+    if width > sizes[0]:  # nothing supervised sees what follows; its position must not be a larger one
+        batch["position_ids"] = torch.arange(width).clamp(max=sizes[0] - 1)[None]
+        batch["document_starts"] = torch.zeros((1, 1), dtype=torch.int32)
     return batch
 
 
@@ -79,9 +111,13 @@ class EpochCollator:
 
     epochs: Epochs
     pad_token_id: int
+    batches: Batches
 
     def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor]:
         members = [self.epochs.members(row["index"]) for row in chosen]
+        if self.batches.layout == "unpadded":
+            documents = [tokens for pack in members for tokens in pack]
+            return unpadded_batch(documents, self.pad_token_id)
         if self.epochs.packs is not None:
             return packed_batch(members, self.pad_token_id)
         rows: list[Unpadded] = [{"input_ids": tokens.input_ids, "labels": tokens.labels} for (tokens,) in members]

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from ftcli.data.pack import Packs, best_fit
 from ftcli.data.tokens import Ints, Tokens, TokenTable
+from ftcli.facts.batches import Batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +165,39 @@ class EpochSampler(Sampler[int]):
         return iter(self._epochs.order(self._epoch))
 
 
-def padding_of(epochs: Epochs, lengths: Ints, batch_size: int) -> tuple[int, int]:
-    """Real tokens and padding of the first epoch, in batches of ``batch_size`` padded to their longest."""
-    of_units = lengths if epochs.packs is None else epochs.packs.lengths(lengths)
-    ordered = of_units[epochs.order(0)]
-    blocks = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
-    total = sum(int(block.max()) * len(block) for block in blocks)
-    real = int(ordered.sum())
-    return real, total - real
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the first epoch computes: its ``tokens``, what fills rows up, and how many ``shapes`` micro-batches have."""
+
+    tokens: int
+    filler: int
+    shapes: int
+
+    @property
+    def share(self) -> float:
+        """The filler's share of all that is computed."""
+        return self.filler / max(self.tokens + self.filler, 1)
+
+
+def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches) -> Computed:
+    """What the first epoch computes in micro-batches of ``batch_size`` sequences; ``lengths`` are those of all rows."""
+    order = epochs.order(0)
+    shapes: dict[tuple[int, int], int] = {}
+    tokens = 0
+    for start in range(0, len(order), batch_size):
+        found = _lengths_of(epochs, order[start : start + batch_size], lengths, batches)
+        shape = batches.shape(found)
+        shapes[shape] = shapes.get(shape, 0) + 1
+        tokens += sum(found)
+    computed = sum(rows * width * count for (rows, width), count in shapes.items())
+    return Computed(tokens, computed - tokens, len(shapes))
+
+
+def _lengths_of(epochs: Epochs, units: Sequence[int], lengths: Ints, batches: Batches) -> list[int]:
+    """Of the rows of a micro-batch: documents where they are laid out unpadded, else whole sequences."""
+    if epochs.packs is None:
+        return [int(lengths[unit]) for unit in units]
+    members = [[int(lengths[row]) for row in epochs.packs.members(unit)] for unit in units]
+    if batches.layout == "unpadded":
+        return [length for pack in members for length in pack]
+    return [sum(pack) for pack in members]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, packed_batch
+from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError, Origin
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-#: How rows share a batch: padded on either side, or several in one row of it with no attention across.
-BatchLayout = Literal["right", "left", "packed"]
+#: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention
+#: across.
+BatchLayout = Literal["right", "left", "packed", "unpadded"]
 
 #: exp of more than this overflows a double.
 _LARGEST_EXPONENT = 700.0
@@ -71,8 +72,10 @@ def evaluate_loss(
     is the same to rounding whatever ``batch_size``, ``layout`` and the order of ``sequences``.
 
     Args:
-        layout: "right" is the fastest where rows are of like length, "packed" where they are not.
-        pack_length: with "packed", tokens of a row of the batch; None takes the longest sequence.
+        layout: "unpadded" where attention skips other documents; else "right" is the fastest where rows are of like
+            length, "packed" where they are not.
+        pack_length: Tokens that share a place in a batch. None: with "packed" those of the longest sequence, with
+            "unpadded" each sequence has a place.
 
     Raises:
         FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
@@ -103,8 +106,8 @@ def evaluate_loss(
 
 
 def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None) -> list[list[int]]:
-    """Which sequences make one row of a batch, the longest rows first: memory runs out at once or not at all."""
-    if layout != "packed":
+    """Which sequences share a place in a batch, the longest rows first: memory runs out at once or not at all."""
+    if layout != "packed" and (layout != "unpadded" or pack_length is None):
         return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
     longest = max(lengths, default=1)
     packs = best_fit(lengths, max(pack_length or longest, longest))
@@ -118,9 +121,11 @@ def _batch(rows: Sequence[Sequence[Tokens]], layout: BatchLayout, pad_token_id: 
     Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention
     stays dense, its fastest form.
     """
-    if layout == "packed":
-        batch = packed_batch(rows, pad_token_id)
-        return {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
+    if layout in ("packed", "unpadded"):
+        documents = [tokens for row in rows for tokens in row]
+        packed = layout == "packed"
+        batch = packed_batch(rows, pad_token_id) if packed else unpadded_batch(documents, pad_token_id)
+        return {name: value for name, value in batch.items() if name != "lengths"}
     padded = PaddingCollator(pad_token_id)([{"input_ids": r.input_ids, "labels": r.labels} for (r,) in rows])
     if layout == "right":
         return {name: padded[name] for name in ("input_ids", "labels")}

@@ -12,7 +12,7 @@ from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
-from ftcli.evaluate.loss import LossResult, combine, evaluate_loss
+from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
 from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
 from ftcli.job import Job
 from ftcli.judges import Function
@@ -119,6 +119,10 @@ class Evaluator:
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[Tokens]) -> LossResult:
         """Loss, perplexity and token accuracy of ``sequences``."""
+        packing = self.job.recipe.data.packing
+        layout: BatchLayout = "packed" if packing else "right"
+        if self.job.batches(model).layout == "unpadded":
+            layout = "unpadded"
         return evaluate_loss(
             model,
             sequences,
@@ -127,8 +131,8 @@ class Evaluator:
             plan=self.job.plan,
             device=self.job.device,
             reporter=self.job.reporter,
-            layout="packed" if self.job.recipe.data.packing else "right",
-            pack_length=self.job.recipe.data.max_seq_len,
+            layout=layout,
+            pack_length=self.job.recipe.data.max_seq_len if packing else None,
         )
 
     def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[Asked]) -> Answered:

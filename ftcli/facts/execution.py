@@ -16,6 +16,7 @@ from ftkernels.limits import LARGEST_FUSED_RANK, Activation, Gpu, packed_rank, w
 from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
 from ftcli.facts.attention import AttentionCall, AttentionChoice, choose_attention
+from ftcli.facts.batches import Batches, choose_batches
 from ftcli.facts.device import DeviceFacts, gpu_of
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
@@ -118,6 +119,7 @@ class Execution:
         dense: The backend of causal calls over whole sequences.
         masked: The backend of calls with a window in force or with packed documents.
         sends_attention: Some calls of this run take our attention kernel, whose output ``offload`` sends to the host.
+        batches: How the rows of a micro-batch are laid out.
     """
 
     layers: LayerChoice
@@ -125,6 +127,7 @@ class Execution:
     dense: str
     masked: str
     sends_attention: bool
+    batches: Batches
 
     @property
     def on_kernels(self) -> bool:
@@ -136,7 +139,8 @@ class Execution:
 class Part:
     """One line of `ftcli check`'s table: ``part`` of the model, what ``runs`` there, and the ``reason``.
 
-    ``runs`` is an attention backend, ``triton``, ``torch``, ``transformers``, or how stored weights are multiplied.
+    ``runs`` is an attention backend, ``triton``, ``torch``, ``transformers``, how stored weights are multiplied, or how
+    batches are laid out.
     """
 
     part: str
@@ -149,9 +153,11 @@ def execution_of(
 ) -> Execution:
     """How the layers of a run are computed. Evaluation may use the kernels after full fine-tuning: it freezes all."""
     layers = _layers(recipe, facts, device, work=work, method=method)
+    batches = _batches(recipe, facts, plan, device, layers, work=work, method=method)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
-        return Execution(layers, own, own, own, sends_attention=False)
+        masked: str = _attention(facts, plan, device, masked=True).backend if layers.parts else own
+        return Execution(layers, own, own, masked, sends_attention=False, batches=batches)
     dense = _attention(facts, plan, device).backend
     masked = _attention(facts, plan, device, masked=True).backend
     windowed = _window_in_force(recipe, facts)
@@ -160,8 +166,45 @@ def execution_of(
         shown: str = dense
     else:
         shown = "sdpa, triton where a window is in force" if windowed and by_kernel else "sdpa"
-    sends = by_kernel and (dense == "triton" or windowed or recipe.data.packing)
-    return Execution(layers, shown, dense, masked, sends)
+    sends = by_kernel and (dense == "triton" or windowed or recipe.data.packing or _joins_rows(recipe, batches))
+    return Execution(layers, shown, dense, masked, sends, batches)
+
+
+#: Why documents are not laid out in one row where transformers' own attention computes.
+OWN_ATTENTION = "transformers' own attention can only keep documents apart by a mask over all pairs of tokens"
+
+
+def _batches(
+    recipe: Recipe,
+    facts: ModelFacts,
+    plan: DtypePlan,
+    device: DeviceFacts,
+    layers: LayerChoice,
+    *,
+    work: Work,
+    method: Method,
+) -> Batches:
+    """How micro-batches are laid out, of training or, where nothing is trained, of evaluation."""
+    densely: str | None = OWN_ATTENTION
+    if layers.code != "transformers" or layers.parts:
+        choice = _attention(facts, plan, device, masked=True)
+        densely = None if choice.backend == "triton" else f"attention runs on {choice.backend}: {choice.reason}"
+    refusal = takes_rows(recipe, method, work)
+    return choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely)
+
+
+def takes_rows(recipe: Recipe, method: Method, work: Work) -> str | None:
+    """Why batches are padded whatever attention can do, or None."""
+    if work != "train":
+        return None
+    if recipe.train.neftune_noise_alpha is not None:
+        return "the noise of train.neftune_noise_alpha is scaled by the length of padded rows"
+    return f"{method.title} pads prompts on the left" if method.pads_left else None
+
+
+def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
+    """Whether rows of a micro-batch may share one that is computed; a single row never does."""
+    return batches.layout == "unpadded" and recipe.train.per_device_train_batch_size > 1
 
 
 def parts_of(
@@ -169,19 +212,21 @@ def parts_of(
 ) -> tuple[Part, ...]:
     """What runs on each part of a training step, in the order of the model."""
     layers = execution.layers
+    batches = Part("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
         first = Part("layers", "transformers", layers.reason)
         if layers.parts:
-            return (first, *_attention_parts(recipe, facts, plan, device))
+            return (first, *_attention_parts(recipe, facts, plan, device, execution.batches), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, Part("attention", own, "transformers' own"))
+        return (first, Part("attention", own, "transformers' own"), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
         Part("norms, rotary embedding, gated unit", elementwise, layers.reason),
         *_frozen_products(recipe, plan, device),
         _low_rank(recipe, plan, device, elementwise),
-        *_attention_parts(recipe, facts, plan, device),
+        *_attention_parts(recipe, facts, plan, device, execution.batches),
         Part("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
+        batches,
     )
 
 
@@ -215,19 +260,25 @@ def _attention(
     return choose_attention(gpu_of(device), AttentionCall(plan.compute, head_dim, softcap, windowed, mask))
 
 
-def _attention_parts(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
-    """One row, or two where some layers have a window in force and others have none."""
+def _attention_parts(
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, batches: Batches
+) -> list[Part]:
+    """One row; more where some layers have a window in force, or where several documents go to another backend."""
 
     def row(part: str, choice: AttentionChoice) -> Part:
         return Part(part, choice.backend, choice.reason)
 
     everywhere = _attention(facts, plan, device, masked=recipe.data.packing)
+    together = _attention(facts, plan, device, masked=True)
+    apart = [row("attention, rows of different lengths", together)]
+    if together.backend == everywhere.backend or not _joins_rows(recipe, batches):
+        apart = []
     if not _window_in_force(recipe, facts):
-        return [row("attention", everywhere)]
+        return [row("attention", everywhere), *apart]
     rows = [row(f"attention, window {facts.sliding_window}", _attention(facts, plan, device, windowed=True))]
     layers = 0 if facts.shape is None else facts.shape.num_layers
     if facts.windowed_layers(layers) < layers:
-        rows.append(row("attention, global", everywhere))
+        rows += [row("attention, global", everywhere), *apart]
     return rows
 
 

@@ -214,8 +214,8 @@ def forward_loss(
     num_items: Tensor | int | None = None,
     stack: DecoderStack | None = None,
 ) -> TokenLoss:
-    """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right, and optionally
-    ``supervised`` (:func:`supervised_positions`).
+    """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right or not at all,
+    and optionally ``supervised`` (:func:`supervised_positions`).
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ftcli.facts.batches import Layout
 from ftcli.plain import SPREAD, JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.tables import quantizations
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 class Timing:
     """Milliseconds of a step (median, fastest, slowest) after the first, which is given in seconds.
 
+    ``tokens_per_second`` counts real tokens: of steps of one size by their median, of steps of several sizes all their
+    tokens in all their time.
+
     ``first_step_only``: no other was timed, and the numbers are its own, with all that is set up in it.
     """
 
@@ -30,6 +34,22 @@ class Timing:
     step_ms_max: float
     first_step_seconds: float
     peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """The tokens of the steps that were timed: real ones, and all that were computed, with what fills rows up.
+
+    ``shapes`` is the number of different shapes of micro-batches, ``layout`` how their rows are laid out.
+    """
+
+    real_tokens: int
+    computed_tokens: int
+    computed_tokens_per_second: float
+    filler_share: float
+    shapes: int
+    layout: Layout
+    layout_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +76,7 @@ class Measured:
     """
 
     timing: Timing = field(metadata=SPREAD)
+    computing: Computing = field(metadata=SPREAD)
     device_memory: DeviceMemory | None = field(metadata=SPREAD)
     matmul_tflops: float
     profiled: Profiled | None = field(metadata=SPREAD)
@@ -117,6 +138,7 @@ class BenchResult:
     dtype: str
     batch: int
     seq: int
+    lengths: str | None
     layers: int | None
     gradient_checkpointing: PolicyName
     uncheckpointed_layers: int

@@ -10,11 +10,14 @@ from dataclasses import replace
 
 from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
+from ftcli.data.lengths import Lengths, lengths_of
+from ftcli.facts.batches import Batches
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.facts.quantization import why_dequantized
 from ftcli.pipeline.bench_result import (
     BenchResult,
     Bound,
+    Computing,
     HostMemory,
     Measured,
     Predicted,
@@ -36,6 +39,7 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
     """
+    mix = None if options.lengths is None else lengths_of(options.lengths)
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
     report = checked(shortened, session, "bench --eval" if options.evaluation else "bench")
     if report.checkpointing.requested == "auto":
@@ -44,12 +48,13 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
     if options.layers is not None and report.facts.shape is not None:  # the same share of them
         left_out = left_out * options.layers // report.facts.shape.num_layers
         report = replace(report, setup=report.setup.changed({"train.uncheckpointed_layers": left_out}))
-    measured = (_measure_evaluation if options.evaluation else _measure)(report, session, options)
     recipe = report.recipe
+    sizes = _sizes(recipe, options, mix)
+    measured = (_measure_evaluation if options.evaluation else _measure)(report, session, options, sizes)
     flops = step_flops(
         report.facts,
         recipe.lora,
-        seq_len=recipe.data.max_seq_len,
+        seq_len=round(sum(size**2 for size in sizes) / sum(sizes)),  # of the row that a token is in, on average
         num_layers=options.layers,
         gradient_checkpointing=report.checkpointing.policy,
         uncheckpointed_layers=left_out,
@@ -64,6 +69,7 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
         dtype=report.plan.compute,
         batch=recipe.train.per_device_train_batch_size,
         seq=recipe.data.max_seq_len,
+        lengths=options.lengths,
         layers=options.layers,
         gradient_checkpointing=report.checkpointing.policy,
         uncheckpointed_layers=left_out,
@@ -111,22 +117,36 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     )
 
 
-def _measure(report: PreflightReport, session: Session, options: BenchOptions) -> Measured:
+def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
+    """Tokens of each row that is trained or evaluated."""
+    rows = recipe.train.per_device_train_batch_size * (options.steps + 1 + options.profile)
+    longest = recipe.data.max_seq_len
+    return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
+
+
+def _micro_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> list[Sequence[int]]:
+    """The lengths of the rows of each micro-batch that is timed: of all but the first, if there are others."""
+    first = min(options.steps, 1)
+    return [sizes[step * batch : (step + 1) * batch] for step in range(first, options.steps + 1)]
+
+
+def _measure(report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int]) -> Measured:
     import torch
 
     from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
-    from ftcli.trainers.bench import StepProfiler, StepTimer, device_memory, measure_matmul_rate, synthetic_tokens
+    from ftcli.trainers.bench import StepProfiler, StepTimer, device_memory, measure_matmul_rate, synthetic_rows
     from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.sft import build_sft_trainer
 
     job = open_job(report, session)
-    batch, seq, seed = job.recipe.train.per_device_train_batch_size, job.recipe.data.max_seq_len, job.recipe.run.seed
+    batch = job.recipe.train.per_device_train_batch_size
     rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
     model = build.build_trainable(job, num_layers=options.layers)
-    tokens = synthetic_tokens(batch * (options.steps + 1 + options.profile), seq, job.vocab_size, seed)
+    tokens = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
     kernels = build.put_on_kernels(job, model, tokens)
+    batches = build.laid_out(job, model, tokens)
     timer = StepTimer(job.device)
     profiler = StepProfiler(job.device, options.steps + 2) if options.profile else None
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
@@ -136,12 +156,14 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions) -
             trainer.add_callback(profiler)
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
-        with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {seq}"):
+        with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {job.recipe.data.max_seq_len}"):
             trainer.train()
     times = timer.times(options.steps + 1)
+    micro_batches = _micro_batches([sizes[row] for row in trainer.epochs.order(0)], batch, options)
     memory = report.memory
     return Measured(
-        timing=_timing(batch * seq, times.first, times.steady, options, trainer.peak_memory_bytes()),
+        timing=_timing(micro_batches, times.first, times.steady, options, trainer.peak_memory_bytes()),
+        computing=_computing(micro_batches, batches, times.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
         profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
@@ -152,7 +174,9 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions) -
     )
 
 
-def _measure_evaluation(report: PreflightReport, session: Session, options: BenchOptions) -> Measured:
+def _measure_evaluation(
+    report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int]
+) -> Measured:
     """The loss of `ftcli eval`: the frozen model on the kernels, no gradients, the head in chunks."""
     import torch
 
@@ -160,14 +184,14 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
     from ftcli.job import open_job
     from ftcli.pipeline.build import build_trainable
     from ftcli.pipeline.evaluation import freeze_on_kernels
-    from ftcli.trainers.bench import measure_matmul_rate, synthetic_tokens
+    from ftcli.trainers.bench import measure_matmul_rate, synthetic_rows
     from ftcli.trainers.watch import peak_memory_bytes
 
     job = open_job(report, session)
-    batch, seq, seed = job.recipe.train.per_device_train_batch_size, job.recipe.data.max_seq_len, job.recipe.run.seed
+    batch = job.recipe.train.per_device_train_batch_size
     rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
     model = build_trainable(job, num_layers=options.layers)
-    rows = synthetic_tokens(batch * (options.steps + 1), seq, job.vocab_size, seed)
+    rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
     kernels = freeze_on_kernels(job, model, rows)
     evaluator = Evaluator(job, rows)
     if job.device.type == "cuda":
@@ -177,8 +201,10 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
         began = time.perf_counter()
         evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
+    micro_batches, steady = _micro_batches(sizes, batch, options), seconds[1:] or seconds
     return Measured(
-        timing=_timing(batch * seq, seconds[0], seconds[1:] or seconds, options, peak_memory_bytes()),
+        timing=_timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
+        computing=_computing(micro_batches, job.batches(model), steady),
         device_memory=None,
         matmul_tflops=rate / 1e12,
         profiled=None,
@@ -189,19 +215,41 @@ def _measure_evaluation(report: PreflightReport, session: Session, options: Benc
     )
 
 
-def _timing(tokens: int, first: float, steady: Sequence[float], options: BenchOptions, peak_bytes: int) -> Timing:
-    """Of steps of ``tokens`` tokens: the first one's seconds, those after it, and the memory that they needed."""
+def _timing(
+    micro_batches: Sequence[Sequence[int]],
+    first: float,
+    steady: Sequence[float],
+    options: BenchOptions,
+    peak_bytes: int,
+) -> Timing:
+    """Of the first step its seconds; of those after it what they achieve, with the lengths of their rows, and the
+    memory that they needed.
+    """
     median = statistics.median(steady)
     return Timing(
         steps=options.steps,
         first_step_only=options.steps == 0,
-        tokens_per_second=tokens / median,
+        tokens_per_second=sum(map(sum, micro_batches)) / _seconds(micro_batches, steady),
         step_ms=1000 * median,
         step_ms_min=1000 * min(steady),
         step_ms_max=1000 * max(steady),
         first_step_seconds=first,
         peak_memory_bytes=peak_bytes,
     )
+
+
+def _seconds(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
+    """What all steps take: of one size by their median, which a single slow step does not change."""
+    alike = len({tuple(lengths) for lengths in micro_batches}) == 1
+    return statistics.median(steady) * len(steady) if alike else sum(steady)
+
+
+def _computing(micro_batches: Sequence[Sequence[int]], batches: Batches, steady: Sequence[float]) -> Computing:
+    shapes = [batches.shape(lengths) for lengths in micro_batches]
+    real, computed = sum(map(sum, micro_batches)), sum(rows * width for rows, width in shapes)
+    rate = computed / _seconds(micro_batches, steady)
+    share = 1.0 - real / computed
+    return Computing(real, computed, rate, share, len(set(shapes)), batches.layout, batches.reason)
 
 
 def _predicted(report: PreflightReport, options: BenchOptions) -> Predicted:

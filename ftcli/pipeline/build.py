@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import Tokens
+from ftcli.facts.batches import Batches
 from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -158,14 +159,18 @@ def _trained(tokens: Tokens) -> int:
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
-def check_packing(job: Job, model: Model, rows: Sequence[Tokens]) -> None:
-    """Checks on a few rows that no document of a pack sees another one. The model is not changed.
+def laid_out(job: Job, model: Model, rows: Sequence[Tokens]) -> Batches:
+    """How micro-batches of ``rows`` are laid out. Where documents share a row, a few are put to the model, which is not
+    changed, to see that none of them sees another one.
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
     from ftcli.trainers.isolation import check_isolation
 
-    check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
+    batches = job.batches(model)
+    if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
+        check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
+    return batches
 
 
 def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:

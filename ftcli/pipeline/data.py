@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from ftcli.data.ledger import mostly_untrained
-from ftcli.data.order import Epochs, epochs_of, padding_of
+from ftcli.data.order import Computed, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import Prepared, prepare
 from ftcli.data.tokens import TokenTable
+from ftcli.facts.batches import Batches
 from ftcli.job import Job
+from ftcli.plain import SPREAD
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """How micro-batches are laid out, and what the first epoch computes in them."""
+
+    batches: Batches = field(metadata=SPREAD)
+    first_epoch: Computed = field(metadata=SPREAD)
 
 
 def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
@@ -62,12 +73,20 @@ def training_epochs(job: Job, prepared: Prepared) -> Epochs:
             times = seen / ledger.kept_rows
             job.reporter.info(f"data.train: {ledger.name}: {seen:,} rows an epoch, each seen {times:.2f} times")
     if epochs.packs is not None:
-        real, padding = padding_of(epochs, prepared.sequences.lengths, recipe.train.per_device_train_batch_size)
         job.reporter.info(
             f"packing: {len(epochs.packs.rows):,} rows in {len(epochs.packs):,} sequences of up to "
-            f"{recipe.data.max_seq_len:,} tokens, {padding / (real + padding):.1%} padding"
+            f"{recipe.data.max_seq_len:,} tokens"
         )
     return epochs
+
+
+def computed_with(job: Job, epochs: Epochs, prepared: Prepared, batches: Batches) -> Computed:
+    """What the first epoch computes in micro-batches of this layout; reported."""
+    rows = job.recipe.train.per_device_train_batch_size
+    computed = computed_by(epochs, prepared.sequences.lengths, rows, batches)
+    kind = "padding" if batches.layout == "padded" else "filler"
+    job.reporter.info(f"batches: {batches.layout} ({batches.reason}), {computed.share:.1%} {kind}")
+    return computed
 
 
 def _seen(epochs: Epochs, table: TokenTable) -> list[int]:

@@ -100,13 +100,12 @@ def _base_and_run(
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelReport:
     """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
-    from ftcli.pipeline.build import check_packing, put_on_kernels
+    from ftcli.pipeline.build import laid_out, put_on_kernels
     from ftcli.trainers.bench import synthetic_tokens
 
     model.requires_grad_(False)
     report = put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))
-    if job.recipe.data.packing and len(rows):
-        check_packing(job, model, rows)
+    laid_out(job, model, rows)
     return report
 
 

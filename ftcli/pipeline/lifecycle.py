@@ -45,18 +45,20 @@ if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
+    from ftcli.pipeline.data import LaidOut
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, and
-    whether the layers run as CUDA graphs: ``on``, or why not.
+    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, whether
+    the layers run as CUDA graphs (``on``, or why not), and how batches are laid out for it.
     """
 
     kernels: Sequence[LayerKernel]
     self_check: SelfCheck | None
     quantization: Sequence[QuantizedLayer]
     cuda_graphs: str
+    batches: LaidOut
 
 
 @dataclass(frozen=True, slots=True)

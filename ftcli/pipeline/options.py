@@ -12,6 +12,7 @@ class BenchOptions:
     Attributes:
         batch: Rows of a step.
         seq: Tokens of a row.
+        lengths: Where the lengths of rows come from (:func:`ftcli.data.lengths.lengths_of`); None: all have ``seq``.
         layers: Decoder layers of the model.
         steps: Timed steps after the first; with 0 the first is reported.
         profile: Record one more step with torch's profiler.
@@ -20,6 +21,7 @@ class BenchOptions:
 
     batch: int | None = None
     seq: int | None = None
+    lengths: str | None = None
     layers: int | None = None
     steps: int = 10
     profile: bool = False

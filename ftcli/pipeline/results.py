@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ftcli.config import Recipe
 from ftcli.data.ledger import DatasetLedger
-from ftcli.data.order import Epochs, padding_of
-from ftcli.data.tokens import Ints
+from ftcli.data.order import Computed, Epochs
 from ftcli.reporting import Session
 from ftcli.run.results import (
     DatasetTokens,
@@ -36,25 +35,23 @@ def complete_result(recipe: Recipe, session: Session) -> CompleteRun:
 
 
 def write_token_counts(
-    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, lengths: Ints, batch_size: int
+    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, computed: Computed, layout: str
 ) -> None:
-    """Writes tokens.json from the ledgers of each split and from the order of the first epoch.
-
-    Args:
-        lengths: Tokens of every training row.
-        batch_size: Sequences in a batch, which is padded to its longest.
+    """Writes tokens.json from the ledgers of each split and what the first epoch computes.
 
     Raises FtcliError FT723 or FT724 when it cannot be written.
     """
     datasets = tuple(_dataset(split, ledger) for split, some in ledgers.items() for ledger in some)
-    real, padding = padding_of(epochs, lengths, batch_size)
     epoch = EpochTokens(
         rows=len(epochs) if epochs.packs is None else len(epochs.packs.rows),
         sequences=len(epochs),
         packed=epochs.packs is not None,
-        tokens=real,
-        tokens_padded=padding,
-        padded_share=padding / (real + padding),
+        tokens=computed.tokens,
+        tokens_padded=computed.filler,
+        padded_share=computed.share,
+        tokens_computed=computed.tokens + computed.filler,
+        layout=layout,
+        shapes=computed.shapes,
     )
     write_tokens(path, datasets, epoch)
 

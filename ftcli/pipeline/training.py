@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.fit import Fitted, fit
@@ -15,6 +16,12 @@ from ftcli.pipeline.results import CompleteRun, complete_result, write_token_cou
 from ftcli.pipeline.start import Rows
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.data.order import Computed, Epochs
+    from ftcli.data.prepare import Prepared
+    from ftcli.facts.batches import Batches
+    from ftcli.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +57,17 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
         epochs = data.training_epochs(job, train_data)
-        write_token_counts(
-            context.directory.tokens_path,
-            {"train": train_data.ledgers, "eval": eval_data.ledgers},
-            epochs,
-            train_data.sequences.lengths,
-            job.recipe.train.per_device_train_batch_size,
-        )
+        planned = job.report.setup.execution.batches
+        computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
         model = build.build_trainable(job)
         kernels = build.put_on_kernels(job, model, train_data.sequences)
-        if epochs.packs is not None:
-            build.check_packing(job, model, epochs.sequences)
-        graphs = why_not_graphed(job, model) or "on"
-        add_to_manifest(context, BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs))
+        batches = build.laid_out(job, model, epochs.sequences)
+        if batches != planned:
+            computed = _counted(context, job, epochs, train_data, eval_data, batches)
+        graphs, layout = why_not_graphed(job, model) or "on", data.LaidOut(batches, computed)
+        built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, layout)
+        add_to_manifest(context, built)
         held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences), model)
     keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)
@@ -93,3 +97,15 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
         with context.phase("evaluating"):
             found = shown({f"eval_{name}": value for name, value in held_out.begin().items()})
         context.session.reporter.info(f"held-out before training: {found}")
+
+
+def _counted(
+    context: RunContext, job: Job, epochs: Epochs, train_data: Prepared, eval_data: Prepared, batches: Batches
+) -> Computed:
+    """What an epoch computes in ``batches``; written to tokens.json."""
+    from ftcli.pipeline.data import computed_with
+
+    computed = computed_with(job, epochs, train_data, batches)
+    ledgers = {"train": train_data.ledgers, "eval": eval_data.ledgers}
+    write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
+    return computed

@@ -70,6 +70,7 @@ class PreflightReport:
             "checkpointing": self.checkpointing,
             "attention": self.setup.execution.attention,
             "kernels": self.setup.execution.layers.code,
+            "batches": self.setup.execution.batches,
             "kernel_table": self.parts,
             "memory": self.memory,
             "verdict": self.verdict,

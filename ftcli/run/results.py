@@ -146,7 +146,9 @@ class DatasetTokens:
 class EpochTokens:
     """What one epoch of training computes. A sequence is a row, or several rows when ``packed``.
 
-    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions.
+    ``tokens_padded`` are positions of batches without a token, ``padded_share`` their share of all positions,
+    ``tokens_computed``. ``layout`` says whether rows are padded to the longest or laid out without padding, and filled
+    up to one of few numbers of tokens; ``shapes`` is the number of different shapes of micro-batches.
     """
 
     rows: int
@@ -155,6 +157,9 @@ class EpochTokens:
     tokens: int
     tokens_padded: int
     padded_share: float
+    tokens_computed: int
+    layout: str
+    shapes: int
 
 
 def write_tokens(path: Path, datasets: tuple[DatasetTokens, ...], epoch: EpochTokens) -> None:

@@ -21,12 +21,16 @@ _STATES: tuple[State, ...] = get_args(State)
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """What the command says of training: optimizer steps, tokens seen, loss and reward of the last step."""
+    """What the command says of training: optimizer steps, tokens seen, loss and reward of the last step.
+
+    ``tokens_computed``: with padding and filler, where these are counted.
+    """
 
     steps: int
     tokens: int | None = None
     train_loss: float | None = None
     reward: float | None = None
+    tokens_computed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +14,17 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from transformers.trainer_utils import SaveStrategy
 
 from ftcli.config.training import TrainConfig
-from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.checkpoint import TRAINER_STATE
 from ftcli.run.completions import Completion
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.trainers.best import Best, Stopping, measured
-from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
+from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState, readable
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
-
-#: What torch, numpy and pickle raise at content that is not what they wrote.
-_UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
 
 #: What a trainer is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
 #: everything between the others, such as collating and logging.
@@ -88,6 +81,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.hooks, self.settings = hooks, settings
         self.row_origins: RowOrigins = row_origins or (lambda _row: ())
         self.tokens_seen = 0
+        self.tokens_computed = 0
         self.window = LogWindow()
         self.phase: Doing = "step"
         self.batch_shape: tuple[int, ...] | None = None
@@ -102,14 +96,20 @@ class RunTrainerMixin(OptimisationMixin):
         self._resume_from: Path | None = None
         self._random_states: RandomStates | None = None
         self._skipped = SkippedSteps()
-        self._at_step_begin: tuple[Tensor | None, Tensor] | None = None
+        self._at_step_begin: tuple[Tensor | None, int, Tensor] | None = None
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
-    def count_tokens(self, mask: Tensor) -> None:
-        """Adds the number of ones in an attention mask, without waiting for the device."""
-        self._token_count = mask.sum() if self._token_count is None else self._token_count + mask.sum()
+    def count_tokens(self, mask: Tensor, computed: int = 0) -> None:
+        """Adds the number of ones in an attention mask, without waiting for the device.
+
+        Args:
+            computed: All positions of the micro-batch, with those that only fill it up; 0 where they are not counted.
+        """
+        total = mask.sum()
+        self._token_count = total if self._token_count is None else self._token_count + total
+        self.tokens_computed += computed
 
     def take_token_count(self) -> None:
         """Adds the counted tokens to :attr:`tokens_seen` and the window; waits for the device."""
@@ -169,7 +169,7 @@ class RunTrainerMixin(OptimisationMixin):
 
     def begin_step(self) -> None:
         """Before the first batch of an optimizer step: notes the state that a rescue goes back to."""
-        self._at_step_begin = (self._token_count, self._tr_loss.clone())
+        self._at_step_begin = (self._token_count, self.tokens_computed, self._tr_loss.clone())
 
     def end_step(self) -> None:
         """After the optimizer has stepped, before anything is logged, evaluated or saved."""
@@ -245,7 +245,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.tokens_seen = state.num_input_tokens_seen
         self.saved_step = state.global_step
         if self._resume_from is not None:
-            with _readable(str(self._resume_from)):
+            with readable(str(self._resume_from)):
                 self.load_training_weights(self._resume_from)
                 self.load_more(self._resume_from)
                 self._restore(WindowState.read(self._resume_from))
@@ -258,16 +258,17 @@ class RunTrainerMixin(OptimisationMixin):
         self._globalstep_last_logged = found.logged_step
         self.window.tokens, self.window.seconds = found.tokens, found.seconds
         self.tokens_seen = self.state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
+        self.tokens_computed = found.tokens_computed or 0
         self.evaluation_due = found.evaluation_due
         self.best = found.best or Best()
         self.restore_extra_window(found.extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _readable(checkpoint):
+        with readable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _readable(checkpoint):
+        with readable(checkpoint):
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
 
     def extra_window(self) -> JsonObject:
@@ -321,6 +322,7 @@ class RunTrainerMixin(OptimisationMixin):
             tokens=self.window.tokens,
             seconds=self.window.seconds,
             tokens_seen=self.tokens_seen,
+            tokens_computed=self.tokens_computed,
             evaluation_due=self.evaluation_due,
             best=self.best,
             extra=self.extra_window(),
@@ -345,7 +347,7 @@ class RunTrainerMixin(OptimisationMixin):
         if state.global_step <= self.saved_step or self._random_states is None:
             return None
         if self._at_step_begin is not None:
-            self._token_count, loss_sum = self._at_step_begin
+            self._token_count, self.tokens_computed, loss_sum = self._at_step_begin
             self._tr_loss.copy_(loss_sum)
             self._pending = [w for w in self._pending if w.step <= state.global_step]
             self._random_states.restore()
@@ -365,34 +367,18 @@ class RunTrainerMixin(OptimisationMixin):
 
         Returns False, and changes nothing, when there are steps left to train.
         """
-        with _readable(str(checkpoint)):
+        with readable(str(checkpoint)):
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if state.global_step < state.max_steps:
             return False
         self.take_weights(checkpoint)
         self.state = state
-        with _readable(str(checkpoint)):
+        with readable(str(checkpoint)):
             found = WindowState.read(checkpoint)
         kept = None if found is None else found.tokens_seen
         self.tokens_seen = state.num_input_tokens_seen if kept is None else kept
+        self.tokens_computed = 0 if found is None else found.tokens_computed or 0
         return True
-
-
-@contextlib.contextmanager
-def _readable(checkpoint: str | None) -> Iterator[None]:
-    """A block that loads a checkpoint's state. Its files are as they were written; what was written may be rubbish."""
-    try:
-        yield
-    except _UNREADABLE as error:
-        if is_out_of_memory(error):
-            raise
-        raise FtcliError.single(
-            "FT725",
-            f"cannot resume from {checkpoint}: its state cannot be loaded: "
-            f"{type(error).__name__}: {first_line(error)[:200]}",
-            exit_code=ExitCode.RECIPE,
-            help="move this checkpoint away and use --resume auto, which takes the one before it",
-        ) from error
 
 
 NO_SAVING = {"save_strategy": SaveStrategy.NO, "push_to_hub": False, "report_to": "none"}

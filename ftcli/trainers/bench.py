@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -163,9 +163,16 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[Tokens]:
     """``rows`` sequences of ``seq_len`` random ids, every position but the first supervised."""
+    return synthetic_rows([seq_len] * rows, vocab_size, seed)
+
+
+def synthetic_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tokens]:
+    """A sequence of random ids for each of ``lengths``, every position but the first supervised."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocab_size, (rows, seq_len), generator=generator).tolist()
-    return [Tokens(Row("synthetic", i + 1, {}), row, [IGNORE_INDEX, *row[1:]]) for i, row in enumerate(ids)]
+    ids = torch.randint(vocab_size, (sum(lengths),), generator=generator).tolist()
+    ends = list(accumulate(lengths))
+    rows = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [Tokens(Row("synthetic", i + 1, {}), row, [IGNORE_INDEX, *row[1:]]) for i, row in enumerate(rows)]
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:

@@ -58,7 +58,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         trainer: The trainer it belongs to.
         schedule: When to log, evaluate and save.
         write: Receives one metrics line: ``step``, ``loss``, ``grad_norm``, ``learning_rate``, ``tokens``,
-            ``tokens_per_second``, ``peak_memory_bytes``, and ``eval_*`` where an evaluation took place.
+            ``tokens_per_second``, ``peak_memory_bytes``, ``tokens_computed`` with padding and filler, and ``eval_*``
+            where an evaluation took place.
         progress: Told the step and the newest numbers after each step.
         stop: Looked at after each step.
     """
@@ -153,6 +154,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             "tokens_per_second": self._trainer.window.take_rate(),
             "peak_memory_bytes": self._trainer.peak_memory_bytes(),
         }
+        if self._trainer.tokens_computed:
+            line = {**line, "tokens_computed": self._trainer.tokens_computed}
         line = {**line, **{key: value for key, value in logs.items() if key not in line}}
         self.last = line
         self._write(line)

@@ -6,9 +6,12 @@ half-filled average goes into the checkpoint, with everything else that belongs 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.run.checkpoint import STATE_NAME
+from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.trainers.best import Best
+
+#: What torch, numpy and pickle raise at content that is not what they wrote.
+_UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
 
 
 class LogWindow:
@@ -58,6 +66,7 @@ class WindowState:
         tokens: Tokens seen since then.
         seconds: Seconds trained since then.
         tokens_seen: Tokens seen since the run began; None in a checkpoint of an ftcli that kept them elsewhere.
+        tokens_computed: The same with padding and filler; None in a checkpoint of an ftcli that did not count them.
         evaluation_due: An evaluation of this very step has not been made, because the run was to stop at once.
         best: The best evaluation so far; None in a checkpoint of an older ftcli.
         extra: What a trainer gathers besides (GRPO: rewards and lengths).
@@ -68,6 +77,7 @@ class WindowState:
     tokens: int
     seconds: float
     tokens_seen: int | None = None
+    tokens_computed: int | None = None
     evaluation_due: bool = False
     best: Best | None = None
     extra: JsonObject = field(default_factory=dict)
@@ -111,3 +121,20 @@ class RandomStates:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
+
+
+@contextlib.contextmanager
+def readable(checkpoint: str | None) -> Iterator[None]:
+    """A block that loads a checkpoint's state. Its files are as they were written; what was written may be rubbish."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if is_out_of_memory(error):
+            raise
+        raise FtcliError.single(
+            "FT725",
+            f"cannot resume from {checkpoint}: its state cannot be loaded: "
+            f"{type(error).__name__}: {first_line(error)[:200]}",
+            exit_code=ExitCode.RECIPE,
+            help="move this checkpoint away and use --resume auto, which takes the one before it",
+        ) from error

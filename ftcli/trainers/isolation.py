@@ -59,10 +59,11 @@ def check_isolation(
     if not (among_others <= _NEIGHBOURS and by_itself <= _ALONE[plan.compute]):  # NaN fails, too
         raise FtcliError.single(
             "FT443",
-            "with data.packing, this model lets a document see the one before it: its hidden states differ by "
+            "with several documents in a row, this model lets one see the one before it: its hidden states differ by "
             f"{among_others:.2g} with another neighbour, by {by_itself:.2g} without one (relative)",
             exit_code=ExitCode.PREFLIGHT,
-            help="train with data.packing: false, or try model.attention: eager and model.kernels: off",
+            help="train with data.packing: false and data.padding_free: false, or try model.attention: eager and "
+            "model.kernels: off",
         )
 
 
@@ -80,7 +81,7 @@ def _hidden(
     model: PreTrainedModel | PeftModel, packs: Sequence[Sequence[Tokens]], device: torch.device, pad_token_id: int
 ) -> Tensor:
     batch = packed_batch(packs, pad_token_id)
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids")}
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids", "document_starts")}
     return hidden_states(model, inputs).tensor.float()
 
 

@@ -65,8 +65,9 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         """
         if return_outputs:
             raise ValueError("logits are never kept; evaluation goes through ftcli.evaluate")
-        # Rows come with a padding mask, packs with their lengths. The sum of either is the number of tokens.
-        self.count_tokens(inputs["attention_mask"] if "attention_mask" in inputs else inputs["lengths"])
+        # Padded rows come with a mask, others with their lengths. The sum of either is the number of tokens.
+        real = inputs["attention_mask"] if "attention_mask" in inputs else inputs["lengths"]
+        self.count_tokens(real, computed=inputs["input_ids"].numel())
         inputs = {name: value for name, value in inputs.items() if name != "lengths"}
         device = inputs["input_ids"].device
         items = num_items_in_batch
@@ -193,7 +194,9 @@ def build_sft_trainer(
         trainer = SftTrainer(
             model=model,
             args=args,
-            data_collator=WithRows(EpochCollator(epochs, job.pad_token_id), head_of(model).weight.shape[0]),
+            data_collator=WithRows(
+                EpochCollator(epochs, job.pad_token_id, job.batches(model)), head_of(model).weight.shape[0]
+            ),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
             train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
             processing_class=job.tokenizer,

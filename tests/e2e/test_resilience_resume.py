@@ -26,13 +26,18 @@ PACKED: dict[str, Any] = {
     "data": {"train": [{"path": "bundled:smoke-train", "max_rows": 80}], "max_seq_len": 160, "packing": True},
     "train": {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
 }
+UNPADDED: dict[str, Any] = {
+    **ODD,
+    "model": {"kernels": "reference"},
+    "data": {**ODD["data"], "padding_free": True},
+}
 FULL: dict[str, Any] = {**ODD, "lora": None, "train": {**ODD["train"], "optim": "adafactor"}}
 
 
 @pytest.mark.parametrize(
     ("change", "prepared", "batch"),
-    [(ODD, (), 10), (ODD, (("workers", 2),), 10), (PACKED, (), 8), (FULL, (), 10)],
-    ids=["accumulation in the second epoch", "two workers", "packing", "full fine-tuning"],
+    [(ODD, (), 10), (ODD, (("workers", 2),), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
+    ids=["accumulation in the second epoch", "two workers", "packing", "unpadded on our layers", "full fine-tuning"],
 )
 def test_half_and_half_is_the_whole(
     drills: Drills, change: dict[str, Any], prepared: tuple[Any, ...], batch: int

@@ -36,6 +36,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     assert {part["part"]: part["runs"] for part in manifest["parts"]} == {
         "layers": "transformers",
         "attention": "eager",
+        "batches": "padded",
     }
     activations = manifest["activations"]
     assert activations.pop("reason").startswith("the fastest that fits in 90% of ")

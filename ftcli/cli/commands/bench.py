@@ -19,6 +19,14 @@ def bench(
     set_: options.SetOption = None,
     batch: Annotated[int | None, typer.Option("--batch", metavar="N", min=1, help="Rows in each step.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", metavar="N", min=2, help="Tokens in each row.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="MIX",
+            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA, or a file of lengths.",
+        ),
+    ] = None,
     layers: Annotated[
         int | None, typer.Option("--layers", metavar="N", min=1, help="Use the first N layers only.")
     ] = None,
@@ -42,6 +50,7 @@ def bench(
     \b
     Examples:
       ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
+      ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 50
       ftcli bench recipes/smoke.yaml --steps 5 --json
       ftcli bench recipes/gemma2-9b.yaml --eval
     """
@@ -51,7 +60,7 @@ def bench(
 
         loaded = options.load(recipe, options.overrides(set_))
         wanted = pipeline.BenchOptions(
-            batch=batch, seq=seq, layers=layers, steps=steps, profile=profile, evaluation=evaluation
+            batch=batch, seq=seq, lengths=lengths, layers=layers, steps=steps, profile=profile, evaluation=evaluation
         )
         return pipeline.bench(loaded, session, wanted)
 

@@ -123,7 +123,7 @@ RULES = r.Rules(
         "assistant_only_loss": _assistant,
         "completion_only_loss": _completion,
         "packing_strategy": r.harmless("rows that fit best share a pack, and never see one another"),
-        "padding_free": r.harmless("data.packing does that"),
+        "padding_free": r.harmless("data.padding_free: auto does that wherever attention can"),
         "do_eval": r.ignored,
         "config": r.ignored,
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ftcli.config import DatasetConfig
+from ftcli.facts.execution import takes_rows
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.rows.places import is_hub, resolve_path
 
@@ -12,7 +13,7 @@ _HUB_ONLY = ("name", "revision", "streaming")
 
 
 def check(context: Context) -> Findings:
-    """FT257 and FT258 for sources, FT259 for packing where nothing is packed."""
+    """FT257 and FT258 for sources, FT259 for layouts of batches that have no effect."""
     recipe = context.recipe
     for section, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         for index, source in enumerate(sources):
@@ -25,6 +26,9 @@ def check(context: Context) -> Findings:
     if recipe.data.packing and not method.packs and context.command == method.command:
         message = f"data.packing has no effect in {method.command}: completions are generated"
         yield context.warning("FT259", "data.packing", message)
+    refusal = takes_rows(recipe, method, context.work)
+    if recipe.data.padding_free is True and refusal is not None:
+        yield context.warning("FT259", "data.padding_free", f"data.padding_free has no effect: {refusal}")
 
 
 def _options(context: Context, path: str, source: DatasetConfig) -> Findings:

@@ -121,11 +121,11 @@ def pinned_by(setup: Setup, offloaded: Offloaded) -> int:
     """Bytes of activations that training sends to the host. On a CPU nothing is sent: its memory is the host's."""
     if not setup.trains or setup.device.kind == "cpu":
         return 0
-    setting = setup.setting(setup.method_memory.seq_len, padded=False)
+    setting = setup.setting(setup.largest[1], padded=False)
     stream = setup.shape.hidden_size * setting.bytes_residual
     held, _ = held_by_layers(setup, setting, offloaded)
     layers = setup.shape.num_layers - setup.uncheckpointed
-    return pinned_bytes(layers * round(held.host / stream), setup.rows * setting.seq_len * stream)
+    return pinned_bytes(layers * round(held.host / stream), setup.tokens * stream)
 
 
 def paged_by(setup: Setup) -> int:

@@ -147,9 +147,22 @@ class Setup:
         return self.recipe.train.per_device_train_batch_size
 
     @property
+    def largest(self) -> tuple[int, int]:
+        """Rows and tokens of a row of a micro-batch at its largest."""
+        return self.largest_shape(self.rows, self.method_memory.seq_len)
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch at its largest."""
-        return self.rows * self.method_memory.seq_len
+        """Tokens of a micro-batch at its largest, with what it is rounded up by."""
+        rows, width = self.largest
+        return rows * width
+
+    def largest_shape(self, rows: int, longest: int) -> tuple[int, int]:
+        """What is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of lengths takes more than
+        full rows do: as one row, which is what attention and rotation need most for.
+        """
+        batches = self.execution.batches
+        return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
 
     @property
     def padded(self) -> bool:

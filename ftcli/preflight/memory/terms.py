@@ -137,7 +137,7 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
 
 def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     tokens, on_kernels = setup.tokens, setup.execution.on_kernels
-    setting = setup.setting(setup.method_memory.seq_len, padded=setup.padded)
+    setting = setup.setting(setup.largest[1], padded=setup.padded or _masked_densely(setup))
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
     states = _hidden_states(setup, tokens, setting)
     # What backward begins with is there before any of the kernels' layers.
@@ -146,7 +146,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     # What layers allocate inside CUDA graphs is in nobody else's hands again.
     backward = phases_of(setup) if setup.graphed else (BACKWARD,)
     kept = phases_of(setup) if setup.graphed else (FORWARD, BACKWARD)
-    yield Term("activations", _kept(setup, layer, whole) + _shared(setup, setting), kept)
+    yield Term("activations", _kept(setup, layer, whole) + _shared(setup), kept)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -266,10 +266,15 @@ def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:
     return int(tokens * (2 * hidden * setup.plan.parameter_bytes + norm))
 
 
-def _shared(setup: Setup, setting: Setting) -> int:
-    """What training makes once for all layers. transformers' layers separate packed documents by a mask."""
-    documents = setup.recipe.data.packing and not setup.execution.on_kernels
-    return _made_once(setup, setup.rows, setting.seq_len, padded=setup.padded or documents)
+def _masked_densely(setup: Setup) -> bool:
+    """Whether documents of one row are kept apart by a mask over all pairs of its tokens."""
+    documents = setup.recipe.data.packing or setup.execution.batches.layout == "unpadded"
+    return documents and setup.execution.masked != "triton"
+
+
+def _shared(setup: Setup) -> int:
+    """What training makes once for all layers."""
+    return _made_once(setup, *setup.largest, padded=setup.padded or _masked_densely(setup))
 
 
 def _made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
@@ -298,9 +303,10 @@ def _evaluation(setup: Setup, settled: Settled) -> int:
     """The larger of a forward pass with loss and of generating, for one evaluation batch."""
     recipe, shape = setup.recipe, setup.shape
     rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len
-    tokens, setting = rows * seq_len, setup.setting(seq_len, padded=False)
+    together, width = setup.largest_shape(rows, seq_len)
+    tokens, setting = together * width, setup.setting(width, padded=_masked_densely(setup))
     hidden = 3 * tokens * shape.hidden_size * setup.plan.parameter_bytes
-    hidden += _made_once(setup, rows, seq_len, padded=False)
+    hidden += _made_once(setup, together, width, padded=_masked_densely(setup))
     layer = int(tokens * setup.layers.forward_peak(shape, setting)) + _dequantized(setup, settled)
     scoring = hidden + max(layer, _cross_entropy(setup, tokens, training=False))
     return max(scoring, _generation(setup, settled, rows, seq_len, seq_len)) if recipe.eval.tasks else scoring

@@ -50,6 +50,12 @@ def test_run_that_is_none(refused: Callable[..., object]) -> None:
     refused(["eval", "r.yaml", "--run", "nowhere"], code="FT154", at="--run nowhere", help="runs/smoke")
 
 
+@pytest.mark.parametrize("text", ["lognormal:380", "lognormal:nan,1", "normal:380,100", "no/such/file", "."])
+def test_lengths_that_are_none(refused: Callable[..., object], text: str) -> None:
+    Path("r.yaml").write_text("version: 1\nmodel: {name_or_path: m}\n")
+    refused(["bench", "r.yaml", "--lengths", text], code="FT157", at="--lengths", help="lognormal:380,0.8")
+
+
 def test_copy_does_not_overwrite(refused: Callable[..., object]) -> None:
     Path("mine.yaml").write_text("precious")
     refused(["recipes", "copy", "smoke", "mine.yaml"], code="FT153", at=HERE, help="--force")

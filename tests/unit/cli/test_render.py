@@ -17,7 +17,7 @@ from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import ModelScores
 from ftcli.evaluate.tasks import TaskResult
 from ftcli.facts.device import named_device
-from ftcli.pipeline.bench_result import BenchResult, Bound, Measured, Predicted, Profiled, StoredRate, Timing
+from ftcli.pipeline.bench_result import BenchResult, Bound, Computing, Measured, Predicted, Profiled, StoredRate, Timing
 from ftcli.pipeline.checking import CheckResult
 from ftcli.pipeline.evaluation import EvaluationResult
 from ftcli.plain import plain
@@ -163,6 +163,8 @@ def test_evaluation_has_a_column_for_each_model() -> None:
 
 def bench_result(tokens_per_second: float, step_ms: float, share: float | None = None, **known: Any) -> BenchResult:
     timing = Timing(5, known.get("first_step_only", False), tokens_per_second, step_ms, 1.0, 1.0, 1.0, 3 * 2**30)
+    computing = Computing(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
+    profiled = Profiled(None, None)
     return BenchResult(
         recipe="r.yaml",
         mode="training",
@@ -171,10 +173,11 @@ def bench_result(tokens_per_second: float, step_ms: float, share: float | None =
         dtype="float32",
         batch=1,
         seq=8,
+        lengths=None,
         layers=None,
         gradient_checkpointing=False,
         uncheckpointed_layers=0,
-        measured=Measured(timing, DeviceMemory(), 1.0, Profiled(None, None), "kernels: off", None, None),
+        measured=Measured(timing, computing, DeviceMemory(), 1.0, profiled, "kernels: off", None, "on", None),
         stored=StoredRate(),
         predicted=known.get("predicted", Predicted()),
         bound=Bound(1.0, 1.0, share),
@@ -187,12 +190,13 @@ def test_bench_begins_with_the_numbers_that_count() -> None:
     first = bench_text(bench_result(9.0, 8.0, first_step_only=True))
     assert first.splitlines()[0] == "9 tokens/s, 8.0 ms in the first step, with all that is set up in it"
     assert "bound" not in bench_text(bench_result(1.0, 1.0)).split("\n")[0]
+    assert text.splitlines()[1] == "15,432 computed tokens/s, 20.0% of them filler; rows unpadded, 3 shapes"
 
 
 def test_the_peak_stands_beside_the_prediction_of_the_same_thing() -> None:
-    shown = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30))).split("\n")[1]
+    shown = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30))).split("\n")[2]
     assert shown == "3.00 GiB resident at the peak, 5.00 GiB predicted"
-    on_gpu = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30, 4 * 2**30))).split("\n")[1]
+    on_gpu = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30, 4 * 2**30))).split("\n")[2]
     assert on_gpu.startswith("3.00 GiB allocated at the peak, 4.00 GiB predicted; 5.00 GiB with")
     assert "GiB predicted" not in bench_text(bench_result(1.0, 1.0))
 

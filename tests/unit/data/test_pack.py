@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ftcli.data.collate import packed_batch
-from ftcli.data.order import epochs_of, mixture, padding_of, plain_epochs, rows_of
+from ftcli.data.order import computed_by, epochs_of, mixture, plain_epochs, rows_of
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens, TokenTable
+from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
@@ -64,11 +65,20 @@ def test_a_row_may_occur_several_times_and_order_is_by_first_row() -> None:
 def test_positions_begin_anew_and_no_first_token_is_a_label() -> None:
     first, second = tokens(1, [5, 6, 7], masked=0), tokens(2, [8, 9], masked=0)
     batch = packed_batch([[first, second], [second]], pad_token_id=1)
-    assert set(batch) == {"input_ids", "labels", "position_ids", "lengths"}
+    assert set(batch) == {"input_ids", "labels", "position_ids", "lengths", "document_starts"}
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [8, 9, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9], [-100, 9, -100, -100, -100]]
     assert batch["lengths"].tolist() == [5, 2]
+    assert batch["document_starts"].tolist() == [[0, 0, 0, 3, 3], [0, 0, 2, 2, 2]]
+
+
+def test_no_position_of_what_fills_a_row_up_is_beyond_those_of_documents() -> None:
+    """Rotations that scale with the largest position would change for all."""
+    batch = packed_batch([[tokens(1, [5, 6, 7]), tokens(2, [8, 9])]], pad_token_id=1, width=12)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]]
+    assert batch["document_starts"].tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 8, 11]]
+    assert batch["lengths"].tolist() == [5]
 
 
 def test_the_order_follows_from_seed_and_epoch_alone() -> None:
@@ -102,10 +112,10 @@ def test_mixtures_show_every_row_and_keep_their_shares_all_along() -> None:
 def test_padding_is_counted_as_the_batches_are_made() -> None:
     epochs = plain_epochs([tokens(n, [1] * length) for n, length in enumerate((2, 5, 3))], 0)
     lengths = np.asarray([2, 5, 3], dtype=np.int64)
-    real, padding = padding_of(epochs, lengths, 2)
+    computed = computed_by(epochs, lengths, 2, Batches("padded", "a test"))
     ordered = [int(lengths[i]) for i in epochs.order(0)]
     expected = 2 * max(ordered[:2]) + ordered[2]
-    assert (real, real + padding) == (10, expected)
+    assert (computed.tokens, computed.tokens + computed.filler) == (10, expected)
 
 
 def test_an_empty_table_packs_to_nothing() -> None:

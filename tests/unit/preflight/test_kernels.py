@@ -86,6 +86,7 @@ def test_a_t4_falls_back_where_triton_has_no_tensor_cores(load: Any) -> None:
         "attention, window 4096": "eager",
         "attention, global": "eager",
         "head and loss": "triton",
+        "batches": "padded",
     }
     assert "7.5" in rows["attention, global"].reason
 

@@ -1,0 +1,92 @@
+"""How the rows of a micro-batch are laid out for the model, and how many tokens are computed for them.
+
+``padded``: a row each, filled up to the longest. ``unpadded``: all rows one after the other in a single row, with
+positions that begin anew and no attention across; what it is rounded up with is one more document, which bears no loss.
+
+Preflight asks before anything is built, and the job again once there is a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["padded", "unpadded"]
+
+#: The recipe's ``data.padding_free``.
+PaddingFree = bool | Literal["auto"]
+
+#: Numbers of tokens that are computed are multiples of this: the tiles of products and of attention.
+_MULTIPLE = 64
+#: What lies between one power of two and the next is divided into so many steps: at most 1/16 is added.
+_STEPS = 16
+#: No step is longer. Where so many tokens are computed at a time, launches cost nothing and each token counts.
+_LONGEST_STEP = 1024
+
+
+def bucket(tokens: int) -> int:
+    """The number of tokens that is computed for ``tokens``: the next of few.
+
+    Multiples of 64 up to 1024; from there on, 16 between each power of two and the next, all multiples of 64; beyond
+    32,768 multiples of 1024. Never falls as ``tokens`` rises; what it gives stays as it is.
+    """
+    below = 1 << (tokens - 1).bit_length() >> 1 if tokens > 0 else 0  # the largest power of two that is less
+    step = min(max(_MULTIPLE, below // _STEPS), _LONGEST_STEP)
+    return -(-tokens // step) * step
+
+
+def buckets(most: int) -> Iterator[int]:
+    """Every number that :func:`bucket` gives for 1 to ``most`` tokens, ascending."""
+    size = 0
+    while size < most:
+        size = bucket(size + 1)
+        yield size
+
+
+def unpadded_shape(lengths: Sequence[int]) -> tuple[int, int]:
+    """Rows and tokens of a row that are computed for documents of ``lengths`` without padding.
+
+    A single row; but documents of one length stay a row each where that computes no more tokens: attention is dense
+    there, its fastest form. So does a document that is alone.
+    """
+    count, longest, flat = len(lengths), max(lengths), bucket(sum(lengths))
+    if min(lengths) == longest and count * bucket(longest) <= flat:
+        return count, bucket(longest)
+    return 1, flat
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How micro-batches are laid out, and why, as one clause."""
+
+    layout: Layout
+    reason: str
+
+    def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Rows and tokens of a row that are computed for documents of ``lengths``, which are not empty."""
+        return (len(lengths), max(lengths)) if self.layout == "padded" else unpadded_shape(lengths)
+
+    def most_tokens(self, rows: int, longest: int) -> int:
+        """The most tokens that are computed for ``rows`` rows of up to ``longest`` tokens each."""
+        return bucket(rows * longest) if self.layout == "unpadded" else rows * longest
+
+
+def choose_batches(wanted: PaddingFree, *, takes_rows: str | None, masked_densely: str | None) -> Batches:
+    """The layout of a run.
+
+    Args:
+        wanted: The recipe's ``data.padding_free``.
+        takes_rows: Why the method's trainer takes nothing but padded rows; None where it takes either.
+        masked_densely: Why attention keeps documents apart by a mask over all pairs of tokens, or not at all; None
+            where kernels skip what lies in other documents.
+    """
+    if takes_rows is not None:
+        return Batches("padded", takes_rows)
+    if wanted is False:
+        return Batches("padded", "data.padding_free: false")
+    if masked_densely is None:
+        return Batches("unpadded", "attention's kernels keep rows apart and skip what lies in others")
+    if wanted is True:
+        return Batches("unpadded", f"data.padding_free: true, although {masked_densely}")
+    return Batches("padded", masked_densely)

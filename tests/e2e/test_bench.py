@@ -1,0 +1,78 @@
+"""`ftcli bench` on rows of one length and of many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftcli.data.lengths import lengths_of
+from ftcli.facts.batches import Batches, Layout
+from tests.e2e.conftest import User
+
+WORDS = ("--batch", "4", "--seq", "60", "--steps", "3")
+
+
+@pytest.mark.parametrize(("free", "layout"), [("auto", "padded"), ("true", "unpadded")])
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(
+    user: User, free: str, layout: Layout, evaluation: bool
+) -> None:
+    words = (*WORDS, "--lengths", "lognormal:20,0.8", "--set", f"data.padding_free={free}")
+    found = user.done("bench", user.recipe(), *words, *(["--eval"] if evaluation else []))
+    assert (found["layout"], found["lengths"], found["steps"]) == (layout, "lognormal:20,0.8", 3)
+    sizes = lengths_of("lognormal:20,0.8").sample(16, 60, 3)
+    if evaluation:  # training shuffles; its batches are looked at below
+        groups = [sizes[start : start + 4] for start in (4, 8, 12)]
+        shapes = [Batches(layout, "").shape(group) for group in groups]
+        assert found["real_tokens"] == sum(map(sum, groups))
+        assert found["computed_tokens"] == sum(rows * width for rows, width in shapes)
+        assert found["shapes"] == len(set(shapes))
+    assert found["real_tokens"] < sum(sizes)
+    assert found["filler_share"] == pytest.approx(1 - found["real_tokens"] / found["computed_tokens"])
+    ratio = found["real_tokens"] / found["computed_tokens"]
+    assert found["tokens_per_second"] == pytest.approx(found["computed_tokens_per_second"] * ratio)
+    assert 3 * found["step_ms_min"] / 1000 * found["tokens_per_second"] <= found["real_tokens"] * 1.001
+    assert 3 * found["step_ms_max"] / 1000 * found["tokens_per_second"] >= found["real_tokens"] * 0.999
+
+
+def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes that the trainer's steps have are those that the numbers are made from."""
+    from ftcli.trainers.sft import SftTrainer
+
+    seen: list[tuple[int, int]] = []
+    count = SftTrainer.count_tokens
+
+    def counted(trainer: SftTrainer, mask: object, computed: int = 0) -> None:
+        seen.append((int(mask.sum()), computed))  # type: ignore[attr-defined]
+        count(trainer, mask, computed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SftTrainer, "count_tokens", counted)
+    for free in ("false", "true"):
+        seen.clear()
+        words = (*WORDS, "--lengths", "lognormal:20,0.8", "--set", f"data.padding_free={free}")
+        found = user.done("bench", user.recipe(), *words)
+        assert len(seen) == 4  # the first one is not timed
+        assert found["real_tokens"] == sum(real for real, _ in seen[1:])
+        assert found["computed_tokens"] == sum(computed for _, computed in seen[1:])
+
+
+def test_measured_lengths(user: User, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("7\n90\n")
+    found = user.done("bench", user.recipe(), *WORDS, "--lengths", str(path))
+    cut, rest = divmod(found["real_tokens"] - 12 * 7, 60 - 7)  # each of 12 rows has 7 tokens, or 60 of its 90
+    assert rest == 0
+    assert 0 < cut < 12
+
+
+def test_rows_of_one_length_have_no_filler_but_what_rounds_them_up(user: User) -> None:
+    found = user.done("bench", user.recipe(), *WORDS)
+    assert (found["lengths"], found["filler_share"], found["shapes"]) == (None, 0.0, 1)
+    assert found["real_tokens"] == found["computed_tokens"] == 3 * 4 * 60
+    assert found["tokens_per_second"] == pytest.approx(4 * 60 / found["step_ms"] * 1000)
+    rounded = user.done("bench", user.recipe(), *WORDS, "--set", "data.padding_free=true")
+    assert rounded["computed_tokens"] == 3 * 256
+    first = user.done("bench", user.recipe(), "--steps", "0", "--lengths", "lognormal:20,0.8")
+    assert first["first_step_only"]
+    assert first["shapes"] == 1
