@@ -40,7 +40,7 @@ fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e tests/unit/model/test_models_page.py -n auto --dist worksteal
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu

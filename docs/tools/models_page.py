@@ -1,65 +1,112 @@
-"""Writes docs/models.md from the family tables and the small models of the tests: ``python docs/tools/models_page.py``.
+"""Writes docs/models.md from the family tables and from what came of small random models.
 
-What the page says of a family is what ``tests/unit/model/test_models_page.py`` finds out on a small random model of it.
+``python docs/tools/models_page.py`` writes the page anew with the outcomes that it states; ``PYTHONPATH=docs/tools
+python -m tests.family_outcomes`` finds all of them out again first. ``make test-families`` compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from ftcli.tables.families import MULTIMODAL, family_of
 
+PAGE = Path("docs/models.md")
+
+#: Families by how much they are trained (releases, notebooks, mentions in peers' changes of 2026); all others follow.
+RANK = (
+    "qwen3_5",
+    "gemma4",
+    "qwen3",
+    "qwen3_5_moe",
+    "gpt_oss",
+    "llama",
+    "qwen3_moe",
+    "gemma3",
+    "gemma3_text",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "ministral3",
+    "mistral3",
+    "qwen2",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "phi3",
+    "nemotron_h",
+    "muse_glimmer",
+    "lfm2",
+    "lfm3",
+    "mistral",
+    "granite",
+    "granite_swa",
+    "olmo3",
+    "smollm3",
+)
+
 _HEAD = """# Supported models
 
 Every model that transformers builds for text generation can be tried: what a family needs that ftcli does not do is
-refused by name, before anything is trained. The families below are trained, evaluated, sampled and exported in the
-tests, each on a small random model: the loss is the model's own, every adapter gets a gradient, what is saved is what
-was trained, and a merged export answers as base and adapter did.
+refused by name, before anything is trained. The families below are run in the tests (`make test-families`), each as a
+small random model: the loss is the model's own, every adapter gets a gradient, what is saved is what was trained, and
+a merged export answers as base and adapter did. They are in the order in which people train them.
 
 - **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `parts` has norms and attention on them; `none`
   trains on transformers' own layers.
-- **Packing** (`data.packing`): `no` where a document would see the one before it; that is FT443, found by trial.
+- **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model, and
+  **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of what refuses it. FT443: a document would see
+  the one before it, found by trial.
 - `all-linear` is every linear layer of the decoder's layers, experts included. Experts are adapted as PEFT does it: the
   adapter is added to the weights in their own dtype. So are the dense layers beside them in Qwen3-Next, GLM-4-MoE and
   DeepSeek-V3, whose names PEFT 0.21 takes for those of experts; on a quantised base those have no adapter, which
   a run and `ftcli check` say.
-- Multimodal checkpoints are trained on text. Their other parts are frozen and exported as they were.
+- Multimodal checkpoints are trained on text. Their other parts are frozen, never quantised, and exported as they were.
+- A memory estimate: where kernels are not `none`, and for BitNet, Ministral-3 and what is made of it. For the others
+  `ftcli check` says what training needs at least.
 
 Refused by name: other multimodal checkpoints (FT309), encoder-decoders (FT309), checkpoints stored in other packed
 formats than NF4 (FT316), dropout on experts (FT333), heads that the loss cannot stand for (FT335).
 
-| model_type | kernels | packing | trained |
-|---|---|---|---|
+| model_type | kernels | LoRA | QLoRA | full | export | packing | trained |
+|---|---|---|---|---|---|---|---|
 """
 
 
-def page(packs: Mapping[str, bool]) -> str:
-    """The page's text.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``yes``, or the code of the refusal, for each thing that is done with a family."""
 
-    Args:
-        packs: By ``model_type``, whether packed documents stay apart.
-    """
+    lora: str
+    qlora: str
+    full: str
+    export: str
+    packing: str
+
+
+def page(outcomes: Mapping[str, Outcome]) -> str:
+    """The page's text, of outcomes by ``model_type``."""
+    order = [name for name in RANK if name in outcomes] + [name for name in outcomes if name not in RANK]
     rows = []
-    for name, apart in packs.items():
+    for name in order:
         row = MULTIMODAL.get(name)
         family = family_of(name if row is None else row.text)
         kernels = family.kernels if family is not None else "none"
         trained = "whole" if row is None else f"on text; {row.senses} kept"
-        rows.append(f"| `{name}` | {kernels} | {'yes' if apart else 'no'} | {trained} |")
+        rows.append(f"| `{name}` | {' | '.join((kernels, *astuple(outcomes[name]), trained))} |")
     return _HEAD + "\n".join(rows) + "\n"
 
 
-def stated(text: str) -> dict[str, bool]:
-    """What a page says of packing, by ``model_type``."""
-    cells = (line.split("|") for line in text.splitlines() if line.startswith("| `"))
-    return {row[1].strip(" `"): row[3].strip() == "yes" for row in cells}
+def stated(text: str) -> dict[str, Outcome]:
+    """What a page says, by ``model_type``."""
+    lines = (line.split("|") for line in text.splitlines() if line.startswith("| `"))
+    return {cells[1].strip(" `"): Outcome(*(cell.strip() for cell in cells[3:8])) for cells in lines}
 
 
 def main() -> None:
-    """Writes docs/models.md anew with what it says of packing."""
-    path = Path("docs/models.md")
-    path.write_text(page(stated(path.read_text(encoding="utf-8"))), encoding="utf-8")
+    """Writes docs/models.md anew with the outcomes that it states."""
+    PAGE.write_text(page(stated(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 #: Problems of one kind that are named; the rest is counted.
 NAMED = 5
 
-#: Allowed relative error of the logits. Both sides compute in float32 with the same weights and sum in another order:
-#: 1e-7 in most models, and a hundred times that in those that are sensitive to it (state-space models).
+#: Allowed relative error of the logits: this, or the second number's share of what rounding the weights does to them,
+#: whichever is more. Both sides compute in float32 with the same weights and sum in another order. That is as good as
+#: changing weights by a few 2^-24, where rounding to bfloat16 changes them by 2^-9: measured are 3e-7 in most models,
+#: 1e-4 to 7e-4 of what rounding does, and 3e-5 in Mamba, which carries any change on more than others.
 TOLERANCE = 1e-4
+SENSITIVE = 1e-2
 #: Largest relative error of one rounding to the dtype.
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 
@@ -240,15 +243,17 @@ def check_logits(
         dtype: What the weights are stored in.
     """
     found = logits(model.float(), probe)
-    compared, rounding = compare_logits(found, rounded, TOLERANCE), compare_logits(found, exact, TOLERANCE)
+    rounding = compare_logits(rounded, exact, TOLERANCE)
+    allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
+    compared = compare_logits(found, rounded, allowed)
     problems = []
-    if compared.relative_error > TOLERANCE:
-        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {TOLERANCE:.3g} is allowed")
+    if compared.relative_error > allowed:
+        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {allowed:.3g} is allowed")
     if compared.firm_disagreements:
         problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
     return LogitsReport(
         dtype=str(dtype).removeprefix("torch."),
-        tolerance=TOLERANCE,
+        tolerance=allowed,
         relative_error=compared.relative_error,
         rounding=rounding.relative_error,
         adapter_effect=compare_logits(without, exact, TOLERANCE).relative_error,
@@ -275,7 +280,9 @@ def compare_tokenizers(written: PreTrainedTokenizerBase | None, wanted: PreTrain
 def check_stops(model: PreTrainedModel, stops: Iterable[int]) -> list[str]:
     """Stop tokens that config.json or generation_config.json does not name: generation would not end there."""
     problems = []
-    for label, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
+    # Some of transformers' releases lose what config.json of Qwen2.5-VL says outside of its text_config.
+    text = model.config.get_text_config() if getattr(model.config, "eos_token_id", None) is None else model.config
+    for label, config in (("config.json", text), ("generation_config.json", model.generation_config)):
         named = getattr(config, "eos_token_id", None)
         known = set(named) if isinstance(named, list) else {named}
         missing = [token for token in stops if token not in known]

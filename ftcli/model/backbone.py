@@ -33,7 +33,7 @@ SUPERVISED = "supervised"
 
 #: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
 #: is checked when a model is built: :mod:`ftcli.model.headcheck`.
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 

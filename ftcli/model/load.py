@@ -190,7 +190,7 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     """
     brought = getattr(model.generation_config, "eos_token_id", None)
     ids = list(dict.fromkeys([*stops, *_special(brought if isinstance(brought, list) else [brought], tokenizer)]))
-    for config in (model.config, model.generation_config):
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
         if config is None:
             continue
         config.pad_token_id = tokenizer.pad_token_id

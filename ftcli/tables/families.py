@@ -147,6 +147,7 @@ MULTIMODAL: Mapping[str, Multimodal] = MappingProxyType(
         "gemma3": Multimodal("vision", "gemma3_text", tied=True, towers="ftcli.facts.towers:siglip"),
         "gemma4": Multimodal("vision and audio", "gemma4_text", tied=True),
         "mistral3": Multimodal("vision", "mistral", tied=True, towers="ftcli.facts.towers:pixtral"),
+        "muse_glimmer": Multimodal("vision", "muse_glimmer_text"),
         "qwen2_vl": Multimodal("vision", "qwen2_vl_text", towers="ftcli.facts.towers:qwen2"),
         "qwen2_5_vl": Multimodal("vision", "qwen2_5_vl_text", towers="ftcli.facts.towers:qwen2_5"),
         "qwen3_vl": Multimodal("vision", "qwen3_vl_text", towers="ftcli.facts.towers:qwen3"),

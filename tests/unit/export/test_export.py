@@ -97,31 +97,6 @@ def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callabl
     assert result.warnings == ()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_held_to_base_and_adapter_rounded_alike(trained: Callable[..., Trained], variant: str) -> None:
-    """Issue 11: held to those before rounding, sensitive models (Mamba, Cohere) could not be exported."""
-    (result,) = export(trained("llama", "bfloat16", **VARIANTS[variant]), "safetensors")
-    assert result.verification.facts["relative_error"] < 1e-5 < result.verification.facts["rounding"]
-
-
-def test_an_adapter_that_computes_something_else_than_is_merged_is_caught(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fault that no weight shows, and smaller than a rounding to bfloat16."""
-    made, attach = trained("llama", "bfloat16"), merged_format.attach
-
-    def a_little_off(base: Any, folder: Path) -> Any:
-        adapted = attach(base, folder)
-        layer = adapted.base_model.model.model.layers[0].mlp.down_proj
-        layer.register_forward_hook(lambda _module, _args, output: output * 1.001)
-        return adapted
-
-    monkeypatch.setattr(merged_format, "attach", a_little_off)
-    error = failure(made, "safetensors")
-    assert code(error) == "FT741"
-    assert "logits differ" in error.findings[0].message
-
-
 def test_an_adapter_that_rounding_swallows_is_said_so(trained: Callable[..., Trained]) -> None:
     made, heard = trained("llama", "bfloat16", size=1e-4), Heard()
     export_run(made.run, ["safetensors"], reporter=heard, offline=True)

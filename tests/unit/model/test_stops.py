@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from ftcli.config import ModelConfig
 from ftcli.config.origins import Origins
@@ -29,7 +30,7 @@ def stops(template: str, folder: Path, config: Any, generation: Any) -> tuple[se
     tokenizer.save_pretrained(folder)
     facts = read_facts(ModelConfig(name_or_path=str(folder)), offline=True, origins=Origins(MapNode(None, {})))
     found = stop_token_ids(facts, tokenizer)
-    model: Any = SimpleNamespace(config=SimpleNamespace(), generation_config=SimpleNamespace(eos_token_id=brought))
+    model: Any = SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=brought))
     align_special_tokens(model, tokenizer, found)
     named = set(tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id))
     assert model.config.eos_token_id == model.generation_config.eos_token_id
@@ -63,8 +64,6 @@ def test_what_ends_gpt_oss_reasoning_does_not_end_its_turn(tmp_path: Path) -> No
 def test_what_a_model_came_with_stays_though_no_file_said_so() -> None:
     tokenizer = Official("qwen3").tokenizer
     ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    model: Any = SimpleNamespace(
-        config=SimpleNamespace(), generation_config=SimpleNamespace(eos_token_id=[ids[1], 10**6])
-    )
+    model: Any = SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[ids[1], 10**6]))
     align_special_tokens(model, tokenizer, (ids[0],))
     assert model.generation_config.eos_token_id == ids

@@ -27,7 +27,7 @@ from tests.unit.conftest import Load
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 #: PEFT 0.21 takes the names of dense layers in these families for those of their experts.
-UNNAMEABLE = {"qwen3_next", "glm4_moe", "deepseek_v3"}
+UNNAMEABLE = {"qwen3_next", "glm4_moe", "glm4_moe_lite", "deepseek_v3"}
 
 
 def lora(**values: Any) -> LoraConfig:
@@ -51,7 +51,7 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
         and re.search(r"\.\d+\.", name)
         and not name.endswith(("router", "shared_expert_gate"))
     }
-    if model_type in ("mamba", "mamba2", "falcon_h1", "jamba"):
+    if model_type in ("mamba", "mamba2", "falcon_h1", "jamba", "nemotron_h"):
         wanted = {n for n in wanted if not re.search(r"(mixer|mamba)\.(out_proj|dt_proj)$", n)}
     stacks = {
         name.rpartition(".")[0]

@@ -1,0 +1,101 @@
+"""Small random models of the families on the kernels, through train, eval and export on a GPU.
+
+Heads have 16 features, the least that the attention kernels take.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import small_models
+from tests.e2e.conftest import User
+from tests.unit.export.conftest import tokenizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+ON_KERNELS = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3",
+    "gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+)  # fmt: skip
+OTHERS = ("qwen3_5", "gemma4", "gpt_oss", "qwen3_moe", "deepseek_v3", "mamba2", "bloom", "gpt2")
+SAVED = {"r": 4, "modules_to_save": ["norm", "lm_head"]}
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA machine")
+
+
+@pytest.fixture
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
+    return User(tmp_path, capsys)
+
+
+def wider(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Twice the width of the small models, in heads of 16."""
+    text, multimodal = deepcopy(small_models.TEXT), deepcopy(small_models.MULTIMODAL)
+    for values in (text[model_type],) if model_type in text else multimodal[model_type][:2]:
+        values.update({key: 16 for key in ("head_dim", "query_pre_attn_scalar") if values.get(key) == 8})
+        values.update({key: 64 for key in ("out_hidden_size",) if key in values})
+        if "embed_dim" in values:
+            values["hidden_size"] = 64
+        if "rope_parameters" in values:
+            values["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    wide = {**small_models._COMMON, "hidden_size": 64, "intermediate_size": 96}
+    for name, table in (("TEXT", text), ("MULTIMODAL", multimodal), ("_COMMON", wide)):
+        monkeypatch.setattr(small_models, name, table)
+    if model_type == "mistral3":
+        multimodal[model_type][1]["head_dim"] = 8  # Pixtral's own: 16 features in two heads
+
+
+def through(model_type: str, user: User, dtype: str, **sections: Any) -> dict[str, Any]:
+    """Trains, evaluates and exports; the manifest."""
+    base = user.folder / "base"
+    small_models.build(model_type).to(getattr(torch, dtype)).save_pretrained(base)
+    tokenizer().save_pretrained(base)
+    model = {"name_or_path": str(base), "dtype": dtype}
+    path = user.recipe(model=model, train={"max_steps": 3}, export={"formats": ["safetensors"]}, **sections)
+    trained = user.done("train", path)
+    measured = user.done("eval", path, "--run", str(user.folder / "r"))
+    assert measured["run"]["loss"] == trained["eval"]["loss"]
+    (export,) = user.done("export", str(user.folder / "r"))["exports"]
+    assert export["verification"]["relative_error"] < 1e-4
+    manifest: dict[str, Any] = json.loads((user.folder / "r" / "manifest.json").read_text())
+    return manifest
+
+
+@pytest.mark.parametrize("model_type", ON_KERNELS)
+def test_on_the_kernels(model_type: str, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    wider(monkeypatch, model_type)
+    manifest = through(model_type, user, "bfloat16")
+    assert any(entry["on"] for entry in manifest["kernels"])
+    assert manifest["self_check"]["passed"]
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_on_transformers_own_layers(model_type: str, user: User) -> None:
+    through(model_type, user, "bfloat16")
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "qwen3_vl"])
+def test_on_a_quantized_base(model_type: str, method: str, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    wider(monkeypatch, model_type)
+    manifest = through(model_type, user, "bfloat16", quantization={"method": method})
+    assert manifest["self_check"]["passed"]
+    assert len(manifest["quantization"]) == 14
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", "bfloat16"), ("qwen3", "float16")])
+def test_with_modules_that_are_trained_whole(
+    model_type: str, dtype: str, user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider(monkeypatch, model_type)
+    through(model_type, user, dtype, lora=SAVED)
