@@ -1,0 +1,55 @@
+"""The memory estimate of unpadded micro-batches: that of full rows, rounded up, never less than padded rows need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ftcli.facts.batches import bucket
+from tests.estimates import Case, setup_of
+
+Cases = Callable[..., Case]
+TEXT = "model: {name_or_path: %s}\nlora: {r: 16}\ndata: {max_seq_len: %d, packing: %s}\n"
+
+
+@pytest.fixture
+def cases(load: Any) -> Cases:
+    def _case(model: str, longest: int, rows: int, packing: str, free: str) -> Case:
+        policy = "train.gradient_checkpointing=false"
+        batch = f"train.per_device_train_batch_size={rows}"
+        return Case(load(TEXT % (model, longest, packing), policy, batch, f"data.padding_free={free}"))
+
+    return _case
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.1-8B", "google/gemma-2-9b"])
+@pytest.mark.parametrize(("longest", "rows"), [(4096, 2), (1000, 3), (2048, 8), (70, 7), (5000, 1)])
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_on_the_kernels_it_is_that_of_full_rows_rounded_up(
+    cases: Cases, model: str, longest: int, rows: int, packing: str
+) -> None:
+    padded, unpadded = (cases(model, longest, rows, packing, free) for free in ("false", "auto"))
+    for work in ("train", "eval"):
+        before, after = padded.estimate("h200", work), unpadded.estimate("h200", work)
+        assert after.allocated_bytes >= before.allocated_bytes
+        if bucket(rows * longest) == rows * longest and work == "train":
+            assert after.allocated_bytes <= 1.001 * before.allocated_bytes
+    setup = setup_of(unpadded.recipe, unpadded.facts, "h200")
+    assert setup.execution.batches.layout == "unpadded"
+    assert setup.tokens == bucket(rows * longest)
+    assert setup_of(padded.recipe, padded.facts, "h200").tokens == rows * longest
+
+
+def test_where_a_mask_keeps_documents_apart_it_is_counted(cases: Cases) -> None:
+    """Bytes, or numbers of the scores' size, for all pairs of 8 x 512 tokens; once for all layers at least."""
+    padded, unpadded = (
+        cases("meta-llama/Llama-3.1-8B", 512, 8, "false", free).estimate("cpu") for free in ("auto", "true")
+    )
+    assert unpadded.parts["activations"] - padded.parts["activations"] >= (8 * 512) ** 2
+
+
+def test_nothing_changes_where_batches_stay_padded(cases: Cases) -> None:
+    auto, off = (cases("meta-llama/Llama-3.1-8B", 1000, 3, "false", free).estimate("t4") for free in ("auto", "false"))
+    assert auto == off
