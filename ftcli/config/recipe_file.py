@@ -18,8 +18,10 @@ _BINARY = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufffe\uf
 _FOREIGN_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip"}
 
 
-def read_text(path: Path, *, named_by: Origin | None = None) -> str:
+def read_text(path: Path, *, named_by: Origin | None = None, most: int = MAX_BYTES) -> str:
     """The text of a recipe file. ``named_by`` is where an ``extends`` names it, None for the file of the command line.
+
+    A file of more than ``most`` bytes is no recipe.
 
     Raises FtcliError (exit RECIPE) for a file that is missing (FT101; FT122 when named by ``extends``), a directory
     (FT102), unreadable (FT103), too large (FT104), empty (FT105), not text (FT106), not UTF-8 (FT107) or no regular
@@ -28,9 +30,9 @@ def read_text(path: Path, *, named_by: Origin | None = None) -> str:
     origin = Origin(str(path))
     try:
         status = path.stat()
-        _refuse_by_status(status, path, origin)
+        _refuse_by_status(status, path, origin, most)
         with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
+            raw = stream.read(most + 1)
     except FileNotFoundError:
         raise _missing(path, named_by) from None
     except IsADirectoryError:
@@ -38,8 +40,8 @@ def read_text(path: Path, *, named_by: Origin | None = None) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise _error("FT103", f"cannot be read: {reason}", origin, "check its permissions (`ls -l`)") from None
-    if len(raw) > MAX_BYTES:
-        raise _too_large(len(raw), origin)
+    if len(raw) > most:
+        raise _too_large(len(raw), origin, most)
     text = _decode(raw, path, origin)
     if not text.strip():
         raise _error("FT105", "the file is empty", origin, "`ftcli recipes list` shows recipes to start from")
@@ -51,13 +53,13 @@ def lines_of(text: str) -> list[str]:
     return _LINE_BREAK.split(text)
 
 
-def _refuse_by_status(status: os.stat_result, path: Path, origin: Origin) -> None:
+def _refuse_by_status(status: os.stat_result, path: Path, origin: Origin, most: int) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise _directory(path, origin)
     if not stat.S_ISREG(status.st_mode):
         raise _error("FT108", "is not a regular file", origin, "write the recipe to a file and name that")
-    if status.st_size > MAX_BYTES:
-        raise _too_large(status.st_size, origin)
+    if status.st_size > most:
+        raise _too_large(status.st_size, origin, most)
 
 
 def _decode(raw: bytes, path: Path, origin: Origin) -> str:
@@ -115,8 +117,8 @@ def _directory(path: Path, origin: Origin) -> FtcliError:
     return _error("FT102", "is a directory", origin, help)
 
 
-def _too_large(size: int, origin: Origin) -> FtcliError:
-    message = f"is too large for a recipe: {size:,} bytes, the limit is {MAX_BYTES:,}"
+def _too_large(size: int, origin: Origin, most: int) -> FtcliError:
+    message = f"is too large for a recipe: {size:,} bytes, the limit is {most:,}"
     return _error("FT104", message, origin, "is this a data file? Data files are named in `data.train`")
 
 

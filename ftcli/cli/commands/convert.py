@@ -28,7 +28,12 @@ def _tools(incomplete: str) -> list[str]:
 
 
 def convert(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The other tool's recipe: YAML, JSON or a command line.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="The other tool's recipe: YAML, JSON, a command line, a notebook or a script."
+        ),
+    ],
     dialect: Annotated[
         str | None,
         typer.Option(

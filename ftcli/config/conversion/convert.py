@@ -38,7 +38,7 @@ def convert(path: Path, dialect: str | None = None) -> Converted:
             for one that cannot become one of ours.
     """
     source = read(path)
-    name = dialect or _detected(source)
+    name = dialect or source.dialect or _detected(source)
     row = dialects.row(name)
     rules: Rules = code_of(row.code)
     draft = Draft(row.title, _given(source, flatten=rules.flatten))

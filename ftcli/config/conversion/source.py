@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config import scalars
+from ftcli.config.conversion.code import is_code, settings_of_code
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import mask_lines
 from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, plain
@@ -23,6 +24,8 @@ _WHOLE = (
     "bnb_config_kwargs",
     "model_init_kwargs",
 )
+#: Notebooks hold pictures.
+_MAX_CODE_BYTES = 4 * 2**20
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -62,10 +65,17 @@ class Source:
     path: Path
     tree: MapNode
     findings: tuple[Finding, ...]
+    dialect: str | None = None
 
 
 def read(path: Path) -> Source:
-    """Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours."""
+    """Reads YAML, JSON, a command line, a notebook or a script; ``dialect`` is known of the last two alone.
+
+    Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours, and FT163.
+    """
+    if is_code(path):
+        tree, dialect, findings = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
+        return Source(path, tree, tuple(findings), dialect)
     text = read_text(path)
     words = _words(text)
     if words is not None:

@@ -62,6 +62,12 @@ def _dataset(draft: Draft, given: Given) -> None:
     sources.put(draft, "data.train", found, given)
 
 
+def _hub_dataset(draft: Draft, given: Given) -> None:
+    paths = given.value if isinstance(given.value, list) else [given.value]
+    split = draft.said("hub_split")
+    sources.put(draft, "data.train", [sources.source(draft, given, str(path), split=split) for path in paths], given)
+
+
 def _format(draft: Draft, given: Given) -> None:
     if str(given.value) in _FORMATS:
         draft.put("data.format", _FORMATS[str(given.value)], given)
@@ -116,6 +122,8 @@ RULES = r.Rules(
         "use_rslora": _of_lora("lora.use_rslora"),
         "target_modules": _targets,
         "dataset": _dataset,
+        "hub_dataset": _hub_dataset,
+        "hub_split": r.ignored,
         "local_dataset": _dataset,
         "format_type": _format,
         "train_on_completions": _completions,
