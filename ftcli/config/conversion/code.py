@@ -60,8 +60,8 @@ _NO_SETTINGS = frozenset(
 #: Arguments that are objects: what they are is said by the calls that make them.
 _OBJECTS = frozenset(
     (
-        "model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config", "quantization_config", "dtype",
-        "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc", "fp16", "bf16",
+        "model", "tokenizer", "processing_class", "train_dataset", "args", "peft_config", "quantization_config",
+        "dtype", "data_collator", "formatting_func", "callbacks", "dataset", "dataset_num_proc", "fp16", "bf16",
     )
 )  # fmt: skip
 #: What PEFT's LoraConfig has where a script does not say it.
