@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model import attention
 from ftcli.model.masks import Documents
+from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -112,6 +113,9 @@ def hidden_states(
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
         given["documents"] = Documents(starts)
+    positions, family = given.get("position_ids"), family_of(base.config.get_text_config().model_type)
+    if positions is not None and family is not None and family.four_positions:
+        given["position_ids"] = positions.expand(4, *ids.shape)
     backbone = backbone_of(base)
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)

@@ -34,6 +34,8 @@ class Family:
         full_attention_every: Where the config has a sliding window and no ``layer_types``: every n-th layer sees
             everything. None: every layer has the window.
         window_on_config: transformers' attention modules do not hold their window; it is read from the config.
+        four_positions: Positions are given four times, for text and for time, height and width of images. Given once,
+            they say nothing of documents.
         defaults: What transformers takes for values that released config.json files leave out.
     """
 
@@ -52,6 +54,7 @@ class Family:
     final_softcap: float | None = None
     full_attention_every: int | None = None
     window_on_config: bool = False
+    four_positions: bool = False
     defaults: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -105,8 +108,8 @@ TABLE: Mapping[str, Family] = MappingProxyType(
             ),
         ),
         # The language models of multimodal checkpoints.
-        "qwen2_vl_text": Family(bias="qkv"),
-        "qwen2_5_vl_text": Family(bias="qkv"),
+        "qwen2_vl_text": Family(bias="qkv", four_positions=True),
+        "qwen2_5_vl_text": Family(bias="qkv", four_positions=True),
         "qwen3_vl_text": Family(bias="config", head_norm=True, head_dim=128),
         # Queries are scaled by their position.
         "ministral3": Family(kernels="none", head_dim=128, window_on_config=True),

@@ -14,6 +14,8 @@ from torch import nn
 from triton.runtime.errors import OutOfResources
 
 from ftcli.config import LoraConfig
+from ftcli.config.model import Kernels
+from ftcli.data.tokens import Tokens
 from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
@@ -22,6 +24,8 @@ from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
+from ftcli.rows.row import Row
+from ftcli.trainers.isolation import check_isolation
 from tests.small_models import build
 
 SIZES: dict[str, Any] = {
@@ -83,6 +87,19 @@ def test_the_language_model_of_a_multimodal_model_is_on_the_kernels(name: str) -
         assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
     applied.undo()
     assert base.config.text_config._attn_implementation == tower
+
+
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_packed_documents_stay_apart_in_the_language_model_of_a_multimodal_model(name: str, kernels: Kernels) -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in (24, 31, 40):
+        ids = torch.randint(5, 250, (length,), generator=generator).tolist()
+        rows.append(Tokens(Row("d", length, {}), ids, list(ids)))
+    model, _ = apply_lora(build(name), LoraConfig(r=4), PLAN, seed=0)
+    patch(model, kernels)
+    check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)  # raises FT443
 
 
 def batch() -> dict[str, torch.Tensor]:

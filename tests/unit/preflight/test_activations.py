@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -249,7 +250,8 @@ ON_KERNELS = sorted(name for name, row in families.TABLE.items() if row.kernels 
 
 
 def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_they_are_built_like() -> None:
-    assert {name: families.TABLE[name] for name in PARTS} == {name: families.TABLE[as_] for name, as_ in PARTS.items()}
+    for name, as_ in PARTS.items():
+        assert replace(families.TABLE[name], four_positions=False) == families.TABLE[as_]
 
 
 @pytest.mark.parametrize("family", ON_KERNELS)
