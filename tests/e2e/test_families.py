@@ -94,6 +94,27 @@ def test_a_merge_in_bfloat16_is_held_to_what_was_trained(model_type: str, user: 
     assert export["verification"]["relative_error"] < 1e-5 < export["verification"]["rounding"]
 
 
+@pytest.mark.parametrize("method", ["none", "nf4"])
+def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> None:
+    """Issue 11, B4: as Qwen2-VL and Qwen2.5-VL are released, they were refused as no language models."""
+    base = folder_of("qwen2_5_vl", tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    text = raw.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **raw, "rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
+    (base / "config.json").write_text(json.dumps(flat))
+    path = recipe(user, base, quantization={"method": method})
+    assert user.done("check", path, "--as", "h100")["memory"] is not None
+    user.done("train", path)
+    user.done("export", str(user.folder / "r"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (base, user.folder / "r" / "export" / "safetensors")
+    )
+    assert set(after) == set(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gemma3"])
 def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, user: User, tmp_path: Path) -> None:
     base = folder_of(model_type, tmp_path / "base")
