@@ -66,9 +66,18 @@ def layer_index(name: str, lora: LoraConfig) -> int | None:
     if not lora.layers_pattern:
         match = _NUMBERED.match(name)
         return int(match["index"]) if match else None
-    patterns = (re.compile(rf"(?:^|.*?\.)(?:{each})\.(?P<ftcli_index>\d+)\.") for each in lora.layers_pattern)
-    found = next((match for pattern in patterns if (match := pattern.match(name))), None)
+    found = next((match for each in lora.layers_pattern if (match := re.match(before_index(each), name))), None)
     return int(found["ftcli_index"]) if found else None
+
+
+def before_index(pattern: str) -> str:
+    """The expression that finds a layer's number behind one of ``lora.layers_pattern``."""
+    return rf"(?:^|.*?\.)(?:{pattern})\.(?P<ftcli_index>\d+)\."
+
+
+def at_end(pattern: str) -> str:
+    """The expression that finds a key of ``lora.rank_pattern`` or ``alpha_pattern`` at the end of a path."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def rank_of(name: str, lora: LoraConfig) -> int:
@@ -82,7 +91,7 @@ def alpha_of(name: str, lora: LoraConfig) -> float:
 
 
 def _matches(key: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({key})$", name) is not None
+    return re.match(at_end(key), name) is not None
 
 
 def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[Adapter, ...]:

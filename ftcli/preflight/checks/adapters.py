@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftcli.facts.adapters import at_end, before_index
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.expressions import regex_findings
 from ftcli.tables import quantizations
@@ -29,10 +30,10 @@ def check(context: Context) -> Findings:
     if isinstance(lora.exclude_modules, str):
         yield from regex_findings(context, "lora.exclude_modules", lora.exclude_modules)
     for index, pattern in enumerate(lora.layers_pattern):
-        yield from regex_findings(context, f"lora.layers_pattern.{index}", pattern)
+        yield from regex_findings(context, f"lora.layers_pattern.{index}", before_index(pattern))
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(lora, key):
-            yield from regex_findings(context, f"lora.{key}", pattern)
+            yield from regex_findings(context, f"lora.{key}", at_end(pattern))
     yield from _kinds(context)
 
 

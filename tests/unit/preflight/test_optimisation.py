@@ -106,6 +106,7 @@ def adapter_findings(context: Context) -> list[tuple[str, str]]:
         ("lora: {layers_pattern: [layers]}\n", "FT274", "lora.layers_to_transform names none"),
         ("train: {loraplus_lr_ratio: 8.0}\n", "FT274", "there is no section `lora`"),
         ("lora: {exclude_modules: '('}\n", "FT264", "not a regular expression"),
+        ("lora: {alpha_pattern: {'(?i)q_proj': 3.0}}\n", "FT264", "not a regular expression"),
         ("lora: {rank_pattern: {'q[': 3}}\n", "FT264", "not a regular expression"),
         ("lora: {layers_to_transform: [1], layers_pattern: ['(']}\n", "FT264", "not a regular expression"),
     ],
