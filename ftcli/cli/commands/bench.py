@@ -50,7 +50,7 @@ def bench(
     \b
     Examples:
       ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
-      ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 50
+      ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
       ftcli bench recipes/smoke.yaml --steps 5 --json
       ftcli bench recipes/gemma2-9b.yaml --eval
     """
