@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,11 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self.send("Page.navigate", url=page.resolve().as_uri())
-        self.wait_for("Page.loadEventFired")
+        address = page.resolve().as_uri()
+        self.send("Page.navigate", url=address)
+        # A load event may be that of the page before, which has loaded itself again.
+        while not self.evaluate(f"location.href === {json.dumps(address)} && document.readyState === 'complete'"):
+            time.sleep(0.02)
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
