@@ -39,12 +39,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int) -> Iterator[Batch]:
-    """A batch for each :data:`CHUNK_ROWS` rows, in order.
+def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int, chunk_rows: int = CHUNK_ROWS) -> Iterator[Batch]:
+    """A batch for each ``chunk_rows`` rows, in order; less rows where they are long.
 
     Raises FtcliError: what the encoder raises; FT436 when a process ends by itself.
     """
-    chunks = _chunks(rows)
+    chunks = _chunks(rows, chunk_rows)
     if processes <= 1:
         yield from (encoder.batch(chunk) for chunk in chunks)
         return
@@ -68,13 +68,13 @@ def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int) -> Iterato
             worker.end()
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _chunks(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
     chunk: list[Row] = []
     held = 0
     for row in rows:
         chunk.append(row)
         held += text_size(row.fields)
-        if len(chunk) == CHUNK_ROWS or held >= CHUNK_CHARACTERS:
+        if len(chunk) == most or held >= CHUNK_CHARACTERS:
             yield chunk
             chunk, held = [], 0
     if chunk:

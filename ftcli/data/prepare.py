@@ -21,7 +21,7 @@ from ftcli.data.ledger import (
     rendered_apart,
     skipped_finding,
 )
-from ftcli.data.parallel import cores, encode_all
+from ftcli.data.parallel import CHUNK_ROWS, cores, encode_all
 from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.plain import JsonObject, plain_fields
@@ -38,6 +38,8 @@ __all__ = ["Prepared", "Tokens", "prepare"]
 
 #: From this size on, the time to start processes is small against the time that they save.
 LARGE_BYTES = 32 * 2**20
+#: Rows between two looks at a budget.
+_FEW_ROWS = 16
 #: A look that has a budget does not read larger sources just to find out whether they were tokenized before.
 MOST_HASHED = 256 * 2**20
 
@@ -236,7 +238,8 @@ class SourceReader:
                 raise no_rows(source)
             layout = layout_of(first, self._data.format)
             encoder = Encoder(self._tokenizer, self._stops, self._data, layout)
-            for batch in encode_all(encoder, _chain(first, rows), self._processes(source)):
+            few = CHUNK_ROWS if self._budget is None else _FEW_ROWS
+            for batch in encode_all(encoder, _chain(first, rows), self._processes(source), few):
                 counts.add(batch)
                 writer.append(batch.encoded)
                 if self._budget is not None and self._budget.spent():
