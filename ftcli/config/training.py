@@ -153,9 +153,11 @@ class GrpoConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
     top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample among the k likeliest; 0 is off.")
-    beta: Rate = Field(default=0.0, description="KL penalty against the base model; 0 loads no reference.")
-    epsilon: Annotated[float, Field(gt=0)] = Field(default=0.2, description="Lower clip of the ratio.")
-    epsilon_high: Annotated[float, Field(gt=0)] | None = Field(
+    beta: Annotated[float, Field(ge=0, le=1e6)] = Field(
+        default=0.0, description="KL penalty against the base model; 0 loads no reference."
+    )
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] = Field(default=0.2, description="Lower clip of the ratio.")
+    epsilon_high: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="Upper clip of the ratio; `epsilon` when absent."
     )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field(default="dapo", description="Loss normalisation.")

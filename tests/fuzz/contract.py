@@ -146,7 +146,10 @@ def _lacks(code: str, severity: str, message: str, place: str | None, help: str 
 
 def _names_a_place(message: str) -> bool:
     """Whether a message without a place of its own names a file, a key, an option or a tensor."""
-    return re.search(r"^\S+ (is|has|holds|lacks|cannot) |\S/\S|\w+\.\w+|`[^`]+`|--\w|[A-Z_]{4,}", message) is not None
+    return (
+        re.search(r"^\S+ (is|has|holds|lacks|cannot) |step \d|\S/\S|\w+\.\w+|`[^`]+`|--\w|[A-Z_]{4,}", message)
+        is not None
+    )
 
 
 @cache

@@ -83,6 +83,22 @@ def _number(node: Mapping[str, Any], *, whole: bool) -> st.SearchStrategy[Any]:
     return st.sampled_from(edges) | drawn if edges else drawn
 
 
+#: Keys that name no files, and whose values decide what a step computes.
+_SETTINGS = tuple(
+    key
+    for key in KEYS
+    if key.startswith(("lora.", "train.", "grpo.", "eval.", "checkpoint.", "quantization.", "data.", "model."))
+    and not key.startswith(
+        ("data.train", "data.eval", "eval.tasks", "grpo.rewards", "model.name", "model.tokenizer", "model.rev")
+    )
+)
+
+
+def _fitting(key: str) -> st.SearchStrategy[tuple[str, Any]]:
+    node = SCHEMA.at(key.replace("[]", ".0").split("."))
+    return st.tuples(st.just(key), values.scalars if node is None else _of_schema(node))
+
+
 def _changes() -> st.SearchStrategy[tuple[str, Any]]:
     """A key of the recipe, and a value for it: one that the schema allows or nearly allows, or any other."""
 
@@ -114,6 +130,10 @@ def _with(place: Any, path: Sequence[str], value: Any) -> Any:
 
 #: A recipe as a value: one of the two with one to three keys changed.
 recipes = st.builds(changed, st.sampled_from([TRAINS, SAMPLES]), st.lists(_changes(), min_size=1, max_size=3))
+
+
+#: What a run is asked to compute: one to three settings as the schema allows them, or nearly does.
+settings = st.lists(st.sampled_from(_SETTINGS).flatmap(_fitting), min_size=1, max_size=3)
 
 
 def written(recipe: Mapping[str, Any]) -> bytes:

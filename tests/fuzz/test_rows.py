@@ -1,4 +1,4 @@
-"""Data files of every kind, with rows of every kind."""
+"""Data files of every kind, with rows of every kind; and settings of every kind, trained with."""
 
 from __future__ import annotations
 
@@ -72,6 +72,15 @@ def test_rows_are_trained_on_or_refused(folder: Path, file: tuple[str, bytes], s
 def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
     _write(folder, {**recipes.SAMPLES, "grpo": _GRPO}, "rows.jsonl", content, {})
     hold(run(folder, "grpo", "r.yaml", "--json", "--offline", "--resume", "never"), looks_only=False)
+
+
+@examples(2, 5)
+@given(changes=recipes.settings, method=st.sampled_from(["train", "grpo"]))
+def test_settings_are_trained_with_or_refused(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
+    recipe = recipes.changed(recipes.SAMPLES if method == "grpo" else recipes.TRAINS, changes)
+    (folder / "r.yaml").write_bytes(recipes.written({**recipe, "run": {"output_dir": "out"}}))
+    outcome = run(folder, method, "r.yaml", "--json", "--offline", "--resume", "never", "--max-steps", "2")
+    hold(outcome, looks_only=False)
 
 
 _GRPO = {**recipes.SAMPLES["grpo"], "max_prompt_length": 400, "rewards": [{"use": "regex", "pattern": "a"}]}

@@ -50,3 +50,10 @@ def test_settings_that_no_optimizer_takes_are_refused(train: dict[str, object]) 
     model = {"name_or_path": "bundled:tiny-gemma2"}
     with pytest.raises(ValueError, match="train"):
         Recipe.model_validate({"version": 1, "model": model, "data": {"max_seq_len": 8}, "train": train})
+
+
+@pytest.mark.parametrize("setting", [{"epsilon": 1e308}, {"epsilon_high": 1e308}, {"beta": 1e308}])
+def test_settings_of_grpo_that_no_float32_holds_are_refused(setting: dict[str, object]) -> None:
+    values = {"version": 1, "model": {"name_or_path": "bundled:tiny-gemma2"}, "data": {"max_seq_len": 8}}
+    with pytest.raises(ValueError, match="less than or equal to 1000000"):
+        Recipe.model_validate({**values, "grpo": {"rewards": [{"use": "json_valid"}], **setting}})
