@@ -15,7 +15,7 @@ from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole
 from ftcli.model.load import config_of
-from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, source_of
+from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
 from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def source_tokenizer(source: ExportSource, *, offline: bool) -> PreTrainedTokeni
     from ftcli.data.template import read_template
 
     tokenizer = load_own_tokenizer(source.folder) or load_tokenizer(source.base, offline=offline)
+    require_stop(tokenizer, str(source.folder))
     if source.chat_template is not None:
         tokenizer.chat_template = read_template(source.chat_template)
     return tokenizer

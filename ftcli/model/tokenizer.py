@@ -30,13 +30,7 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
     else:
         source = source_of(model.tokenizer or model.name_or_path)
     tokenizer = read_tokenizer(source, revision=model.revision if model.tokenizer is None else None, offline=offline)
-    if tokenizer.eos_token_id is None:
-        raise FtcliError.single(
-            "FT322",
-            f"the tokenizer of {source} has no end-of-sequence token, so a model could never learn to stop",
-            exit_code=ExitCode.PREFLIGHT,
-            help="set eos_token in its tokenizer_config.json",
-        )
+    require_stop(tokenizer, source)
     if tokenizer.pad_token_id is None:
         # Padding is masked in attention and loss by position, never by token id, so sharing eos is safe here.
         tokenizer.pad_token = tokenizer.eos_token
@@ -46,6 +40,17 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
         tokenizer.unk_token = tokenizer.pad_token
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def require_stop(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raises FtcliError FT322 (exit 3) for a tokenizer without an end-of-sequence token."""
+    if tokenizer.eos_token_id is None:
+        raise FtcliError.single(
+            "FT322",
+            f"the tokenizer of {source} has no end-of-sequence token, so a model could never learn to stop",
+            exit_code=ExitCode.PREFLIGHT,
+            help="set eos_token in its tokenizer_config.json",
+        )
 
 
 def read_tokenizer(source: str, *, revision: str | None = None, offline: bool) -> PreTrainedTokenizerBase:

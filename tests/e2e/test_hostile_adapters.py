@@ -85,3 +85,14 @@ def test_an_adapter_that_is_damaged_is_refused(whole: Path, tmp_path: Path, name
     hold(outcome, looks_only=False)
     assert outcome.status in (2, 3), outcome.stderr
     assert "result" not in outcome.document
+
+
+@pytest.mark.parametrize("format", ["adapter", "safetensors"])
+def test_a_tokenizer_without_an_end_is_not_exported(whole: Path, tmp_path: Path, format: str) -> None:
+    folder = shutil.copytree(whole, tmp_path / "x")
+    path = folder / "r" / "adapter" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
+    outcome = run(folder, "export", "r", "--format", format, "--offline", "--json")
+    hold(outcome, looks_only=False)
+    assert (outcome.status, "FT322" in outcome.codes) == (3, True)
+    assert not (folder / "r" / "export" / format).exists()
