@@ -82,7 +82,7 @@ def _base_and_run(
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
         require_same_base(directory.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
-    if weights is not None and (weights / ADAPTER_CONFIG).is_file():
+    if weights is not None and _is_adapter(weights):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
@@ -96,6 +96,11 @@ def _base_and_run(
     tuned = build_base(job, weights=weights)
     freeze_on_kernels(job, tuned, rows)
     return base, evaluator.measure(tuned)
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter, or what is left of one."""
+    return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelReport:
