@@ -227,7 +227,7 @@ def test_check_says_what_was_not_checked() -> None:
     ("gpu", "told"),
     [
         ("h100", "false, the fastest that fits in 90% of 79.1 GiB (needed: false "),
-        ("rtx4090", "offload but in the last 5 layers, the fastest that fits in 90% of 23.5 GiB (needed: false "),
+        ("rtx4090", "offload but in the last 4 layers, the fastest that fits in 90% of 23.5 GiB (needed: false "),
     ],
 )
 def test_check_says_which_policy_was_chosen_and_why(gpu: str, told: str) -> None:
