@@ -22,6 +22,7 @@ from tests.e2e.drill import Drill, Server
 TIMED = ("tokens_per_second", "peak_memory_bytes", "step_time")
 STEP = "ftcli.trainers.sft:SftTrainer.compute_loss"
 SAVE = "ftcli.trainers.base:save_weights"
+SAVE_RESULT = "ftcli.model.saved:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"
 
 Preparation = tuple[Any, ...]

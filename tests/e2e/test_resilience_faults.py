@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ftcli.assets import asset
-from tests.e2e.resilience import SAVE, STEP, Drills, read_only, require_same_weights, small_disk
+from tests.e2e.resilience import SAVE, SAVE_RESULT, STEP, Drills, read_only, require_same_weights, small_disk
 
 EVERY_STEP: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep_last": 9}}
 
@@ -265,7 +265,7 @@ def test_the_second_run_in_a_directory_is_refused_and_a_killed_one_leaves_no_loc
 
 def test_leftovers_of_a_kill_are_cleared(drills: Drills) -> None:
     recipe = drills.recipe("r", train={"max_steps": 2})
-    drill = drills.paused(recipe, SAVE)  # in the middle of writing the result
+    drill = drills.paused(recipe, SAVE_RESULT)  # in the middle of writing the result
     drill.signal(signal.SIGKILL)
     drill.wait()
     run = drills.folder / "r"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.resilience import EVALUATE, SAVE, STEP, Drills
+from tests.e2e.resilience import EVALUATE, SAVE, SAVE_RESULT, STEP, Drills
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
@@ -116,7 +116,7 @@ def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Dril
 
 @pytest.mark.parametrize(
     ("target", "call"),
-    [(SAVE, 1), (EVALUATE, 1), ("ftcli.evaluate.suite:Evaluator.samples", 1), (STEP, 3)],
+    [(SAVE_RESULT, 1), (EVALUATE, 1), ("ftcli.evaluate.suite:Evaluator.samples", 1), (STEP, 3)],
     ids=["saving", "evaluating", "sampling", "the last step"],
 )
 def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: str, call: int) -> None:
