@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config import Recipe
-from ftcli.facts.execution import LayerChoice, Part
+from ftcli.facts.execution import Execution, Part
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
 from ftcli.tables import policies
@@ -14,15 +14,30 @@ from ftcli.tables import policies
 MOST_OPERATIONS = 6e12
 
 
-def why_no_graphs(recipe: Recipe, facts: ModelFacts, layers: LayerChoice, *, tokens: int) -> str | None:
-    """Why a training run does without graphs, as one clause; None where it has them.
+def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
+    """Tokens of the largest micro-batch whose launches the host is too slow for; None where the shape is not known."""
+    train = recipe.train
+    flops = step_flops(
+        facts,
+        recipe.lora,
+        seq_len=recipe.data.max_seq_len,
+        gradient_checkpointing=train.checkpointing,
+        uncheckpointed_layers=train.uncheckpointed_layers,
+    )
+    if flops is None or facts.shape is None:
+        return None
+    return int(MOST_OPERATIONS * facts.shape.num_layers / (flops.total - flops.head))
+
+
+def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, tokens: int) -> str | None:
+    """Why a training run does without graphs, as one clause; None where its small micro-batches have them.
 
     Args:
-        layers: What computes its layers.
+        execution: How its layers are computed.
         tokens: Tokens of a micro-batch at its largest.
     """
     train, lora = recipe.train, recipe.lora
-    if layers.code != "fused":
+    if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"
@@ -30,25 +45,21 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, layers: LayerChoice, *, tok
         return f"gradient_checkpointing: {train.checkpointing} waits for copies to the host"
     if (lora is not None and lora.dropout > 0) or facts.language.get("attention_dropout"):
         return "dropout draws other numbers in each step"
-    flops = step_flops(
-        facts,
-        lora,
-        seq_len=recipe.data.max_seq_len,
-        gradient_checkpointing=train.checkpointing,
-        uncheckpointed_layers=train.uncheckpointed_layers,
-    )
-    if flops is None or facts.shape is None:
+    most = most_graph_tokens(recipe, facts)
+    if most is None:
         return "the size of the layers is not known"
-    operations = (flops.total - flops.head) * tokens / facts.shape.num_layers
-    if operations > MOST_OPERATIONS:
+    # Rows that are neither packed nor padded make micro-batches of all sizes, in few shapes.
+    if tokens > most and (recipe.data.packing or execution.batches.layout == "padded"):
         return f"a micro-batch of {tokens:,} tokens keeps the GPU busy"
     return None
 
 
 def graphs_part(reason: str | None, tokens: int) -> Part:
-    """The line of `ftcli check` about how kernels are launched, from what :func:`why_no_graphs` said."""
+    """The line of `ftcli check` about how kernels are launched, from what :func:`why_no_graphs` said, and from the most
+    tokens that a graph takes.
+    """
     if reason is None:
         return Part(
-            "launches", "cuda graphs", f"the host is slower than the GPU with at most {tokens:,} tokens at a time"
+            "launches", "cuda graphs", f"the host is slower than the GPU with up to {tokens:,} tokens at a time"
         )
     return Part("launches", "one by one", reason)

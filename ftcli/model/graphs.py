@@ -75,7 +75,7 @@ class GraphRunner:
 
     Args:
         stack: Its trained weights must stay where they are in memory.
-        tokens: The most tokens of a micro-batch that are expected.
+        tokens: The most tokens of a micro-batch that graphs take; larger ones run as usual.
         reporter: Is told when graphs are given up.
     """
 
@@ -109,6 +109,8 @@ class GraphRunner:
         return out
 
     def _graphs_for(self, call: StackCall) -> _Captured | None:
+        if call.hidden.shape[0] * call.hidden.shape[1] > self._tokens:
+            return None
         key = _key(call)
         if key in self._captured:
             return self._captured[key]
@@ -173,12 +175,9 @@ class GraphRunner:
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         """The beginning of a buffer that holds the largest shape. Graphs of all shapes use the same ones."""
-        needed = like.numel()
-        if name not in self._buffers or self._buffers[name].numel() < needed:
-            # An earlier, smaller one is kept by the graphs that use it.
-            size = max(self._tokens * like.shape[-1], needed)
-            self._buffers[name] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._buffers[name][:needed].view(like.shape)
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._tokens * like.shape[-1], dtype=like.dtype, device=like.device)
+        return self._buffers[name][: like.numel()].view(like.shape)
 
     # -- replay ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ftcli.pipeline.bench_result import (
 )
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
+from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.tables import code_of, quantizations, schedules
@@ -41,7 +42,14 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
-    report = checked(shortened, session, "bench --eval" if options.evaluation else "bench")
+    command: Command = "bench --eval" if options.evaluation else "bench"
+    report = checked(shortened, session, command)
+    setup = report.setup
+    if options.lengths is None and setup.trains and setup.graphed and not setup.wholly_graphed:
+        # All micro-batches are of the largest size, which no graph takes.
+        train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
+        shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
+        report = checked(shortened, session, command)
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
     left_out = report.checkpointing.uncheckpointed_layers

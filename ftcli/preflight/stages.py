@@ -87,7 +87,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
 
 def _parts(setup: Setup) -> tuple[Part, ...]:
     parts = parts_of(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
-    return (*parts, graphs_part(setup.why_no_graphs, setup.tokens)) if setup.trains else parts
+    return (*parts, graphs_part(setup.why_no_graphs, setup.graph_tokens)) if setup.trains else parts
 
 
 def _about_the_recipe(context: Context) -> Findings:

@@ -29,6 +29,6 @@ def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStac
     stack = stack_of(model, getattr(torch, job.plan.compute))
     if isinstance(stack, str):
         return None, None
-    runner = None if why_not_graphed(job, model) else GraphRunner(stack, job.report.setup.tokens, job.reporter)
+    runner = None if why_not_graphed(job, model) else GraphRunner(stack, job.report.setup.graph_tokens, job.reporter)
     stack.runner = runner
     return stack, runner

@@ -140,6 +140,17 @@ def test_the_bits_are_those_without_graphs(name: str, documents: bool, policy: A
         torch.cuda.empty_cache()
 
 
+def test_larger_micro_batches_run_without_graphs() -> None:
+    """Rows of all lengths: what is above the limit runs as usual, in the same steps."""
+    wanted = train(adapted("mistral"), documents=True)
+    model = adapted("mistral")
+    runner = graphed(model, tokens=400)
+    found = train(model, documents=True)
+    assert runner.status.shapes == [(1, 384)]
+    assert runner.status.replays == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_single_micro_batches_and_a_saved_module() -> None:
     """Without accumulation a weight's gradient is the graph's own tensor; a norm is trained besides the adapters."""
     wanted = None

@@ -95,7 +95,7 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
 
 def runs_as_graphs(setup: Setup) -> bool:
     """Whether a run is bound by the host, and runs as CUDA graphs under a policy that allows it."""
-    return setup.trains and setup.under(False).graphed
+    return setup.trains and setup.under(False).wholly_graphed
 
 
 def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ftcli.config import Recipe
 from ftcli.config.training import CheckpointingSetting
@@ -97,6 +98,8 @@ def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
         return CheckpointingChoice(requested, requested, "as the recipe says", (), layers)
     if not setup.trains:
         return CheckpointingChoice(requested, False, "nothing is trained")
+    if not setup.under(False).wholly_graphed:
+        setup = setup.changed(_WITHOUT)  # graphs of some micro-batches decide nothing
     unknown = _unknown(setup)
     if unknown is not None:
         return CheckpointingChoice(requested, setup.device.kind == "cuda", f"it is not known what fits: {unknown}")
@@ -110,14 +113,22 @@ def choose_checkpointing(setup: Setup) -> CheckpointingChoice:
     return _with_room_used(best, setup)
 
 
+#: A run without graphs.
+_WITHOUT = MappingProxyType({"train.cuda_graphs": False})
+
+
 def with_graphs_that_fit(setup: Setup) -> Setup:
-    """The setup; without CUDA graphs where their memory, and nothing else, is what the device lacks."""
-    if not setup.trains or setup.why_no_graphs is not None:
+    """The setup; without CUDA graphs where their memory, and nothing else, is what the device lacks.
+
+    Where only some micro-batches are small, graphs get what is left: they must fit well.
+    """
+    if not setup.trains or not setup.graphed:
         return setup
-    without = {"train.cuda_graphs": False}
-    found, other = candidate(setup), candidate(setup, without)
-    lacking = found is not None and found.level == "does not fit" and other is not None and other.level != found.level
-    return setup.changed(without) if lacking else setup
+    found, other = candidate(setup), candidate(setup, _WITHOUT)
+    if found is None or other is None or found.level == other.level:
+        return setup
+    lacking = found.level == "does not fit" or not setup.wholly_graphed
+    return setup.changed(_WITHOUT) if lacking else setup
 
 
 def _tried(setup: Setup) -> list[Tried]:

@@ -13,7 +13,7 @@ from ftcli.config.overrides import Settings
 from ftcli.facts.adapters import Adapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of
-from ftcli.facts.graphs import why_no_graphs
+from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
@@ -95,12 +95,22 @@ class Setup:
         """Why the layers are not launched as CUDA graphs; None where they are."""
         if not self.trains:
             return "nothing is trained"
-        return why_no_graphs(self.recipe, self.facts, self.execution.layers, tokens=self.tokens)
+        return why_no_graphs(self.recipe, self.facts, self.execution, tokens=self.tokens)
 
     @property
     def graphed(self) -> bool:
-        """Whether the layers are launched as CUDA graphs."""
+        """Whether the layers are launched as CUDA graphs, in micro-batches of up to ``graph_tokens``."""
         return self.why_no_graphs is None
+
+    @property
+    def wholly_graphed(self) -> bool:
+        """Whether they are in every micro-batch, the largest included."""
+        return self.graphed and self.graph_tokens == self.tokens
+
+    @property
+    def graph_tokens(self) -> int:
+        """The most tokens that a graph takes."""
+        return min(self.tokens, most_graph_tokens(self.recipe, self.facts) or 0)
 
     @cached_property
     def layers(self) -> LayerMemory:

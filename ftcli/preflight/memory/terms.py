@@ -144,15 +144,19 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     workspace = max(int(tokens * max(layer.workspace, whole.workspace)), 0 if on_kernels else states)
     dense = _dequantized(setup, settled)
     # What layers allocate inside CUDA graphs is in nobody else's hands again.
-    backward = phases_of(setup) if setup.graphed else (BACKWARD,)
-    kept = phases_of(setup) if setup.graphed else (FORWARD, BACKWARD)
-    yield Term("activations", _kept(setup, layer, whole) + _shared(setup), kept)
+    backward: tuple[Phase, ...] = phases_of(setup) if setup.wholly_graphed else (BACKWARD,)
+    kept: tuple[Phase, ...] = phases_of(setup) if setup.wholly_graphed else (FORWARD, BACKWARD)
+    activations = _kept(setup, layer, whole) + _shared(setup)
+    yield Term("activations", activations, kept)
+    if setup.graphed and not setup.wholly_graphed:
+        share = setup.graph_tokens / setup.tokens
+        yield Term("graph pool", int(share * (activations + workspace)) + dense, phases_of(setup), lasting=True)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, backward)
-    last = 0 if setup.graphed else workspace + int(tokens * layer.kept)
+    last = 0 if setup.wholly_graphed else workspace + int(tokens * layer.kept)
     yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
@@ -162,7 +166,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
-        yield Term("dequantized weights", dense, backward if setup.graphed else (BACKWARD, END))
+        yield Term("dequantized weights", dense, backward if setup.wholly_graphed else (BACKWARD, END))
 
 
 def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
@@ -219,9 +223,12 @@ def _cublas(setup: Setup) -> int:
 
 
 def _graph_buffers(setup: Setup) -> int:
-    """What goes in and out of CUDA graphs: hidden states and their gradients."""
+    """What goes in and out of CUDA graphs: hidden states and their gradients. And the gradients of the trained weights
+    as autograd makes them: what has crossed streams is not used again within a graph.
+    """
     passed = 4 if setup.policy.by_transformers else 3  # its layers' inputs need gradients, the first one's too
-    return setup.tokens * setup.shape.hidden_size * setup.plan.parameter_bytes * passed
+    states = setup.graph_tokens * setup.shape.hidden_size * setup.plan.parameter_bytes * passed
+    return states + 4 * setup.trained.elements
 
 
 def _copies_run_again(setup: Setup) -> bool:

@@ -16,6 +16,7 @@ from tests.estimates import Case, estimate_of, setup_of
 
 LORA = "lora: {r: 16}\n"
 NAME = "meta-llama/Llama-3.1-8B"
+WITHOUT = {"train.cuda_graphs": False}
 SHORT = ("data.max_seq_len=1024", "train.per_device_train_batch_size=1")
 
 
@@ -38,7 +39,8 @@ def test_small_micro_batches_run_as_graphs(setup: Callable[..., Setup]) -> None:
     ("settings", "device", "work", "reason"),
     [
         (("train.cuda_graphs=false",), "h100", "train", "train.cuda_graphs: false"),
-        (("data.max_seq_len=8192",), "h100", "train", "a micro-batch of 8,192 tokens keeps the GPU busy"),
+        (("data.max_seq_len=8192", "data.packing=true"), "h100", "train", "8,192 tokens keeps the GPU busy"),
+        (("data.max_seq_len=8192", "data.padding_free=false"), "h100", "train", "8,192 tokens keeps the GPU busy"),
         (("lora.dropout=0.1",), "h100", "train", "dropout draws other numbers in each step"),
         (("train.gradient_checkpointing=offload",), "h100", "train", "waits for copies to the host"),
         (("model.kernels=off",), "h100", "train", "the layers are not on Triton kernels"),
@@ -59,7 +61,7 @@ def test_what_graphs_keep_to_themselves_is_there_in_every_phase(setup: Callable[
     found, plain = (estimate_of(s.recipe, s.facts, "h100") for s in (graphs, without))
     for phase in found.phases:
         assert {"activations", "backward workspace", "gradients", "graph buffers"} <= set(found.phases[phase])
-    assert found.parts["graph buffers"] == 3 * 1024 * 4096 * 2
+    assert found.parts["graph buffers"] == 3 * 1024 * 4096 * 2 + 4 * graphs.trained.elements
     assert "graph buffers" not in plain.parts
     assert found.total_bytes > plain.total_bytes
     # An accumulated step holds what earlier micro-batches gave besides what the next one writes.
@@ -88,3 +90,22 @@ def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable
     assert settled.why_no_graphs == "train.cuda_graphs: false"
     # Where it does not fit either way, nothing is changed.
     assert with_graphs_that_fit(found.on(replace(enough, memory_bytes=needed // 2))).recipe.train.cuda_graphs
+
+
+def test_rows_of_all_lengths_run_as_graphs_where_they_are_few_tokens(setup: Callable[..., Setup]) -> None:
+    mixed = setup("data.max_seq_len=2048", "train.per_device_train_batch_size=8")
+    assert mixed.tokens == 16384
+    assert mixed.graphed
+    assert not mixed.wholly_graphed
+    assert 4096 < mixed.graph_tokens < 8192
+    graphs, without = (estimate_of(s.recipe, s.facts, "h100") for s in (mixed, mixed.changed(WITHOUT)))
+    pool, share = graphs.parts["graph pool"], mixed.graph_tokens / mixed.tokens
+    assert pool == pytest.approx(share * (without.parts["activations"] + without.parts["backward workspace"]), rel=1e-3)
+    assert all("graph pool" in phase for phase in graphs.phases.values())
+    # They get what is left, and change neither the policy nor what fits.
+    lean = mixed.changed({"train.gradient_checkpointing": "auto"})
+    assert choose_checkpointing(lean) == choose_checkpointing(lean.changed(WITHOUT))
+    roomy = replace(named_device("h100"), memory_bytes=int(graphs.total_bytes / 0.9) + 2**20)
+    assert with_graphs_that_fit(mixed.on(roomy)).graphed
+    tight = replace(roomy, memory_bytes=int(graphs.total_bytes / 0.9) - 2**20)
+    assert not with_graphs_that_fit(mixed.on(tight)).graphed
