@@ -37,6 +37,8 @@ REFUSALS = (
     ArithmeticError,
     LookupError,
     AttributeError,
+    NameError,
+    AssertionError,
     RuntimeError,
     SyntaxError,
 )

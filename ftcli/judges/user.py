@@ -66,7 +66,11 @@ class UserJudge:
         for index, value in enumerate(result, 1):
             if value is not None and not _is_finite(value):
                 raise self._bad(f"returned {_shown(value)} for completion {index}; expected a finite number or None")
-        return [None if value is None else float(value) for value in result]
+        try:
+            with contained():  # a number's own class may be the user's, too
+                return [None if value is None else float(value) for value in result]
+        except UserCodeFailed as error:
+            raise self._bad(f"returned a number that {error}") from error
 
     def _bad(self, message: str) -> FtcliError:
         text = f"{self.what} {self.spec} {message}"

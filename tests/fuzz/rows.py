@@ -170,5 +170,5 @@ def files(draw: st.DrawFn) -> tuple[str, bytes]:
             content = draw(damaged(content))
     name = "rows." + kind.replace("stream", "arrow")
     if draw(st.integers(0, 7)) == 0:
-        return name + ".gz", draw(damaged(gzip.compress(content)))
+        return name + ".gz", draw(damaged(gzip.compress(content, mtime=0)))
     return name, content

@@ -32,6 +32,10 @@ def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
         ("raise type('E', (Exception,), {'__str__': lambda s: 1 / 0})", "its text raises ZeroDivisionError"),
         ("return [10**400, 0]", "returned an integer beyond every float for completion 1"),
         ("return [float('inf'), 0]", "returned inf for completion 1"),
+        (
+            "return [0, type('F', (float,), {'__float__': lambda s: 1 / 0})(1)]",
+            "a number that raised ZeroDivisionError",
+        ),
         ("return [type('R', (), {'__repr__': lambda s: os._exit(0)})(), 0]", "an object of type R"),
     ],
 )
