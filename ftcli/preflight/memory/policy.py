@@ -118,17 +118,12 @@ _WITHOUT = MappingProxyType({"train.cuda_graphs": False})
 
 
 def with_graphs_that_fit(setup: Setup) -> Setup:
-    """The setup; without CUDA graphs where their memory, and nothing else, is what the device lacks.
-
-    Where only some micro-batches are small, graphs get what is left: they must fit well.
-    """
+    """The setup; without CUDA graphs where their memory, and nothing else, is what makes a run tight or too large."""
     if not setup.trains or not setup.graphed:
         return setup
     found, other = candidate(setup), candidate(setup, _WITHOUT)
-    if found is None or other is None or found.level == other.level:
-        return setup
-    lacking = found.level == "does not fit" or not setup.wholly_graphed
-    return setup.changed(_WITHOUT) if lacking else setup
+    worse = found is not None and other is not None and found.level != other.level
+    return setup.changed(_WITHOUT) if worse else setup
 
 
 def _tried(setup: Setup) -> list[Tried]:
