@@ -78,12 +78,15 @@ class Allowance:
 def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[None]:
     """A block that may take ``seconds`` of CPU time and ``spare`` bytes of memory beyond what is taken.
 
-    Time is bounded in the main thread only, where Python handles signals; memory where the system says how much a
-    process has (Linux).
+    Both in the main thread only: there Python handles signals, and of two threads that take turns to set and restore
+    the process' limit one would leave it set. Memory only where the system says how much a process has (Linux).
 
     Raises:
         Stopped: the block took more. What it did is undone no further than any exception undoes it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     try:
         with _timed(seconds), _limited(spare):
             yield
@@ -93,7 +96,7 @@ def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[No
 
 @contextlib.contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGPROF"):
+    if not hasattr(signal, "SIGPROF"):
         yield
         return
     running = True

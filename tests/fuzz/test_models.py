@@ -84,7 +84,7 @@ _COMMANDS = st.sampled_from(
 )
 
 
-@examples(8, 30)
+@examples(4, 30)
 @given(data=st.data(), words=_COMMANDS, random=st.booleans())
 def test_configs_that_cannot_be(root: Path, data: st.DataObject, words: tuple[str, ...], random: bool) -> None:
     folder = _fresh(root)

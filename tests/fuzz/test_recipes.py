@@ -42,14 +42,14 @@ def folder() -> Iterator[Path]:
         yield root
 
 
-@examples(25)
+@examples(15)
 @given(recipe=recipes.recipes)
 def test_recipes_at_the_edges_of_the_schema(folder: Path, recipe: dict[str, Any]) -> None:
     (folder / "r.yaml").write_bytes(recipes.written(recipe))
     hold(run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu"))
 
 
-@examples(25)
+@examples(15)
 @given(content=recipes.texts)
 def test_files_that_are_hardly_recipes(folder: Path, content: bytes) -> None:
     (folder / "r.yaml").write_bytes(content)
@@ -84,7 +84,7 @@ def _harmless(words: list[str]) -> bool:
     return not (outside and set(words) & {"copy", "--output", "--output-dir", "--html"})
 
 
-@examples(25)
+@examples(15)
 @given(words=_lines.filter(_harmless))
 def test_command_lines(folder: Path, words: list[str]) -> None:
     words = [word.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") for word in words]

@@ -67,7 +67,7 @@ def _unfinished(folder: Path) -> None:
     (folder / "status.json").write_text(json.dumps({**status, "state": "running", "exit_code": None}))
 
 
-@examples(6, 30)
+@examples(4, 30)
 @given(data=st.data(), words=st.sampled_from(_COMMANDS), finished=st.booleans())
 def test_damaged_runs(root: Path, data: st.DataObject, words: tuple[str, ...], finished: bool) -> None:
     folder = root / "run"

@@ -121,19 +121,22 @@ def _spin() -> None:
         pass
 
 
-def test_another_thread_is_bounded_in_memory_only() -> None:
-    found: list[str] = []
+def test_another_thread_changes_no_limit_of_the_process() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    found: list[object] = []
 
     def work() -> None:
         with bounded(seconds=0.01):
-            found.append("begun")
+            found.append(resource.getrlimit(resource.RLIMIT_AS))
             time.sleep(0.05)
             found.append("ended")
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == ["begun", "ended"]
+    assert found == [before, "ended"]
 
 
 def test_nothing_is_left_behind() -> None:
