@@ -30,7 +30,7 @@ def check_text(result: CheckResult) -> str:
         lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak})"]
         lines += _sizes(memory.parts)
         lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
-        lines += _sizes({"paged, on the host where the GPU is full": memory.paged_bytes})
+        lines += _sizes({"paged optimizer": memory.paged_bytes})
     if disk is not None:
         free = "" if disk.free_bytes is None else f", {size(disk.free_bytes)} free"
         lines += ["", f"disk    {size(disk.total_bytes)}{free}"]

@@ -20,6 +20,9 @@ class TrainedView(nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)  # not a submodule
         self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # transformers loads models in evaluation mode, and PEFT's wrapper around one is in training mode all the same:
+        # what ``model.training`` says goes for its modules only once the mode was set here.
+        model.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
