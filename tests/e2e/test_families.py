@@ -143,7 +143,7 @@ def test_a_full_fine_tune_by_grpo_keeps_its_config(model_type: str, user: User, 
         grpo={**grpo, "rewards": [{"use": "regex", "pattern": "[0-9]"}]},
     )
     Path(path).write_text(Path(path).read_text().replace("lora:\n  r: 4\n", ""))
-    assert user.run("grpo", path)[0] == 0
+    user.done("grpo", path)
     assert_same_config(base, user.folder / "r" / "model")
 
 

@@ -95,6 +95,8 @@ class Setup:
         """Why the layers are not launched as CUDA graphs; None where they are."""
         if not self.trains:
             return "nothing is trained"
+        if self.facts.shape is None:  # what a method computes at a time is counted with it
+            return self.facts.why_no_shape
         return why_no_graphs(self.recipe, self.facts, self.execution, tokens=self.tokens)
 
     @property
@@ -110,7 +112,8 @@ class Setup:
     @property
     def graph_tokens(self) -> int:
         """The most tokens that a graph takes."""
-        return min(self.tokens, most_graph_tokens(self.recipe, self.facts) or 0)
+        most = most_graph_tokens(self.recipe, self.facts)
+        return min(self.tokens, most) if most is not None else 0  # without a shape a step's tokens are not counted
 
     @cached_property
     def layers(self) -> LayerMemory:
