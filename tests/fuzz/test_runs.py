@@ -78,6 +78,7 @@ def test_damaged_runs(root: Path, data: st.DataObject, words: tuple[str, ...], f
     hurt = data.draw(folders.damage(folder, folders.files_of(folder)), label="damage")
     folders.apply(folder, hurt)
     kept = [name for name in folders.files_of(folder) if name.startswith(("checkpoints/", "adapter/"))]
+    kept = [name for name in kept if not name.endswith("README.md")]  # `eval` writes its numbers into the card
     before = folders.fingerprints(folder, [name for name in kept if name not in hurt])
     hold(run(root, *words, "--offline", "--json"), looks_only=False)
     after = folders.fingerprints(folder, kept)
