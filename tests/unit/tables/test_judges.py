@@ -46,7 +46,7 @@ def test_a_made_up_judge_scores_rewards_and_tasks(tmp_path: Path, capsys: pytest
     )
     result = user.done("grpo", recipe)
     assert result["after"] == {"longer": 0.0}
-    assert user.metrics("r")[-1]["rewards/longer/mean"] > 0
+    assert any(line.get("rewards/longer/mean", 0) > 0 for line in user.metrics("r"))
 
 
 def test_its_options_are_checked_by_its_row(context: Callable[..., Context]) -> None:
