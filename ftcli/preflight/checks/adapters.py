@@ -73,11 +73,3 @@ def _kinds(context: Context) -> Findings:
             f"{said} {why}, and what DoRA trains beside it cannot be saved as an adapter of the base as it was",
             help="leave one of the two out",
         )
-    grpo = recipe.grpo
-    if context.work == "train" and context.method.section == "grpo" and grpo is not None and grpo.beta > 0:
-        yield context.error(
-            "FT274",
-            path,
-            f"{said} {why}, and grpo.beta compares with the model without adapters",
-            help="use grpo.beta: 0, or another init_lora_weights",
-        )

@@ -16,7 +16,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265 and FT270, and FT451 and FT452 for reward files."""
+    """For commands that train with it: FT260 to FT265, FT270 and FT274, and FT451 and FT452 for reward files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return
@@ -30,6 +30,7 @@ def check(context: Context) -> Findings:
         return
     yield from _batch(context, grpo)
     yield from _lengths(context, grpo)
+    yield from _reference(context, grpo)
     if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
         yield context.error(
             "FT270",
@@ -95,6 +96,19 @@ def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
             f"{grpo.max_completion_length} = {total} exceeds data.max_seq_len {longest}",
             help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
         )
+
+
+def _reference(context: Context, grpo: GrpoConfig) -> Findings:
+    lora = context.recipe.lora
+    if lora is None or not lora.changes_base or not grpo.beta:
+        return
+    yield context.error(
+        "FT274",
+        "lora.init_lora_weights",
+        f"init_lora_weights: {lora.init_lora_weights} takes a part of the base weights over, and grpo.beta compares "
+        "with the model without adapters",
+        help="use grpo.beta: 0, or another init_lora_weights",
+    )
 
 
 def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
