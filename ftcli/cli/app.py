@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Annotated
@@ -13,7 +14,7 @@ from typer.exceptions import TyperException
 
 from ftcli import __version__
 from ftcli.cli import failure, render, usage
-from ftcli.cli.commands import bench, check, doctor, evaluate, export, recipes, runs, sweep
+from ftcli.cli.commands import bench, chat, check, doctor, evaluate, export, recipes, runs, sweep
 from ftcli.cli.commands.train import training_command
 from ftcli.cli.environment import (
     fewer_library_warnings,
@@ -72,6 +73,7 @@ def build_app() -> typer.Typer:
         *((name, training_command(method)) for name, method in methods.of_commands().items()),
         ("eval", evaluate.evaluate),
         ("export", export.export),
+        ("chat", chat.chat),
         ("check", check.check),
         ("bench", bench.bench),
         ("runs", runs.runs),
@@ -153,7 +155,8 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
 def _run(request: AnyRequest, words: list[str]) -> _Answer:
     session, reporter = open_session(request.options, words)
     try:
-        with results_only_on_stdout(), library_environment(session), fewer_library_warnings(session):
+        stdout = nullcontext() if request.owns_stdout else results_only_on_stdout()
+        with stdout, library_environment(session), fewer_library_warnings(session):
             result = request.action(session)
         text = _text_of(result, request)
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours

@@ -54,7 +54,7 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
     """The session of one invocation, and its reporter, which keeps all findings."""
     from ftcli.config.secrets import mask
 
-    terminal = _is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+    terminal = is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
     style = style_for(sys.stderr)
     reporter: CollectingReporter
     if terminal and not options.quiet:
@@ -167,7 +167,8 @@ def _duplicate_stdout() -> int | None:
     return saved
 
 
-def _is_terminal(stream: object) -> bool:
+def is_terminal(stream: object) -> bool:
+    """Whether a person is at the other side of ``stream``."""
     isatty = getattr(stream, "isatty", None)
     return bool(isatty()) if callable(isatty) else False
 
@@ -175,7 +176,7 @@ def _is_terminal(stream: object) -> bool:
 def _wants_color(stream: object) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or _is_terminal(stream)
+    return bool(os.environ.get("FORCE_COLOR")) or is_terminal(stream)
 
 
 def _flag(name: str) -> bool:

@@ -18,6 +18,10 @@ _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 _EXCERPT_WIDTH = 120
 
 
+_STEERING = ("Cc", "Cf", "Cs")
+_KEPT = "\n\t\u200c\u200d"
+
+
 class Style:
     """Colours on or off."""
 
@@ -91,6 +95,18 @@ def _clipped(text: str, start: int) -> tuple[str, int]:
 def clean(text: str) -> str:
     """`text` without control characters, which could move the cursor or recolour the terminal."""
     return "".join(char if unicodedata.category(char) not in ("Cc", "Cf") else " " for char in text)
+
+
+def visible(text: str) -> str:
+    """What a model wrote, its lines kept: characters that would steer a terminal, or turn the direction of what is
+    read, are shown as escapes. The two joiners stay: emoji and several scripts are written with them."""
+    return "".join(
+        char if char in _KEPT or unicodedata.category(char) not in _STEERING else _escaped(char) for char in text
+    )
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def _cells(text: str) -> int:

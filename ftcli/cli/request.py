@@ -27,7 +27,8 @@ class Request(Generic[R]):
 
     ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
     printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
-    result stands for; None: it is a success.
+    result stands for; None: it is a success. ``owns_stdout``: the action itself keeps the libraries' output off stdout,
+    because it writes to it while it works.
     """
 
     command: str
@@ -36,6 +37,7 @@ class Request(Generic[R]):
     render: Callable[[R], str] | None = None
     raw: bool = False
     exit_code: Callable[[R], int] | None = None
+    owns_stdout: bool = False
 
 
 #: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.

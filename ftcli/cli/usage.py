@@ -17,9 +17,10 @@ from ftcli.paths import RECIPE_SUFFIXES
 _OTHER_WORDS: Mapping[str, str] = MappingProxyType(
     {
         "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
-        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "merge": "export",
-        "merge-lora": "export", "save": "export", "convert": "recipes convert", "import": "recipes convert",
-        "migrate": "recipes convert", "new": "recipes new", "init": "recipes new", "wizard": "recipes new",
+        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+        "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
+        "merge": "export", "merge-lora": "export", "save": "export",
+        "convert": "recipes convert", "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new", "wizard": "recipes new",
         "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
         "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
         "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
@@ -48,7 +49,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     elif is_shipped(word):
         help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"
     elif is_run(word):
-        help = f"that is a run: `ftcli export {word}`, `ftcli runs` or `ftcli compare {word} ...`"
+        help = f"that is a run: `ftcli chat {word}`, `ftcli export {word}`, `ftcli runs` or `ftcli compare {word} ...`"
     elif near:
         help = f"did you mean `ftcli {near[0]}`?"
     else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @torch.no_grad()
@@ -55,29 +56,60 @@ def generate(
         texts = [prompts[i] for i in chosen]
         return _complete(model, tokenizer, texts, config, plan, device, stops, max_length)
 
-    was_training = model.training
-    model.eval()
-    try:
-        with finite_logits(model), reporter.progress(len(prompts), "generating") as progress:
-            for chosen, (texts, cut) in in_batches(
-                order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
-            ):
-                for index, text in zip(chosen, texts, strict=True):
-                    completions[index] = text
-                ended += cut
-                progress.advance(len(chosen))
-    except NotFinite as error:
-        raise FtcliError.single(
-            "FT762",
-            "the model's logits are not finite, so there are no answers to judge",
-            exit_code=ExitCode.DIVERGED,
-            help="evaluate an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate",
-        ) from error
-    finally:
-        model.train(was_training)
+    with answering(model), reporter.progress(len(prompts), "generating") as progress:
+        for chosen, (texts, cut) in in_batches(
+            order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
+        ):
+            for index, text in zip(chosen, texts, strict=True):
+                completions[index] = text
+            ended += cut
+            progress.advance(len(chosen))
     if ended:
         reporter.warn(f"{ended:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
     return completions
+
+
+@contextmanager
+def answering(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A block in which ``model`` generates, in evaluation mode.
+
+    Raises FtcliError FT762 (exit 6) when its logits are not finite.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with finite_logits(model):
+            yield
+    except NotFinite as error:
+        raise FtcliError.single(
+            "FT762",
+            "the model's logits are not finite, so it has no answers",
+            exit_code=ExitCode.DIVERGED,
+            help="take an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate",
+        ) from error
+    finally:
+        model.train(was_training)
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], device: torch.device) -> BatchEncoding:
+    """Rendered prompts as ``input_ids`` and ``attention_mask``, int64 of (rows, tokens), padded on the left.
+
+    So every answer begins at the same place; the mask keeps the padding out of attention.
+    """
+    return tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        padding=True,
+        padding_side="left",
+        return_attention_mask=True,  # some tokenizers' configs leave it out
+        return_tensors="pt",
+    ).to(device)
+
+
+def router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
+    """A config may ask for the router's logits in every call; with a cache, transformers fails on them."""
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return {"output_router_logits": False} if asked else {}
 
 
 def _complete(
@@ -91,20 +123,7 @@ def _complete(
     max_length: int | None,
 ) -> tuple[list[str], int]:
     """The completions, and how many of them ``max_length`` has ended."""
-    # Padding on the left puts every answer at the same place; the mask keeps the padding out of attention.
-    encoding = tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_attention_mask=True,  # some tokenizers' configs leave it out
-        return_tensors="pt",
-    )
-    batch = encoding.to(device)
-    extra: dict[str, bool] = {}
-    # A config may ask for the router's logits in every call; with a cache, transformers fails on them.
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        extra["output_router_logits"] = False
+    batch = tokens_of(tokenizer, texts, device)
     sampling = {"do_sample": True, "temperature": config.temperature} if config.do_sample else {"do_sample": False}
     rooms = [config.max_new_tokens] * len(texts)
     if max_length is not None:
@@ -117,7 +136,7 @@ def _complete(
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=list(stops),
             **sampling,
-            **extra,
+            **router_logits_off(model),
         )
     new = output[:, batch["input_ids"].shape[1] :].tolist()
     kept = [ids[:room] for ids, room in zip(new, rooms, strict=True)]

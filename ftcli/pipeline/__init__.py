@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import in_this_process
-from ftcli.pipeline.options import BenchOptions
+from ftcli.pipeline.options import BenchOptions, ChatOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
 from ftcli.tables import code_of, engines, methods
 
 if TYPE_CHECKING:
     from ftcli.pipeline.bench_result import BenchResult
+    from ftcli.pipeline.chatting import Chat
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.exporting import Exported
 
-__all__ = ["BenchOptions", "bench", "check", "evaluate", "export", "train"]
+__all__ = ["BenchOptions", "ChatOptions", "bench", "chat", "check", "evaluate", "export", "train"]
 
 
 def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:
@@ -62,6 +63,14 @@ def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: st
         from ftcli.pipeline.exporting import export_recipe
 
         return export_recipe(loaded, session, run_dir, checkpoint)
+
+
+def chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ChatOptions) -> Chat:
+    """The run's model, or its base, loaded and ready to answer."""
+    with stoppable("loading the model"):
+        from ftcli.pipeline.chatting import open_chat
+
+        return open_chat(loaded, session, run_dir, options)
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.held_out import scores, task_samples
-from ftcli.pipeline.weights import checkpoint_of
+from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
 from ftcli.run.card import write_card
-from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import require_same_base
 from ftcli.run.report import write_report
 from ftcli.run.results import Evaluation, update_evaluation
@@ -53,7 +52,7 @@ def evaluate_recipe(
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
     chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
-    weights = None if directory is None else chosen or _result_of(directory)
+    weights = None if directory is None else chosen or result_of(directory)
     report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
@@ -112,19 +111,6 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelRep
     report = put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))
     laid_out(job, model, rows)
     return report
-
-
-def _result_of(directory: RunDirectory) -> Path:
-    """The folder with the run's adapter or model."""
-    result = directory.result_dir if is_run_directory(directory.path) else None
-    if result is None:
-        raise FtcliError.single(
-            "FT763",
-            f"{directory.path} holds no finished run: neither adapter/ nor model/ is there",
-            exit_code=ExitCode.RECIPE,
-            help="train first, name the run's directory, or evaluate one of its checkpoints with --checkpoint STEP",
-        )
-    return result
 
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:

@@ -26,3 +26,32 @@ class BenchOptions:
     steps: int = 10
     profile: bool = False
     evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What answers in a chat, and how. None takes the recipe's value, or the default for a person.
+
+    Attributes:
+        prompt: The one turn to answer; None where a person talks.
+        base: The base model, without the run's adapter or weights.
+        checkpoint: Of the run, a step or ``best``, in place of its result.
+        system: A system prompt.
+        raw: Text is continued as it stands, without the chat template.
+        temperature: 0 takes the likeliest token.
+    """
+
+    prompt: str | None = None
+    base: bool = False
+    checkpoint: str | None = None
+    system: str | None = None
+    raw: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = None
+    seed: int | None = None
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a person talks."""
+        return self.prompt is None

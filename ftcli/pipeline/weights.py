@@ -1,11 +1,12 @@
-"""Which of a run's weights `ftcli eval` and `ftcli export` take: its result, or one of its checkpoints."""
+"""Which of a run's weights are evaluated, asked or exported: its result, or one of its checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
-from ftcli.run.directory import RunDirectory
+from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.history import metrics_of
 from ftcli.run.status import read_status
 from ftcli.trainers.best import Best
@@ -30,6 +31,19 @@ def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Pa
         reporter.info(f"{run.path}: the best evaluation was at the end, so the run's result is taken")
         return None
     return run.checkpoints.named(name)
+
+
+def result_of(run: RunDirectory) -> Path:
+    """The folder with the run's adapter or model. Raises FtcliError FT763 (exit 2) when there is none."""
+    result = run.result_dir if is_run_directory(run.path) else None
+    if result is None:
+        raise FtcliError.single(
+            "FT763",
+            f"{run.path} holds no finished run: neither adapter/ nor model/ is there",
+            exit_code=ExitCode.RECIPE,
+            help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
+        )
+    return result
 
 
 def _the_end_is_best(run: RunDirectory) -> bool:

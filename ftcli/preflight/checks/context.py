@@ -15,7 +15,7 @@ from ftcli.facts.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 
-#: ``eval``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
+#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
 Command = str
 Findings = Iterator[Finding]
 
@@ -33,7 +33,7 @@ class Context:
         """What the command does with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
-        return "eval" if self.command in ("eval", "bench --eval") else "train"
+        return "eval" if self.command in ("eval", "chat", "bench --eval") else "train"
 
     @property
     def method(self) -> Method:
@@ -58,7 +58,7 @@ class Context:
     @property
     def reads_data(self) -> bool:
         """Whether rows are read at all."""
-        return self.command != "export" and not self.benches
+        return self.command not in ("chat", "export") and not self.benches
 
     @property
     def benches(self) -> bool:

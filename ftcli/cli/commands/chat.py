@@ -1,0 +1,150 @@
+"""`ftcli chat`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ftcli.cli import completion, options
+from ftcli.cli.environment import is_terminal, results_only_on_stdout, style_for
+from ftcli.cli.render import visible
+from ftcli.cli.request import AnyRequest, Request
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.pipeline.chatting import Chat, ChatAnswer
+
+#: More than any model reads.
+_MOST_BYTES = 16 * 2**20
+
+
+def chat(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_RECIPE",
+            help="A run directory, or the recipe that names it.",
+            show_default=False,
+            autocompletion=completion.runs_and_recipes,
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and end; without it, stdin or a talk.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Ask the base model instead, to compare.")] = False,
+    checkpoint: options.CheckpointOption = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")
+    ] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", min=0.0, max=10.0,
+            help="0 takes the likeliest token: the default for --prompt and stdin. In a talk: 0.7.",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", min=0.0001, max=1.0, help="Sample among this share of probability."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", metavar="N", min=1,
+            help="Longest answer in tokens (eval.generate.max_new_tokens; in a talk at least 512).",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Of sampling (run.seed; in a talk a new one)."),
+    ] = None,
+    set_: options.SetOption = None,
+    json: options.JsonOption = False,
+    quiet: options.QuietOption = False,
+    offline: options.OfflineOption = False,
+    debug: options.DebugOption = False,
+) -> AnyRequest:  # fmt: skip
+    """Talk to what was trained.
+
+    Answers appear as they are generated, under the chat template of training. With --prompt, or with a text on stdin,
+    one answer is printed.
+
+    \b
+    Examples:
+      ftcli chat runs/smoke
+      ftcli chat runs/smoke --prompt "mirror: kano"
+      ftcli chat runs/smoke --prompt "mirror: kano" --base --json
+      echo "mirror: kano" | ftcli chat recipes/smoke.yaml
+    """
+    live = is_terminal(sys.stdout) and not json
+
+    def action(session: Session) -> ChatAnswer | None:
+        from ftcli import pipeline
+        from ftcli.cli.talk import talk
+
+        asked = _asked(prompt, json)
+        chosen = pipeline.ChatOptions(
+            asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed
+        )  # fmt: skip
+        with results_only_on_stdout():
+            loaded, run_dir = options.load_run(target, options.overrides(set_))
+            opened = pipeline.chat(loaded, session, run_dir, chosen)
+        if asked is not None:
+            return _answer(opened, asked, session, live=live)
+        talk(opened, session.reporter, sys.stdout, style_for(sys.stderr))
+        return None
+
+    def render(answer: ChatAnswer | None) -> str:
+        return "" if answer is None or live else visible(answer.completion)
+
+    return Request("chat", options.common(json, quiet, offline, debug), action, render, owns_stdout=True)
+
+
+def _asked(prompt: str | None, json: bool) -> str | None:
+    """The one text to answer; None where a person talks. Raises FtcliError FT158 (exit 2) when there is none."""
+    from ftcli.pipeline.chatting import cannot_chat
+
+    help = 'name it, as in --prompt "What is a river?", or pipe it in'
+    if prompt is None and is_terminal(sys.stdin):
+        if json:
+            raise cannot_chat("--json answers one prompt, and there is none", help, "--json")
+        return None
+    text = prompt if prompt is not None else _piped()
+    if not text.strip():
+        where = "--prompt" if prompt is not None else "stdin"
+        raise cannot_chat(f"{where} is empty, so there is nothing to answer", help, where)
+    return text
+
+
+def _piped() -> str:
+    """All of stdin but the line break that ends it. Raises FtcliError FT158 for what is no text."""
+    from ftcli.pipeline.chatting import cannot_chat
+
+    stream = sys.stdin
+    if stream is None:
+        return ""
+    content = stream.buffer.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise cannot_chat(f"stdin holds more than {_MOST_BYTES >> 20} MiB", "ask something shorter", "stdin")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"stdin is not UTF-8 text: byte {error.start + 1} is part of no character"
+        raise cannot_chat(message, "convert it, as with iconv", "stdin") from error
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _answer(opened: Chat, asked: str, session: Session, *, live: bool) -> ChatAnswer:
+    """One answer; ``live`` shows it on stdout while it is generated."""
+    from ftcli.cli.talk import show
+    from ftcli.run.signals import stoppable
+
+    with stoppable("answering"), nullcontext() if live else results_only_on_stdout():
+        answer = show(opened.ask(asked), sys.stdout if live else None)
+    if answer.limit is not None:
+        session.reporter.warn(f"the answer was ended by {answer.limit}")
+    return answer

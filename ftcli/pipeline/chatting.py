@@ -1,0 +1,263 @@
+"""`ftcli chat`: a run's model, or its base, asked turn by turn under the chat template of training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftcli.config import Recipe
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.pipeline.checking import checked
+from ftcli.pipeline.options import ChatOptions
+from ftcli.pipeline.weights import checkpoint_of, result_of
+from ftcli.plain import LEFT_OUT
+from ftcli.reporting import Reporter, Session
+from ftcli.run.atomic import read_json_object
+from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.inputs import require_same_base
+
+if TYPE_CHECKING:
+    from ftcli.data.template import Renderer
+    from ftcli.evaluate.stream import Sampling, StopReason
+    from ftcli.job import Job
+    from ftcli.pipeline.build import Model
+    from ftcli.pipeline.conversation import Conversation
+
+#: Where a person talks and the recipe does not sample: varied, and never far from what is likely.
+TEMPERATURE = 0.7
+#: The recipe's own limit is that of tasks, whose answers are short.
+MAX_NEW_TOKENS = 512
+
+_PROBE = "Hello"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """What `ftcli chat` answers to one prompt.
+
+    Attributes:
+        completion: The model's words exactly, control characters included.
+        stop: ``stop`` for a token that ends a turn, else the limit that ended the answer.
+        seconds: Of generation, without loading.
+        base: Whether it is the base model's.
+        run: The run directory, where there is one.
+        checkpoint: Of the run, in place of its result.
+        seed: Of the random numbers; None where nothing is drawn.
+    """
+
+    completion: str
+    stop: StopReason
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    model: str
+    base: bool
+    run: str | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    checkpoint: str | None = field(default=None, metadata=LEFT_OUT)
+
+    @property
+    def limit(self) -> str | None:
+        """What ended the answer before the model did, for people."""
+        if self.stop == "stop":
+            return None
+        return f"--max-new-tokens {self.max_new_tokens}" if self.stop == "max_new_tokens" else "data.max_seq_len"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A model that is ready to answer, and what has been said to it."""
+
+    job: Job
+    model: Model
+    conversation: Conversation
+    sampling: Sampling
+    seed: int
+    base: bool
+    run: Path | None
+    checkpoint: Path | None
+
+    def ask(self, text: str) -> Generator[str, None, ChatAnswer]:
+        """The answer to the next turn, piece by piece; the generator's value is all of it.
+
+        The turn becomes part of the history, also when the answer is cut short by closing the generator.
+
+        Raises:
+            FtcliError: As :meth:`ftcli.pipeline.conversation.Conversation.question` (exit 4), the history unchanged;
+                FT762 (exit 6) when the model's logits are not finite.
+        """
+        from ftcli.evaluate.stream import stream
+
+        question = self.conversation.question(text)
+        job, began = self.job, time.perf_counter()
+        pieces: list[str] = []
+        generation = stream(
+            self.model,
+            job.tokenizer,
+            question.text,
+            self.sampling,
+            plan=job.plan,
+            device=job.device,
+            stops=job.stops,
+            max_length=job.recipe.data.max_seq_len,
+        )
+        try:
+            while True:
+                try:
+                    piece = next(generation)
+                except StopIteration as end:
+                    completed = end.value
+                    break
+                pieces.append(piece)
+                yield piece
+        finally:
+            generation.close()
+            self.conversation.answered(question, "".join(pieces))
+        return ChatAnswer(
+            completion="".join(pieces),
+            stop=completed.stop,
+            prompt_tokens=question.tokens,
+            completion_tokens=completed.tokens,
+            seconds=time.perf_counter() - began,
+            model=job.recipe.model.name_or_path,
+            base=self.base,
+            run=None if self.run is None else str(self.run),
+            checkpoint=None if self.checkpoint is None else str(self.checkpoint),
+            max_new_tokens=self.sampling.max_new_tokens,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            seed=self.seed if self.sampling.temperature > 0 else None,
+        )
+
+
+def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ChatOptions) -> Chat:
+    """Loads what is to answer.
+
+    Whatever can be said against the first turn (``options.prompt``, or the system prompt alone) is said before a weight
+    is loaded.
+
+    Raises:
+        FtcliError: FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no finished run
+            and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's;
+            whatever preflight and loading raise.
+    """
+    if options.base and options.checkpoint is not None:
+        raise cannot_chat(
+            f"--checkpoint {options.checkpoint} is of the run, and --base asks its base model",
+            help="leave one of them out",
+        )
+    run = RunDirectory(run_dir) if not options.base or is_run_directory(run_dir) else None
+    chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
+    weights = None if run is None or options.base else chosen or result_of(run)
+    report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
+    from ftcli.job import open_job
+
+    job = open_job(report, session)
+    conversation = _conversation(job, run, options)
+    conversation.question(options.prompt if options.prompt is not None else _PROBE)
+    model = _model(job, run, weights)
+    sampling = sampling_of(loaded.recipe, options)
+    seed = _seeded(loaded.recipe, options)
+    return Chat(job, model, conversation, sampling, seed, options.base, None if run is None else run.path, chosen)
+
+
+def sampling_of(recipe: Recipe, options: ChatOptions) -> Sampling:
+    """The options; what they leave open is the recipe's (``eval.generate``), or for a person to talk with."""
+    from ftcli.evaluate.stream import Sampling
+
+    own = recipe.eval.generate
+    temperature = own.temperature if own.do_sample else TEMPERATURE if options.interactive else 0.0
+    longest = max(own.max_new_tokens, MAX_NEW_TOKENS) if options.interactive else own.max_new_tokens
+    return Sampling(
+        max_new_tokens=longest if options.max_new_tokens is None else options.max_new_tokens,
+        temperature=temperature if options.temperature is None else options.temperature,
+        top_p=1.0 if options.top_p is None else options.top_p,
+    )
+
+
+def cannot_chat(message: str, help: str, option: str = "command line") -> FtcliError:
+    """FT158: there is nothing to answer, or options contradict each other."""
+    return FtcliError.single("FT158", message, exit_code=ExitCode.RECIPE, origin=Origin(option), help=help)
+
+
+def _for_chat(recipe: Recipe) -> Recipe:
+    """The recipe without what is held out: nothing of it is read, and one row is in the model at a time."""
+    held_out = {"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1}
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=held_out)})
+
+
+def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> Conversation:
+    from ftcli.data.asked import Room
+    from ftcli.data.template import renderer_of
+    from ftcli.pipeline.conversation import Conversation
+
+    data = job.recipe.data
+    renderer = renderer_of(job.tokenizer, data)
+    if run is not None:
+        _use_template_of(run, renderer, job.reporter)
+    raw = options.raw
+    if not raw and renderer.source is None and not job.tokenizer.chat_template:
+        job.reporter.warn("the tokenizer has no chat template: each text is continued as it stands, without a history")
+        raw = True
+    if raw and options.system is not None:
+        raise cannot_chat(
+            "there is no chat template in use, so nothing can write a system prompt",
+            help="put it at the beginning of the text, or name a template with --set data.chat_template=NAME",
+            option="--system",
+        )
+    limit = f"which leaves no room for an answer in data.max_seq_len {data.max_seq_len}"
+    help = "shorten it, begin anew (/reset), or raise the limit with --set data.max_seq_len=N"
+    return Conversation(
+        job.tokenizer,
+        renderer,
+        Room(data.max_seq_len - 1, "FT431", limit, help),
+        system=options.system,
+        raw=raw,
+        refuses_reasoning=data.reasoning == "refuse",
+    )
+
+
+def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) -> None:
+    """The run was trained under the template in its manifest; another one is told, and not used."""
+    inputs = read_json_object(run.manifest_path).get("inputs")
+    trained = inputs.get("chat_template") if isinstance(inputs, dict) else None
+    if isinstance(trained, str) and trained != renderer.source:
+        renderer.use(trained)
+        message = f"the chat template is not that of {run.path}; the one of training is used"
+        help = "nothing needs to be done; without the run, --base asks the base model under the recipe's template"
+        reporter.finding(Finding("FT734", message, help=help, severity="warning"))
+
+
+def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
+    """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
+    from ftcli.model.checkpoint import load_adapter
+    from ftcli.pipeline.build import base_inputs, build_base
+    from ftcli.pipeline.evaluation import freeze_on_kernels
+
+    adapter = weights is not None and (weights / ADAPTER_CONFIG).is_file()
+    model: Model = build_base(job, weights=None if adapter else weights)
+    if run is not None and (adapter or weights is None):
+        require_same_base(run.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
+    if adapter and weights is not None:
+        model = load_adapter(model, weights)
+    freeze_on_kernels(job, model, ())
+    return model
+
+
+def _seeded(recipe: Recipe, options: ChatOptions) -> int:
+    """Seeds torch: as asked, by the recipe's seed for a script, and anew each time for a person."""
+    import torch
+
+    if options.seed is None and options.interactive:
+        return torch.seed()
+    seed = recipe.run.seed if options.seed is None else options.seed
+    torch.manual_seed(seed)
+    return seed
