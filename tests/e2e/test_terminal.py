@@ -66,3 +66,40 @@ def test_the_line_keeps_step_and_time_and_ctrl_c_says_what_it_does(tmp_path: Pat
     assert re.search(r"error\[FT701\]: stopped by SIGINT after step \d+; checkpoint written to", text)
     if columns == 80:
         assert any("loss" in line and "held-out" in line and "lr" in line for line in progress)
+
+
+@pytest.mark.slow
+def test_a_talk_in_a_terminal_ends_by_ctrl_d_and_ctrl_c(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump(merged(RECIPE, {"data": {"max_seq_len": 128}})))
+    words = ["chat", str(recipe), "--base", "--offline", "--temperature", "0", "--max-new-tokens", "5"]
+    for last, status in ((b"\x04", 0), (b"\x03", 130), (b"/exit\r", 0)):
+        ended, shown = typed(words, [b"mirror: kano\r", last])
+        assert ended == status, shown
+        assert "greedy, at most 5 new tokens an answer" in shown
+        assert "Traceback" not in shown
+        answer = re.search(r"> mirror: kano\s+(\S+)", shown)
+        assert answer is not None, shown
+        assert not answer[1].startswith(">")
+
+
+def typed(words: list[str], lines: list[bytes]) -> tuple[int, str]:
+    """Runs ftcli in a terminal and types the next of ``lines`` at each prompt; status and what is shown."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "INPUTRC")}
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "ftcli", *words], {**environment, "TERM": "xterm-256color"})
+    shown, seen, waiting, until = b"", 0, list(lines), time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < until:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 1 << 16)
+        except OSError:
+            break
+        prompts = ESCAPE.sub(b"", shown).replace(b"\r", b"\n").count(b"\n> ")
+        if prompts > seen and waiting:
+            seen = prompts
+            os.write(terminal, waiting.pop(0))
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status), ESCAPE.sub(b"", shown).decode(errors="replace")
