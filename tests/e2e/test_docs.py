@@ -17,6 +17,7 @@ PAGES = [
     ("migrating", 12, "outputs/mine/export/safetensors/model.safetensors"),
     ("sweeps", 2, "runs/rates/comparison.html"),
     ("evaluation", 4, "runs/my/eval.json"),
+    ("chat", 3, "answer.json"),
     ("troubleshooting", 10, "runs/trial.previous-1/report.html"),
 ]
 BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
