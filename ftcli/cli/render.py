@@ -136,7 +136,15 @@ def document(command: str | None, exit_code: int, findings: Iterable[Finding], r
     content["findings"] = [finding_dict(finding) for finding in findings]
     if result is not None:
         content["result"] = plain(result)
-    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    return "".join(
+        char if char in _KEPT or unicodedata.category(char) not in _STEERING else _as_json(char) for char in text
+    )
+
+
+def _as_json(char: str) -> str:
+    """A character that could steer a terminal as JSON's own escape, which means the same."""
+    return json.dumps(char)[1:-1] if char > "\x7f" else f"\\u{ord(char):04x}"
 
 
 def result_text(result: object) -> str:

@@ -23,7 +23,7 @@ from ftcli.run.inputs import require_same_base
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
-    from ftcli.evaluate.stream import Sampling, StopReason
+    from ftcli.evaluate.stream import Completed, Sampling, StopReason
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
     from ftcli.pipeline.conversation import Conversation
@@ -88,7 +88,8 @@ class Chat:
     def ask(self, text: str) -> Generator[str, None, ChatAnswer]:
         """The answer to the next turn, piece by piece; the generator's value is all of it.
 
-        The turn becomes part of the history, also when the answer is cut short by closing the generator.
+        The turn becomes part of the history, also when the answer is cut short by closing the generator, unless nothing
+        of it has come.
 
         Raises:
             FtcliError: As :meth:`ftcli.pipeline.conversation.Conversation.question` (exit 4), the history unchanged;
@@ -99,6 +100,7 @@ class Chat:
         question = self.conversation.question(text)
         job, began = self.job, time.perf_counter()
         pieces: list[str] = []
+        completed: Completed | None = None
         generation = stream(
             self.model,
             job.tokenizer,
@@ -120,7 +122,8 @@ class Chat:
                 yield piece
         finally:
             generation.close()
-            self.conversation.answered(question, "".join(pieces))
+            if pieces or completed is not None:
+                self.conversation.answered(question, "".join(pieces))
         return ChatAnswer(
             completion="".join(pieces),
             stop=completed.stop,

@@ -15,7 +15,7 @@ import yaml
 from ftcli import pipeline
 from ftcli.cli.app import main
 from ftcli.cli.options import load_run
-from ftcli.cli.render import Style, visible
+from ftcli.cli.render import Style, document, visible
 from ftcli.cli.talk import talk
 from ftcli.pipeline.chatting import Chat
 from ftcli.reporting import Session, SilentReporter
@@ -224,3 +224,33 @@ def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
     assert visible("a\x1b[31mb\rc\x9b2J\u202ed") == "a\\x1b[31mb\\rc\\x9b2J\\u202ed"
     kept = "line\n\ttab 👩‍👩‍👧 Grüße 世界 می‌خواهم"
     assert visible(kept) == kept
+
+
+def test_documents_do_not_either_and_say_the_same() -> None:
+    text = "a\x1b[31m \x7f \x9b2J \u202e \U000e0041 \n\t Grüße 👩‍👩‍👧"
+    written = document("chat", 0, (), {"completion": text})
+    assert not set("\x1b\x7f\x9b\u202e\U000e0041") & set(written)
+    assert "Grüße 👩‍👩‍👧" in written
+    assert json.loads(written)["result"]["completion"] == text
+
+
+def test_a_full_fine_tune_answers_for_itself(user: User) -> None:
+    recipe = user.recipe(lora=None, train={"max_steps": 4, "learning_rate": 1e-2})
+    user.done("train", recipe)
+    tuned, base = (user.done("chat", recipe, "--prompt", ASKED, *more) for more in ((), ("--base",)))
+    assert (tuned["run"], tuned["base"], base["base"]) == (str(user.folder / "r"), False, True)
+    assert tuned["completion"] != base["completion"]
+
+
+@pytest.mark.parametrize("answer", ["", " \n", "  kano  ", "/exit", "<end_of_turn>", "two\n\nlines"])
+def test_whatever_was_answered_the_next_turn_can_be_asked(opened: Callable[..., Chat], answer: str) -> None:
+    conversation = opened("data.max_seq_len=256", prompt=ASKED).conversation
+    conversation.answered(conversation.question(ASKED), answer)
+    assert answer.strip() in conversation.question("and now?").text
+
+
+def test_a_turn_of_which_nothing_came_is_forgotten(opened: Callable[..., Chat]) -> None:
+    chat = opened(prompt=ASKED)
+    pieces = chat.ask(ASKED)
+    pieces.close()
+    assert chat.conversation.turns == ()
