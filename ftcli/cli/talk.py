@@ -56,20 +56,24 @@ def talk(chat: Chat, reporter: Reporter, out: TextIO, style: Style, read: Callab
 
 
 def show(pieces: Generator[str, None, ChatAnswer], out: TextIO | None) -> ChatAnswer:
-    """Takes all pieces and writes them, where ``out`` is there, with a line break after the last."""
-    while True:
-        try:
-            piece = next(pieces)
-        except StopIteration as end:
-            answer: ChatAnswer = end.value
-            break
-        if out is not None:
-            out.write(visible(piece))
+    """Takes all pieces and writes them, where ``out`` is there, with a line break after the last, however it ends."""
+    begun = False
+    try:
+        while True:
+            try:
+                piece = next(pieces)
+            except StopIteration as end:
+                begun = True  # an empty answer is a line as well
+                answer: ChatAnswer = end.value
+                return answer
+            if out is not None:
+                begun = True
+                out.write(visible(piece))
+                out.flush()
+    finally:
+        if out is not None and begun:
+            out.write("\n")
             out.flush()
-    if out is not None:
-        out.write("\n")
-        out.flush()
-    return answer
 
 
 def _turn(chat: Chat, line: str, reporter: Reporter, out: TextIO, style: Style) -> None:
@@ -80,8 +84,6 @@ def _turn(chat: Chat, line: str, reporter: Reporter, out: TextIO, style: Style) 
         if isinstance(stop.__context__, KeyboardInterrupt):  # the second one, while the first was being obeyed
             raise
         pieces.close()
-        out.write("\n")
-        out.flush()
         reporter.info("(stopped)")
     except FtcliError as error:
         if error.exit_code != ExitCode.DATA:

@@ -50,7 +50,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> Finding:
     elif is_shipped(word):
         help = f"that is a recipe: `ftcli recipes copy {word}`, then `ftcli train {word}.yaml`"
     elif is_run(word):
-        help = f"that is a run: `ftcli chat {word}`, `ftcli export {word}`, `ftcli runs` or `ftcli compare {word} ...`"
+        help = f"that is a run: `ftcli export {word}`, `ftcli chat {word}`, `ftcli runs` or `ftcli compare {word} ...`"
     elif near:
         help = f"did you mean `ftcli {near[0]}`?"
     else:

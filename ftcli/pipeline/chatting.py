@@ -124,6 +124,7 @@ class Chat:
             generation.close()
             if pieces or completed is not None:
                 self.conversation.answered(question, "".join(pieces))
+        assert completed is not None  # the loop has no other end
         return ChatAnswer(
             completion="".join(pieces),
             stop=completed.stop,
