@@ -47,6 +47,11 @@ class ChangedKey:
     def __str__(self) -> str:
         return f"{self.key}: {self.old} -> {self.new}"
 
+    @property
+    def in_both(self) -> bool:
+        """Whether both recipes have the key; otherwise one of them has no such section."""
+        return _ABSENT not in (self.old, self.new)
+
     def is_in(self, keys: tuple[str, ...]) -> bool:
         """Whether the key is one of ``keys`` or lies below one of them."""
         return any(self.key == key or self.key.startswith(key + ".") for key in keys)

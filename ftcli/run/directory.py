@@ -302,7 +302,8 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
 
 
 def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
-    shown = [str(change) for change in changes[:_SHOWN]]
+    # A section that only one of them has would fill the list with its defaults.
+    shown = [str(change) for change in sorted(changes, key=lambda change: not change.in_both)[:_SHOWN]]
     if len(changes) > _SHOWN:
         shown.append(f"{len(changes) - _SHOWN} more keys")
     findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {text}") for text in shown]

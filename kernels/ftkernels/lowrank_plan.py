@@ -99,13 +99,14 @@ def pack(plan: Plan, device: torch.device) -> Packed:
 
 
 def _given(plan: Plan) -> Packed | None:
-    """What the caller has packed, where it is of this group, and in the dtype of its products."""
-    given = plan.projections[0].packed
-    if given is None or given.a is None or not plan.rank or given.a.dtype != plan.dtype:
+    """What the caller has packed, where it is of this group, in the dtype of its products, and of its rank."""
+    packs = [p.packed for p in plan.projections if p.a is not None]
+    given = packs[0] if packs else None
+    if given is None or given.b is None:
         return None
-    if any(p.packed is not given for p in plan.projections):
+    if any(packed is not given for packed in packs):
         raise ValueError("the projections of a group were given adapters that are packed for different groups")
-    return given
+    return given if given.b.dtype == plan.dtype and given.b.shape == (plan.out_features, plan.rank) else None
 
 
 def pack_a(plan: Plan, device: torch.device) -> Tensor | None:

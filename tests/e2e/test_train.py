@@ -37,6 +37,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
         "layers": "transformers",
         "attention": "eager",
         "batches": "padded",
+        "launches": "one by one",
     }
     activations = manifest["activations"]
     assert activations.pop("reason").startswith("the fastest that fits in 90% of ")

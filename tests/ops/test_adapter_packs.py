@@ -61,6 +61,23 @@ def test_an_operation_takes_the_pack_that_it_is_given() -> None:
     assert not torch.equal(lora_linear(x, given[0]), lora_linear(x, group[0]))
 
 
+@pytest.mark.parametrize("adapted", [(True, False, True), (False, True, False)])
+def test_layers_without_an_adapter_carry_no_pack(adapted: tuple[bool, ...]) -> None:
+    """As a model has them where not every module is a target."""
+    torch.manual_seed(0)
+    group = [projection(8, 4 if each else 0, 0.5) for each in adapted]
+    packs = AdapterPacks([group], torch.float32)
+    packs.refresh()
+    x = torch.randn(2, 24)
+    given = [q if p.a is not None else p for p, q in zip(group, with_pack(group, packs.packs[0]), strict=True)]
+    found, wanted = (pack(make_plan(x, each, None, "torch"), x.device) for each in (given, group))
+    assert found is packs.packs[0]
+    assert wanted.a is not None
+    assert wanted.b is not None
+    assert torch.equal(packs.packs[0].a, wanted.a)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(packs.packs[0].b, wanted.b)  # type: ignore[union-attr, arg-type]
+
+
 def test_packs_of_two_groups_in_one_are_refused() -> None:
     groups = [[projection(16, 4, 0.5)], [projection(16, 4, 0.5)]]
     first, second = AdapterPacks(groups, torch.float32).packs

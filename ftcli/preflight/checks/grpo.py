@@ -30,7 +30,7 @@ def check(context: Context) -> Findings:
         return
     yield from _batch(context, grpo)
     yield from _lengths(context, grpo)
-    yield from _reference(context, grpo)
+    yield from reference_findings(context, grpo)
     if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
         yield context.error(
             "FT270",
@@ -98,7 +98,8 @@ def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
         )
 
 
-def _reference(context: Context, grpo: GrpoConfig) -> Findings:
+def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT274 for adapters that take over a part of the base, where the base is what `grpo.beta` compares with."""
     lora = context.recipe.lora
     if lora is None or not lora.changes_base or not grpo.beta:
         return

@@ -20,12 +20,14 @@ from tests.small_models import _COMMON, TEXT
 FAMILIES = [name for name, row in families.TABLE.items() if row.kernels == "layers" and name in TEXT]
 
 
-def adapted(name: str, dropout: float = 0.0, kernels: Any = "reference") -> Any:
+def adapted(
+    name: str, dropout: float = 0.0, kernels: Any = "reference", targets: Any = "all-linear", **more: Any
+) -> Any:
     values = {**_COMMON, **TEXT[name]}
     config = transformers.AutoConfig.for_model(name, **{k: v for k, v in values.items() if v is not None})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    settings = peft.LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=4, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM", **more)
     model = peft.get_peft_model(model, settings)
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
@@ -92,6 +94,22 @@ def test_policies_and_dropout_are_as_before(policy: Any, dropout: float) -> None
     else:
         use_checkpointing(model, policy)
     found = run(model, batch, taken(model))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "more"),
+    [
+        (["q_proj", "v_proj"], {}),
+        (["down_proj"], {"layers_to_transform": [1]}),
+        (["q_proj", "k_proj", "gate_proj", "up_proj"], {"rank_pattern": {"k_proj": 2, "up_proj": 20}}),
+    ],
+)
+def test_some_modules_of_a_group_have_adapters_and_others_have_none(targets: list[str], more: dict[str, Any]) -> None:
+    model, batch = adapted("llama", targets=targets, **more), batches()["documents"]
+    wanted = run(model, batch, None)
+    found = run(model, batch, taken(model))
+    assert len(found) > 1
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
-from ftcli.preflight.checks import adapters, optimisation
+from ftcli.preflight.checks import adapters, grpo, optimisation
 from ftcli.preflight.checks.context import Context
 from ftcli.trainers.optimisation import schedule_arguments
 
@@ -92,7 +92,9 @@ def test_an_optimizer_of_a_package_that_is_not_there_is_refused(
 
 
 def adapter_findings(context: Context) -> list[tuple[str, str]]:
-    return [(finding.code, finding.message) for finding in adapters.check(context)]
+    section = context.recipe.grpo
+    ours = () if section is None else grpo.reference_findings(context, section)
+    return [(finding.code, finding.message) for finding in (*adapters.check(context), *ours)]
 
 
 @pytest.mark.parametrize(
