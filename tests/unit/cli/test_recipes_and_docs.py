@@ -85,6 +85,7 @@ def own_codes() -> set[str]:
     """Codes of loader, schema and command line, as they stand in the code."""
     files = [*(ROOT / "ftcli" / "config").rglob("*.py"), *(ROOT / "ftcli" / "cli").rglob("*.py")]
     files.append(ROOT / "ftcli" / "data" / "lengths.py")  # what --lengths says
+    files.append(ROOT / "ftcli" / "pipeline" / "chatting.py")  # what the options of chat say
     return {code for path in files for code in OWN_CODES.findall(path.read_text(encoding="utf-8"))}
 
 
@@ -97,6 +98,6 @@ def test_every_code_of_loader_and_command_line_is_documented_with_a_remedy() -> 
 
 
 def test_every_code_of_loader_and_command_line_is_provoked_by_a_test() -> None:
-    folders = (ROOT / "tests" / "recipes" / "broken", ROOT / "tests" / "unit" / "cli")
+    folders = (ROOT / "tests" / "recipes" / "broken", ROOT / "tests" / "unit" / "cli", ROOT / "tests" / "e2e")
     tests = "".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.glob("test_*.py"))
     assert {code for code in own_codes() if code not in tests} == set()
