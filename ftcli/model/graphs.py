@@ -6,11 +6,15 @@ kernels, their order and their arguments are those of a step without graphs, and
 The first micro-batch of a shape runs as usual, which compiles and chooses whatever is chosen on first use; the second
 is captured. All graphs share one pool of memory: they never run at the same time, and none leaves anything in it. What
 goes in and out lies in buffers of the largest shape, outside of the pool.
+
+The pool is taken in one piece before the first capture. Pieces that are added for each larger shape cannot be joined,
+and what one shape has left behind rarely fits the next: 39 shapes once took three times what the largest needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,10 +81,13 @@ class GraphRunner:
         stack: Its trained weights must stay where they are in memory.
         tokens: The most tokens of a micro-batch that graphs take; larger ones run as usual.
         reporter: Is told when graphs are given up.
+        pool_bytes: What the largest micro-batch is expected to allocate in the layers. More is added where it is not
+            enough, less is not given back.
     """
 
-    def __init__(self, stack: DecoderStack, tokens: int, reporter: Reporter) -> None:
+    def __init__(self, stack: DecoderStack, tokens: int, reporter: Reporter, *, pool_bytes: int = 0) -> None:
         self.status = GraphStatus([])
+        self._expected = pool_bytes
         self._reporter = reporter
         self._stack = stack
         self._tokens = tokens
@@ -88,7 +95,7 @@ class GraphRunner:
         named = {name: p for name, p in self._layers.named_parameters() if p.requires_grad}
         self._names, self._trained = list(named), list(named.values())
         self._where = [p.data_ptr() for p in self._trained]
-        self._pool: Any = None
+        self._pool: _Pool | None = None
         self._seen: set[_Key] = set()
         self._captured: dict[_Key, _Captured] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -118,7 +125,7 @@ class GraphRunner:
             self._seen.add(key)
             return None
         try:
-            self._captured[key] = self._capture_counted(call)
+            self._captured[key] = self._capture_with_room(call)
         except torch.OutOfMemoryError:
             self._give_up("no memory was left for another CUDA graph")
             return None
@@ -135,21 +142,28 @@ class GraphRunner:
 
     # -- capture ---------------------------------------------------------------------------------------------
 
+    def _capture_with_room(self, call: StackCall) -> _Captured:
+        """Captures a shape. The allocator cannot empty its caches during a capture; so that is done where it must."""
+        try:
+            return self._capture_counted(call)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        return self._capture_counted(call)
+
     def _capture_counted(self, call: StackCall) -> _Captured:
         status = self.status
         status.earlier_peak_bytes = status.peak_bytes
-        torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved()
-        captured = self._capture(call)
+        if self._pool is None:
+            torch.cuda.empty_cache()
+            self._pool = _Pool(self._expected, call.hidden.device)
+        captured = self._capture(call, self._pool)
         status.earlier_peak_bytes = max(status.earlier_peak_bytes, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
-        status.pool_bytes += torch.cuda.memory_reserved() - reserved
+        status.pool_bytes = self._pool.total_bytes
         status.shapes.append((int(call.hidden.shape[0]), int(call.hidden.shape[1])))
         return captured
 
-    def _capture(self, call: StackCall) -> _Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+    def _capture(self, call: StackCall, pool: _Pool) -> _Captured:
         if self._gradients is None:
             self._gradients = Gradients.zeros_like(self._trained)
         hidden, out, d_out = (self._buffer(name, call.hidden) for name in ("hidden", "out", "d_out"))
@@ -161,11 +175,11 @@ class GraphRunner:
         # not the stream of the capture; so the layers get leaves of their own, on the weights' memory.
         leaves = [p.detach().requires_grad_() for p in self._trained]
         with _cacheless_autocast():
-            with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            with pool.records(forward):
                 weights = dict(zip(self._names, leaves, strict=True))
                 result = functional_call(self._layers, weights, (StackCall(leaf, turns),))
                 out.copy_(result.detach())
-            with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+            with pool.records(backward):
                 inputs = leaves if d_hidden is None else [*leaves, leaf]
                 gradients = torch.autograd.grad(result, inputs, d_out)
                 self._gradients.write(gradients[: len(leaves)])
@@ -189,6 +203,39 @@ class GraphRunner:
         captured.backward.replay()
         self._gradients.hand_to(self._trained)
         return None if captured.d_hidden is None else captured.d_hidden.clone()
+
+
+class _Pool:
+    """The memory in which graphs allocate, and the stream on which they are captured.
+
+    ``torch.cuda.graph`` would give all cached memory back to the driver before each capture, for the next step to ask
+    for it again.
+    """
+
+    def __init__(self, expected: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle = torch.cuda.graph_pool_handle()
+        # Memory that is freed within a pool stays there as long as a graph of the pool lives: this one is never run.
+        self._holder = torch.cuda.CUDAGraph()
+        with self.records(self._holder):
+            torch.empty(max(expected, 1), dtype=torch.uint8, device=device)[:1].zero_()
+
+    @contextmanager
+    def records(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What is launched inside becomes ``graph``."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of the device that belongs to the pool."""
+        segments = torch.cuda.memory_snapshot(self._handle)  # type: ignore[no-untyped-call]
+        return sum(int(segment["total_size"]) for segment in segments)
 
 
 class _Layers(nn.Module):

@@ -29,6 +29,9 @@ def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStac
     stack = stack_of(model, getattr(torch, job.plan.compute))
     if isinstance(stack, str):
         return None, None
-    runner = None if why_not_graphed(job, model) else GraphRunner(stack, job.report.setup.graph_tokens, job.reporter)
-    stack.runner = runner
+    if why_not_graphed(job, model):
+        return stack, None
+    memory = job.report.memory
+    pool = 0 if memory is None else memory.graph_pool_bytes
+    stack.runner = runner = GraphRunner(stack, job.report.setup.graph_tokens, job.reporter, pool_bytes=pool)
     return stack, runner

@@ -16,7 +16,7 @@ from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
 from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import Phase, Settled, held_by_layers, phases_of, terms
+from ftcli.preflight.memory.terms import Phase, Settled, graph_pool, held_by_layers, phases_of, terms
 from ftcli.tables import quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
@@ -37,6 +37,7 @@ class MemoryEstimate:
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
         dequantized_layers: Decoder layers that keep their quantised weights dequantised.
+        graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
     """
 
     parts: Mapping[str, int]
@@ -45,6 +46,7 @@ class MemoryEstimate:
     offloaded: Offloaded | None = None
     dequantized_layers: int = 0
     paged_bytes: int = 0
+    graph_pool_bytes: int = 0
 
     def phase_bytes(self, phase: Phase) -> int:
         """Bytes that are needed at once in a phase."""
@@ -154,4 +156,5 @@ def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
         sent if pinned else None,
         settled.dequantized_layers,
         paged_by(setup),
+        graph_pool(setup, settled),
     )

@@ -149,8 +149,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     activations = _kept(setup, layer, whole) + _shared(setup)
     yield Term("activations", activations, kept)
     if setup.graphed and not setup.wholly_graphed:
-        share = setup.graph_tokens / setup.tokens
-        yield Term("graph pool", int(share * (activations + workspace)) + dense, phases_of(setup), lasting=True)
+        yield Term("graph pool", graph_pool(setup, settled), phases_of(setup), lasting=True)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -167,6 +166,16 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
         yield Term("dequantized weights", dense, backward if setup.wholly_graphed else (BACKWARD, END))
+
+
+def graph_pool(setup: Setup, settled: Settled) -> int:
+    """What CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
+    if not setup.graphed:
+        return 0
+    setting = setup.setting(setup.largest[1], padded=setup.padded or _masked_densely(setup))
+    layer, whole = held_by_layers(setup, setting, settled.offloaded)
+    a_token = max(layer.workspace, whole.workspace) + (_kept(setup, layer, whole) + _shared(setup)) / setup.tokens
+    return int(setup.graph_tokens * a_token) + _dequantized(setup, settled)
 
 
 def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
