@@ -14,7 +14,7 @@ and what one shape has left behind rarely fits the next: 39 shapes once took thr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,8 +228,11 @@ class _Pool:
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what work on another stream has begun cannot be ended, for example
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
     @property
     def total_bytes(self) -> int:

@@ -215,6 +215,32 @@ def test_where_memory_runs_out_training_goes_on_without(monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("expected", [0, 2**42])
+def test_where_memory_really_runs_out(expected: int) -> None:
+    """In the middle of a capture, with work on two streams; and where the pool is taken."""
+    model = adapted("mistral")
+    runner = graphed(model, pool_bytes=expected)
+    ids = torch.randint(3, 8000, (1, 1024), device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        with torch.autocast("cuda", torch.bfloat16):
+            forward_loss(model, batch, num_items=1024, stack=base_of(model).model.layers[0].stack).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+
+    wanted = gradients()
+    # What a micro-batch needs as usual is there; the buffers of graphs are more.
+    limit = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        found = gradients()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert runner.status.stopped == "no memory was left for another CUDA graph"
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def test_weights_that_have_moved_are_not_trained_in_silence() -> None:
     model = adapted("mistral")
     runner = graphed(model)
