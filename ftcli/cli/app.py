@@ -183,11 +183,9 @@ def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
 
 
 def _tell_people(findings: Sequence[Finding]) -> None:
-    stderr = unfailing(sys.stderr)
     if findings:
-        print(render.findings_text(findings[:_MOST_SHOWN], style_for(sys.stderr)), file=stderr)
-    if len(findings) > _MOST_SHOWN:
-        print(f"ftcli: {len(findings) - _MOST_SHOWN:,} more; --json has them all", file=stderr)
+        stderr = unfailing(sys.stderr)
+        print(render.findings_text(findings, style_for(sys.stderr), _MOST_SHOWN), file=stderr)
 
 
 def _forgive_encodings() -> None:

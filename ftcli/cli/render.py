@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ _SEVERITY_STYLE = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 
 #: Of a longer source line only the part around the place that matters is shown.
 _EXCERPT_WIDTH = 120
+#: So many rows with the same trouble share a block, in which so many ranges of rows are named.
+_MANY, _RANGES = 4, 12
 
 
 _STEERING = ("Cc", "Cf", "Cs")
@@ -33,18 +36,49 @@ class Style:
         return f"\x1b[{code}m{text}\x1b[0m" if self._color and text else text
 
 
-def findings_text(findings: Iterable[Finding], style: Style) -> str:
+def findings_text(findings: Iterable[Finding], style: Style, most: int | None = None) -> str:
     """One block for each finding, in the format that the contract promises.
 
-    A remedy of many rows of data stands once, below the last of them.
+    Rows of one file with the same trouble share a block where there are many. A remedy of many rows stands once, below
+    the last of them.
+
+    Args:
+        most: Blocks that are shown; how many findings are not is said then.
     """
-    shown = list(findings)
-    last = {(finding.code, finding.help): number for number, finding in enumerate(shown)}
+    groups = _alike(findings)
+    shown = groups[:most]
+    last = {(group[0].code, group[0].help): number for number, group in enumerate(shown)}
     blocks = []
-    for number, finding in enumerate(shown):
-        later = of_row(finding) and last[finding.code, finding.help] > number
-        blocks.append(_block(replace(finding, help=None) if later else finding, style))
-    return "\n".join(blocks)
+    for number, (first, *others) in enumerate(shown):
+        later = of_row(first) and last[first.code, first.help] > number
+        blocks.append(_block(replace(first, help=None) if later else first, style, others))
+    left = sum(len(group) for group in groups[len(shown) :])
+    return "\n".join([*blocks, f"ftcli: {left:,} more; --json has them all"] if left else blocks)
+
+
+def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """The findings in groups that one block shows: rows of one file whose messages differ by numbers at most."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        key: tuple[object, ...] = (number,)
+        if of_row(finding) and finding.origin is not None:
+            said = re.sub(r"\d+", "0", finding.message)
+            key = (finding.severity, finding.code, finding.help, finding.origin.source, said)
+        groups.setdefault(key, []).append(finding)
+    return [part for group in groups.values() for part in ([group] if len(group) >= _MANY else [[f] for f in group])]
+
+
+def _lines_text(lines: Sequence[int]) -> str:
+    """Row numbers, neighbours as a range: ``2 to 5, 9 and 40 more``."""
+    ranges: list[list[int]] = []
+    for line in sorted(set(lines)):
+        if ranges and line == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], line]
+        else:
+            ranges.append([line])
+    said = ", ".join(" to ".join(f"{end:,}" for end in each) for each in ranges[:_RANGES])
+    left = sum(each[-1] - each[0] + 1 for each in ranges[_RANGES:])
+    return f"{said} and {left:,} more" if left else said
 
 
 def of_row(finding: Finding) -> bool:
@@ -52,13 +86,16 @@ def of_row(finding: Finding) -> bool:
     return finding.origin is not None and finding.origin.line is not None and finding.origin.excerpt is None
 
 
-def _block(finding: Finding, style: Style) -> str:
+def _block(finding: Finding, style: Style, others: Sequence[Finding] = ()) -> str:
     origin = finding.origin
     source = clean(str(origin)) if origin is not None else "ftcli"
     label = style.paint(f"{finding.severity}[{finding.code}]", _SEVERITY_STYLE[finding.severity])
     lines = [f"{style.paint(source, '1')}: {label}: {clean(finding.message)}"]
     if origin is not None and origin.line is not None and origin.excerpt is not None:
         lines += _excerpt(origin, style)
+    rows = [other.origin.line for other in others if other.origin is not None and other.origin.line is not None]
+    if rows:
+        lines.append(f"  likewise: {len(rows):,} more rows: {_lines_text(rows)}")
     if finding.help:
         first, *rest = finding.help.splitlines()
         lines.append(f"  {style.paint('help', '1;32')}: {clean(first)}")

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from ftcli.config import LoraConfig
 from ftcli.errors import Finding, Origin
 from ftcli.facts.shape import Linear, ModelShape
+from ftcli.patience import TookTooLong, limited
 
 #: The first number in a path is the layer's; those of experts come later.
-_NUMBERED = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
+_NUMBERED: re.Pattern[str] = re.compile(r".*?\.[^.]*\.(?P<ftcli_index>\d+)\.")
+
+#: Expressions may take so long on the names of a model's modules: an honest one needs a microsecond for each.
+SECONDS = 0.25
+_SECONDS_A_NAME = 2e-5
+
+#: The key of the section that holds an expression, and the expression.
+Expression: TypeAlias = tuple[str, re.Pattern[str]]
+#: So many of the patterns that match nothing are named.
+_NAMED = 3
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +47,63 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A setting of the section ``lora`` that means nothing for a model: its ``key``, what is wrong, what helps."""
+    """A setting of the section ``lora`` that cannot be followed: its ``key``, what is wrong, what helps."""
 
     key: str
     message: str
     help: str
+    code: str = "FT338"
 
 
-def has_adapter(name: str, lora: LoraConfig) -> bool:
-    """Whether a layer that ``lora.target_modules`` names is left in by the settings that choose among those."""
-    return not any(_excludes(each, name) for each in exclusions(lora)) and (
-        lora.layers_to_transform is None or layer_index(name, lora) in lora.layers_to_transform
-    )
+class Choice:
+    """What the section ``lora`` says of single modules, its expressions compiled once.
+
+    Args:
+        lora: Its expressions compile: preflight has looked (FT264).
+    """
+
+    def __init__(self, lora: LoraConfig) -> None:
+        excluded = lora.exclude_modules
+        #: Names, or one regular expression for whole paths.
+        self.excluded = (re.compile(excluded),) if isinstance(excluded, str) else excluded
+        self.layers = tuple(re.compile(before_index(each)) for each in lora.layers_pattern) or (_NUMBERED,)
+        self.ranks = _compiled(lora.rank_pattern)
+        self.alphas = _compiled(lora.alpha_pattern)
+        self._lora = lora
+
+    def adapts(self, name: str) -> bool:
+        """Whether a layer that ``lora.target_modules`` names is left in by the settings that choose among those."""
+        wanted = self._lora.layers_to_transform
+        return not any(excludes(each, name) for each in self.excluded) and (
+            wanted is None or self.layer_index(name) in wanted
+        )
+
+    def layer_index(self, name: str) -> int | None:
+        """The number of the layer that a module is in: the first in its path, or that behind a ``layers_pattern``."""
+        found = next((match for each in self.layers if (match := each.match(name))), None)
+        return int(found["ftcli_index"]) if found else None
+
+    def rank(self, name: str) -> int:
+        """The rank of a module's adapter: that of the first pattern that matches, else ``lora.r``."""
+        return next((rank for each, rank in self.ranks.values() if each.match(name)), self._lora.r)
+
+    def alpha(self, name: str) -> float:
+        """The alpha of a module's adapter, likewise."""
+        return next((alpha for each, alpha in self.alphas.values() if each.match(name)), self._lora.alpha)
+
+    def expressions(self) -> Iterator[Expression]:
+        """Every regular expression of the recipe."""
+        yield from (("exclude_modules", each) for each in self.excluded if isinstance(each, re.Pattern))
+        yield from (("layers_pattern", each) for each in self.layers if each is not _NUMBERED)
+        yield from (("rank_pattern", each) for each, _ in self.ranks.values())
+        yield from (("alpha_pattern", each) for each, _ in self.alphas.values())
 
 
-def exclusions(lora: LoraConfig) -> tuple[str | re.Pattern[str], ...]:
-    """What ``lora.exclude_modules`` says: names, or one regular expression for whole paths."""
-    excluded = lora.exclude_modules
-    return (re.compile(excluded),) if isinstance(excluded, str) else excluded
-
-
-def _excludes(excluded: str | re.Pattern[str], name: str) -> bool:
+def excludes(excluded: str | re.Pattern[str], name: str) -> bool:
+    """Whether one of ``lora.exclude_modules`` means a module."""
     if isinstance(excluded, re.Pattern):
         return excluded.fullmatch(name) is not None
     return name == excluded or name.endswith(f".{excluded}")
-
-
-def layer_index(name: str, lora: LoraConfig) -> int | None:
-    """The number of the layer that a module is in: the first in its path, or the one behind ``lora.layers_pattern``."""
-    if not lora.layers_pattern:
-        match = _NUMBERED.match(name)
-        return int(match["index"]) if match else None
-    found = next((match for each in lora.layers_pattern if (match := re.match(before_index(each), name))), None)
-    return int(found["ftcli_index"]) if found else None
 
 
 def before_index(pattern: str) -> str:
@@ -80,28 +116,37 @@ def at_end(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
-def rank_of(name: str, lora: LoraConfig) -> int:
-    """The rank of a module's adapter: that of the first pattern that matches, else ``lora.r``."""
-    return next((rank for key, rank in lora.rank_pattern.items() if _matches(key, name)), lora.r)
+def _compiled(patterns: Mapping[str, _Number]) -> dict[str, tuple[re.Pattern[str], _Number]]:
+    return {key: (re.compile(at_end(key)), value) for key, value in patterns.items()}
 
 
-def alpha_of(name: str, lora: LoraConfig) -> float:
-    """The alpha of a module's adapter, likewise."""
-    return next((alpha for key, alpha in lora.alpha_pattern.items() if _matches(key, name)), lora.alpha)
+def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expression | None:
+    """The expression at which all of them took too long on the names of modules; None where they do not.
 
-
-def _matches(key: str, name: str) -> bool:
-    return re.match(at_end(key), name) is not None
+    PEFT matches the same names without a limit, and so does the memory estimate, many times.
+    """
+    waiting = list(expressions)
+    tried = None
+    try:
+        with limited(SECONDS + _SECONDS_A_NAME * len(names) * len(waiting)):
+            for tried in waiting:
+                for name in names:
+                    tried[1].match(name)
+                    tried[1].fullmatch(name)
+    except TookTooLong:
+        return tried
+    return None
 
 
 def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[Adapter, ...]:
     """Every adapter of a model whose shape is known, equal ones of all layers together."""
+    choice = Choice(lora)
     found: Counter[tuple[Linear, int]] = Counter()
     for linear in shape.adapted(lora.target_modules):
         for index in range(shape.num_layers):
             name = f"model.layers.{index}.{linear.name}"
-            if has_adapter(name, lora):
-                found[linear, rank_of(name, lora)] += 1
+            if choice.adapts(name):
+                found[linear, choice.rank(name)] += 1
     return tuple(Adapter(linear, rank, layers) for (linear, rank), layers in found.items())
 
 
@@ -112,17 +157,23 @@ def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:
 
 
 def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[Problem]:
-    """Settings that choose nothing among the modules ``names``.
+    """Settings that choose nothing among the modules ``names``, and expressions that take for ever on those.
 
     Args:
         names: What ``lora.target_modules`` names in the model.
     """
-    left = [name for name in names if has_adapter(name, lora)]
-    for each in exclusions(lora):
-        if not any(_excludes(each, name) for name in names):
+    choice = Choice(lora)
+    slow = endless(choice.expressions(), names)
+    if slow is not None:
+        said = f"the expression {slow[1].pattern} takes too long on the names of {len(names):,} modules"
+        yield Problem(slow[0], said, "name the end of a path, or leave out repetitions of repetitions", "FT264")
+        return
+    left = [name for name in names if choice.adapts(name)]
+    for each in choice.excluded:
+        if not any(excludes(each, name) for name in names):
             said = each if isinstance(each, str) else each.pattern
             yield Problem("exclude_modules", f"no module that would have an adapter is excluded by {said}", _NAMES)
-    present = {index for name in names if (index := layer_index(name, lora)) is not None}
+    present = {index for name in names if (index := choice.layer_index(name)) is not None}
     missing = sorted(set(lora.layers_to_transform or ()) - present)
     if missing:
         there = f"those are {min(present)} to {max(present)}" if present else "lora.layers_pattern matches no layer"
@@ -130,15 +181,16 @@ def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[Problem]:
         yield Problem("layers_to_transform", f"no layer with adapters has the number {said}", there)
     elif names and not left:
         yield Problem("exclude_modules", "every module is excluded: nothing would be trained", "exclude fewer")
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(lora, key):
-            if left and not any(_matches(pattern, name) for name in left):
-                yield Problem(key, f"no module with an adapter matches {pattern}", _NAMES)
+    for key, patterns in (("rank_pattern", choice.ranks), ("alpha_pattern", choice.alphas)):
+        idle = [each for each, (compiled, _) in patterns.items() if not any(compiled.match(name) for name in left)]
+        if left and idle:
+            more = f" or {len(idle) - _NAMED:,} others" if len(idle) > _NAMED else ""
+            yield Problem(key, f"no module with an adapter matches {', '.join(idle[:_NAMED])}{more}", _NAMES)
 
 
 _NAMES = "use the end of a module's path, such as q_proj or layers.0.self_attn.q_proj; a regular expression may be one"
 
 
 def problem_finding(problem: Problem, origin: Origin | None) -> Finding:
-    """FT338 for a setting that means nothing for a model."""
-    return Finding("FT338", f"lora.{problem.key}: {problem.message}", origin, problem.help)
+    """FT338 for a setting that means nothing for a model, FT264 for an expression that takes too long."""
+    return Finding(problem.code, f"lora.{problem.key}: {problem.message}", origin, problem.help)

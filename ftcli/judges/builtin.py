@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ftcli.config import RewardConfig, TaskConfig
 from ftcli.errors import Finding
-from ftcli.judges.patterns import Pattern, TookTooLong
+from ftcli.judges.patterns import Pattern
+from ftcli.patience import TookTooLong
 from ftcli.tables import code_of, judges
 
 

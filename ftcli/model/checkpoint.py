@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.weights import WEIGHTS_INDEX
+from ftcli.facts.adapters import Expression, at_end, before_index, endless
+from ftcli.facts.weights import ADAPTER_CONFIG, WEIGHTS_INDEX
 from ftcli.plain import JsonMap
 
 if TYPE_CHECKING:
@@ -186,13 +187,14 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     Modules that were trained whole are in the dtype that they are stored in.
 
     Raises:
-        FtcliError: FT334 (exit 3) when the adapter is damaged, is not this model's, or lacks a tensor: PEFT would go on
-            with random numbers in its place.
+        FtcliError: FT334 (exit 3) when the adapter is damaged, is not this model's, lacks a tensor (PEFT would go on
+            with random numbers in its place), or names modules by an expression that takes for ever.
     """
     import peft
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    _require_expressions(model, folder)
     try:
         stored = {name: tensor for path in _weights(folder) for name, tensor in load_file(path).items()}
         with warnings.catch_warnings():
@@ -215,6 +217,32 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise _unusable(folder, problems)
     _take_saved_modules(adapted, stored)
     return adapted
+
+
+def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
+    """Refuses an adapter whose expressions are none, or take for ever on this model's names (FT334)."""
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        slow = endless(_expressions(config), [name for name, _ in model.named_modules()])
+    except (OSError, ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
+        raise _unusable(folder, [f"{ADAPTER_CONFIG}: {first_line(error)}"]) from error
+    if slow is not None:
+        raise _unusable(folder, [f"{slow[0]}: the expression {slow[1].pattern} takes too long on its modules' names"])
+
+
+def _expressions(config: JsonMap) -> Iterator[Expression]:
+    """What PEFT makes regular expressions of."""
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(config.get(key), str):
+            yield key, re.compile(config[key])
+    layers = config.get("layers_pattern") or ()
+    for each in (layers,) if isinstance(layers, str) else layers:
+        yield "layers_pattern", re.compile(before_index(each))
+    for key in ("rank_pattern", "alpha_pattern"):
+        for each in config.get(key) or ():
+            yield key, re.compile(at_end(each))
+    for each in config.get("modules_to_save") or ():
+        yield "modules_to_save", re.compile(rf"(^|.*\.){each}($|\..*)")
 
 
 def _take_saved_modules(adapted: PeftModel, stored: Mapping[str, torch.Tensor]) -> None:

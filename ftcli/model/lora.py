@@ -12,7 +12,7 @@ import torch
 
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.adapters import alpha_of, rank_of
+from ftcli.facts.adapters import Choice
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import PATTERNS_UNMATCHED
 from ftcli.model.initial import remember_initial
@@ -64,6 +64,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
     import peft
 
     saved = resolve_saved(model, lora.modules_to_save)
+    choice = Choice(lora)
     transposed = any(not isinstance(model.get_submodule(name), torch.nn.Linear) for name in targets.modules)
     return peft.LoraConfig(
         r=lora.r,
@@ -75,18 +76,16 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         init_lora_weights=lora.init_lora_weights,
-        rank_pattern={**_of_weights(targets, lora, rank_of, lora.r), **lora.rank_pattern},
-        alpha_pattern={**_of_weights(targets, lora, alpha_of, lora.alpha), **lora.alpha_pattern},
+        rank_pattern={**_of_weights(targets, choice.rank, lora.r), **lora.rank_pattern},
+        alpha_pattern={**_of_weights(targets, choice.alpha, lora.alpha), **lora.alpha_pattern},
         fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
     )
 
 
-def _of_weights(
-    targets: Targets, lora: LoraConfig, value_of: Callable[[str, LoraConfig], float], default: float
-) -> dict[str, float]:
+def _of_weights(targets: Targets, value_of: Callable[[str], float], default: float) -> dict[str, float]:
     """Ranks or alphas of layers that PEFT adapts as parameters: its names for those end in ``.weight``."""
-    values = {name: value_of(name.removesuffix(".weight"), lora) for name in targets.weights}
+    values = {name: value_of(name.removesuffix(".weight")) for name in targets.weights}
     return {re.escape(name): value for name, value in values.items() if value != default}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.adapters import Problem, has_adapter, problem_finding, problems, rank_of
+from ftcli.facts.adapters import Choice, Problem, problem_finding, problems
 from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
 
@@ -114,7 +114,8 @@ def chosen(targets: Targets, lora: LoraConfig) -> Targets:
     """Of the layers that ``lora.target_modules`` names those that the section's other settings leave in.
 
     Raises:
-        FtcliError: FT338 (exit 3) for a setting that chooses nothing, or that cannot choose among experts.
+        FtcliError: FT338 (exit 3) for a setting that chooses nothing, or that cannot choose among experts; FT264 for an
+            expression that takes too long.
     """
     found = list(problems(targets.adapted, lora))
     if targets.by_peft and (lora.layers_to_transform is not None or lora.exclude_modules or lora.rank_pattern):
@@ -122,11 +123,12 @@ def chosen(targets: Targets, lora: LoraConfig) -> Targets:
         found.append(Problem("target_modules", said, "use target_modules: all-linear"))
     if found:
         raise FtcliError([problem_finding(problem, None) for problem in found], ExitCode.PREFLIGHT)
+    choice = Choice(lora)
     return replace(
         targets,
-        modules=tuple(name for name in targets.modules if has_adapter(name, lora)),
-        experts=tuple(name for name in targets.experts if has_adapter(name, lora)),
-        weights=tuple(name for name in targets.weights if has_adapter(name.removesuffix(".weight"), lora)),
+        modules=tuple(name for name in targets.modules if choice.adapts(name)),
+        experts=tuple(name for name in targets.experts if choice.adapts(name)),
+        weights=tuple(name for name in targets.weights if choice.adapts(name.removesuffix(".weight"))),
     )
 
 
@@ -177,8 +179,9 @@ def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str]
     names = [name for name in targets.modules if not name.endswith(tuple(saved))]
     shapes = {name: model.get_submodule(name).weight.shape for name in names}
     shapes |= {name.removesuffix(".weight"): model.get_parameter(name).shape for name in targets.parameters}
+    rank = Choice(lora).rank
     adapters = sum(
-        rank_of(name, lora) * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) + lora.use_dora * shape[0]
+        rank(name) * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) + lora.use_dora * shape[0]
         for name, shape in shapes.items()
     )
     return PlannedAdapters(

@@ -57,6 +57,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "layers that are not there": _edit(target_modules=["nothing"]),
     "a package that is not there": _edit(megatron_config={"a": 1}, megatron_core="no.such.package"),
     "a scaling that is text": _edit(lora_alpha="x"),
+    "an expression that never ends": _edit(target_modules="(([a-z_.0-9]+)+)+!"),
+    "a rank's expression that never ends": _edit(rank_pattern={"(([a-z_.0-9]+)+)+!": 4}),
+    "an expression that is none": _edit(rank_pattern={"(": 4}),
 }
 
 

@@ -12,7 +12,7 @@ WORDS = (
     "../../..", "folder", "fifo", "loop", "dangling", "empty", "a/b", "a/b/c", "hub:a/b", "hub:", "bundled:", "bundled:x",
     "bundled:../x", "bundled:smoke-train", "bundled:tiny-gemma2", "x.jsonl", "x.jsonl.gz", "x.parquet", "x.yaml", "x.py:f",
     "x.py", ":f", "x.py:", "null", "true", "no", "1", "1e9", "-1", "0x10", "nan", ".nan", ".inf", "-.inf", "1e999", "1_000",
-    "auto", "never", "none", "best", "a" * 300, "a" * 5000, "x/" * 2000, "(" * 200, "(a+)+$", "[", "\\", "%s", "{}", "{{",
+    "auto", "never", "none", "best", "a" * 300, "a" * 5000, "x/" * 2000, "(" * 200, "(a+)+$", "(([a-z_.0-9]+)+)+!", "[", "\\", "%s", "{}", "{{",
     "{% for %}", "$HOME", "`id`", "\t", "\n", "a\nb", "\x7f", "\x1b[31m", "\u202e", "\ufeff", "\u2028", "é", "𝔘", "名前",
     "hf_" + "a" * 34, "AKIA" + "A" * 16, "-", "--", "--set", "=", "a=b", "a.b=c", "'", '"', "#", "&a", "*a", "!!int 3", "<<",
     "CON", "C:\\x", "a b", "a,b", "a;b", "a:b", "@", "?",

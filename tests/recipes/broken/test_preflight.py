@@ -42,6 +42,8 @@ CASES = [
     # the model
     ("too long", "data: {train: [bundled:smoke-train], max_seq_len: 4096}\n", "FT301", "3:51", "1024", 3),
     ("no module of that name", DATA + "lora: {target_modules: [q_prj]}\n", "FT311", "4:25", "q_proj", 3),
+    ("an endless search for modules", DATA + "lora: {rank_pattern: {'(([a-z_.0-9]+)+)+!': 8}}\n", "FT264", "4:22",
+     "end of a path", 3),
 ]  # fmt: skip
 
 

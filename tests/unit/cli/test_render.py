@@ -55,6 +55,28 @@ def test_help_of_several_lines_stays_in_its_block() -> None:
     assert text == "ftcli: error[FT1]: m\n  help: one\n        two"
 
 
+def test_many_rows_with_the_same_trouble_share_a_block() -> None:
+    def row(line: int, message: str = "it ends without a stop token", file: str = "a.jsonl") -> Finding:
+        return Finding("FT433", message, Origin(file, line), "use another template")
+
+    rows = [row(line) for line in (1, 2, 3, 5, *range(7, 48, 2))]
+    long = [Finding("FT431", f"{n} tokens, more than 64", Origin("a.jsonl", n), "drop it") for n in (90, 91, 92, 93)]
+    text = findings_text([rows[0], long[0], *rows[1:], *long[1:], row(1, file="b.jsonl"), row(9, "other")], PLAIN)
+    assert text == (
+        "a.jsonl:1: error[FT433]: it ends without a stop token\n"
+        "  likewise: 24 more rows: 2 to 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25 and 11 more\n"
+        "a.jsonl:90: error[FT431]: 90 tokens, more than 64\n"
+        "  likewise: 3 more rows: 91 to 93\n"
+        "  help: drop it\n"
+        "b.jsonl:1: error[FT433]: it ends without a stop token\n"
+        "a.jsonl:9: error[FT433]: other\n"
+        "  help: use another template"
+    )
+    few = findings_text(rows[:3], PLAIN, most=2)
+    assert few.count("error[FT433]") == 2
+    assert few.endswith("help: use another template\nftcli: 1 more; --json has them all")
+
+
 def test_carets_stand_below_wide_characters() -> None:
     line = "run: {name: 漢字漢字, seed: x}"
     origin = Origin("r.yaml", 1, line.index("x}") + 1, line, 1)

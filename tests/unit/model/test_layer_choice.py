@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import peft
@@ -10,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
-from ftcli.facts.adapters import problems, targets_of
+from ftcli.facts.adapters import adapters, problems, targets_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
@@ -92,6 +93,44 @@ def test_what_chooses_nothing_is_refused_by_name(values: dict[str, Any], said: s
     shape = shape_of(config_of("llama").to_dict())
     assert shape is not None
     assert [said in f"lora.{each.key}: {each.message}" for each in problems(targets_of(shape, lora), lora)] == [True]
+
+
+ENDLESS = "(([a-z_.0-9]+)+)+!"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"exclude_modules": ENDLESS},
+        {"layers_to_transform": [0], "layers_pattern": [ENDLESS]},
+        {"rank_pattern": {"q_proj": 3, ENDLESS: 3}},
+        {"alpha_pattern": {ENDLESS: 3.0}},
+    ],
+    ids=lambda values: list(values)[-1],
+)
+def test_an_expression_that_never_ends_is_refused_by_name(values: dict[str, Any]) -> None:
+    lora = LoraConfig.model_validate({"r": 4, **values})
+    shape = shape_of(config_of("llama").to_dict())
+    assert shape is not None
+    (problem,) = problems(targets_of(shape, lora), lora)
+    assert (problem.code, problem.key) == ("FT264", list(values)[-1])
+    assert ENDLESS in problem.message
+    with pytest.raises(FtcliError) as error:
+        apply_lora(build("llama"), lora, PLAN, seed=0)
+    assert [finding.code for finding in error.value.findings] == ["FT264"]
+
+
+def test_ranks_of_every_module_of_a_large_model_cost_no_time() -> None:
+    """More expressions than Python's ``re`` remembers."""
+    shape = shape_of({**config_of("llama").to_dict(), "num_hidden_layers": 80})
+    assert shape is not None
+    names = targets_of(shape, LoraConfig())
+    assert len(names) == 560
+    lora = LoraConfig(rank_pattern={name.removeprefix("model."): 1 + index for index, name in enumerate(names)})
+    began = time.process_time()
+    assert list(problems(names, lora)) == []
+    assert sum(each.rank * each.layers for each in adapters(shape, lora)) == sum(range(1, 561))
+    assert time.process_time() - began < 3
 
 
 def test_patterns_reach_experts_and_layers_that_peft_takes_for_them() -> None:
