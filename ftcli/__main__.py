@@ -1,6 +1,8 @@
-"""The command ``ftcli``, and ``python -m ftcli``: as little as can be before a signal is answered in our own words."""
+"""The command ``ftcli``, and ``python -m ftcli``: as little as can be before a signal is answered in our own words.
 
-from __future__ import annotations
+Nothing is imported here that Python has not imported itself before it comes to this file, not even ``__future__``: what
+Ctrl-C finds under way until :func:`main` begins ends in Python's own traceback.
+"""
 
 import os
 import sys
@@ -12,12 +14,27 @@ _INTERRUPTED = 130
 def main() -> int:
     """Runs the command line of this process and returns its status; Ctrl-C before anything has begun is 130 as well."""
     try:
+        import signal
+
+        # Not by an exception: in a callback of the import system it would be printed and forgotten.
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nohup and shells' `&` ignore it
+        if ours:
+            signal.signal(signal.SIGINT, _leave)
         _without_working_folder()
         from ftcli.cli.app import main as run
 
-        return run()
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = run()
+        if ours:
+            signal.signal(signal.SIGINT, _leave)  # everything is written; Python's own end would show a traceback
+        return status
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _leave(*_: object) -> None:
+    os._exit(_INTERRUPTED)
 
 
 def _without_working_folder() -> None:

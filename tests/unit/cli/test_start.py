@@ -42,6 +42,45 @@ def test_ctrl_c_while_modules_are_loaded_is_130_and_no_traceback(tmp_path: Path,
     assert "Traceback" not in done.stderr
 
 
+SIGNALLED = """
+import atexit, os, signal, sys
+from importlib.abc import MetaPathFinder
+
+def interrupt():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        pass  # as Python itself in callbacks of weak references
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            interrupt()
+        return None
+
+sys.meta_path.insert(0, Finder())
+if {module!r} == "the end":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+if {ignored}:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.argv = ["ftcli", "--version"]
+from ftcli.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["ftcli.cli.app", "typer", "the end"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_is_neither_lost_nor_shown_before_and_after_the_command(
+    tmp_path: Path, module: str, ignored: bool
+) -> None:
+    """A real signal, and whoever catches everything does not hold it up; `nohup` and a shell's `&` ignore it."""
+    command = [sys.executable, "-c", SIGNALLED.format(module=module, ignored=ignored)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0 if ignored else 130, "")
+    assert bool(done.stdout) == (ignored or module == "the end")
+
+
 def test_ctrl_c_while_the_command_line_is_parsed_is_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
