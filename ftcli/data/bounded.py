@@ -12,11 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
 from jinja2.exceptions import TemplateError
 
+from ftcli.rows.memory import limited
 from ftcli.units import size
 
 #: Seconds of this process' CPU time, in all, beyond what conversations need; bytes beyond what it has, for each.
@@ -88,7 +88,7 @@ def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[No
         yield
         return
     try:
-        with _timed(seconds), _limited(spare):
+        with _timed(seconds), limited(spare):
             yield
     except MemoryError as error:
         raise Stopped(f"it needs more than {size(spare)} of memory for one conversation") from error
@@ -113,24 +113,3 @@ def _timed(seconds: float) -> Iterator[None]:
         running = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-@contextlib.contextmanager
-def _limited(spare: int) -> Iterator[None]:
-    try:
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_bytes().split()[0])
-    except (ImportError, OSError):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = pages * resource.getpagesize() + spare
-    if soft != resource.RLIM_INFINITY and soft <= wanted:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

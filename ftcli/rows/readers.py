@@ -164,7 +164,7 @@ def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     try:
         source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
-            for number, row in enumerate(records(source, parquet=file.kind == ".parquet"), 1):
+            for number, row in enumerate(records(source, parquet=file.kind == ".parquet", longest=MAX_LINE), 1):
                 yield number, Broken(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from error

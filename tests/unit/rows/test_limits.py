@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import resource
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ftcli.config import DatasetConfig
 from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.errors import FtcliError
 from ftcli.preflight.checks import data as data_checks
-from ftcli.rows import places, readers
+from ftcli.rows import columnar, places, readers
 from ftcli.rows.reading import iterate
 from ftcli.rows.row import Row, text_size
 
@@ -50,6 +54,89 @@ def test_a_compressed_document_that_would_fill_the_memory_is_refused(
     code, message = codes(path)
     assert code == "FT403"
     assert "unpacks to more than 1 MiB" in message
+
+
+def repeated(count: int, value: str) -> pa.Array:
+    """One value under any number of rows: a few bytes in both formats."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+
+
+def nulls(count: int) -> pa.Array:
+    """They need no bytes."""
+    return pa.Array.from_buffers(pa.null(), count, [None])
+
+
+def lists(length: int, levels: int = 1) -> pa.Array:
+    """Two lists of so many nulls, or of so many such lists."""
+    array = nulls(2 * length**levels)
+    for _ in range(levels):
+        array = pa.FixedSizeListArray.from_arrays(array, length)
+    return array
+
+
+def written(path: Path, array: pa.Array) -> Path:
+    table = pa.table({"text": array})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, compression="zstd", data_page_size=2**31 - 1)
+        return path
+    with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return path
+
+
+def test_a_piece_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "MAX_BATCH", 64 << 20)
+    assert len(read(written(tmp_path / "small.arrow", pa.array(["a", "b"])))) == 2
+    bomb = written(tmp_path / "bomb.arrow", pa.array(["x" * 1_234_567]))
+    length, more = struct.pack("<q", 1_234_567), struct.pack("<q", 5 << 28)  # than Arrow's allocator has reserved
+    before, found, after = bomb.read_bytes().rpartition(length)
+    assert found, "the length that stands before what was compressed"
+    bomb.write_bytes(before + more + after)
+    code, message = codes(bomb)
+    assert (code, "unpacks to more than" in message) == ("FT403", True)
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_texts_of_a_dictionary_are_counted_as_often_as_rows_have_them(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columnar, "MAX_TEXT", 2**20)
+    bomb = written(tmp_path / f"x.{kind}", repeated(10_000, "x" * 2**17))
+    assert bomb.stat().st_size < 2000
+    code, message = codes(bomb)
+    assert (code, "1,000 times as much" in message) == ("FT403", True)
+
+
+@pytest.mark.parametrize("array", [lists(10**9), lists(10**4, 2), repeated(2, "x" * (17 << 20))])
+def test_a_row_that_is_longer_than_any_line_is_refused_before_it_is_made(tmp_path: Path, array: pa.Array) -> None:
+    code, message = codes(written(tmp_path / "x.arrow", array))
+    assert (code, "a row of more than 16.00 MiB" in message) == ("FT403", True)
+
+
+def test_rows_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([10**9], pa.int64()), pa.array(["hello"]))
+    for array in (nulls(10**9), runs):
+        code, message = codes(written(tmp_path / "x.arrow", array))
+        assert (code, "it says that it has 1,000,000,000 rows" in message) == ("FT403", True)
+
+
+def test_more_rows_than_a_file_says_in_its_metadata_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columnar, "MAX_ROWS", 1000)
+    monkeypatch.setattr(columnar, "MAX_ROWS_A_BYTE", 1)
+    path = written(tmp_path / "x.parquet", repeated(5000, "a"))
+    assert path.stat().st_size < 1000
+    assert codes(path)[0] == "FT403"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_long_rows_are_read_a_few_at_a_time(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "MAX_OBJECTS", 24 << 20)
+    texts = [f"{n}" + "x" * (8 << 20) for n in range(12)]
+    rows = read(written(tmp_path / f"x.{kind}", pa.array(texts)))
+    assert [row.fields["text"][:3] for row in rows if isinstance(row, Row)] == [text[:3] for text in texts]
 
 
 def test_check_does_not_unpack_a_document_to_see_its_first_rows(
