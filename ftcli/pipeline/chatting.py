@@ -12,6 +12,7 @@ from ftcli.config import Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import ChatOptions
 from ftcli.pipeline.weights import checkpoint_of, result_of
@@ -150,8 +151,8 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
 
     Raises:
         FtcliError: FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no finished run
-            and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's;
-            whatever preflight and loading raise.
+            and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's,
+            FT749 when the command line changes how it was trained; whatever preflight and loading raise.
     """
     if options.base and options.checkpoint is not None:
         raise cannot_chat(
@@ -159,6 +160,8 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
             help="leave one of them out",
         )
     run = RunDirectory(run_dir) if not options.base or is_run_directory(run_dir) else None
+    if run is not None:
+        refuse_training(loaded, run, "a talk")
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run)
     report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
+from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.held_out import scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of, result_of
@@ -48,9 +49,12 @@ def evaluate_recipe(
         checkpoint: Of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
             about the result, stays as it is.
 
-    Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint.
+    Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint, FT749 when the
+    command line changes how it was trained.
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
+    if directory is not None:
+        refuse_training(loaded, directory, "an evaluation")
     chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
     weights = None if directory is None else chosen or result_of(directory)
     report = checked(loaded, session, "eval")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding
+from ftcli.pipeline.as_trained import changed_since, refuse_settings
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.weights import checkpoint_of
 from ftcli.reporting import Session
-from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes
+from ftcli.run.changes import HARMLESS
 from ftcli.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -63,25 +63,9 @@ def _as_trained(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:
 
     Raises FtcliError FT749 (exit 2) for such values of ``--set``: an export writes what was trained.
     """
-    try:
-        changes = recipe_changes(run.recipe_path.read_text(encoding="utf-8"), dump_recipe(loaded.recipe))
-    except (OSError, ValueError):
-        return []  # the export says what is wrong with the run
-    asked = [change for change in changes if not change.is_in(_OF_EXPORT)]
+    asked = [change for change in changed_since(loaded, run) if not change.is_in(_OF_EXPORT)]
+    refuse_settings(loaded, asked, "an export")
     told = [change for change in asked if not change.is_in(HARMLESS)]
-    refused = [change for change in asked if _is_set(loaded, change)]
-    if refused:
-        help = "an export writes what was trained, by the recipe of the run: train again with it, or leave it out"
-        found = [
-            Finding("FT749", f"an export cannot change {change}", loaded.origins.at(change.key), help)
-            for change in refused
-        ]
-        raise FtcliError(found, ExitCode.RECIPE)
     help = "what was trained is exported; train again to have it otherwise"
     message = "the run was trained by another recipe than this one: "
     return [Finding("FT749", f"{message}{change}", loaded.origins.at(change.key), help, "warning") for change in told]
-
-
-def _is_set(loaded: LoadedRecipe, change: ChangedKey) -> bool:
-    origin = loaded.origins.at(change.key)
-    return origin is not None and origin.source.startswith("--set")

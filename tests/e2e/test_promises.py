@@ -181,7 +181,7 @@ def test_grpo_that_diverges_ends_with_6_and_keeps_no_checkpoint_of_it(
     assert [p.name for p in (user.folder / "r" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-def test_an_export_refuses_to_change_what_was_trained_and_says_when_the_recipe_did(user: User) -> None:
+def test_nothing_pretends_to_change_what_was_trained_and_an_export_says_when_the_recipe_did(user: User) -> None:
     recipe = user.recipe(train={"max_steps": 1})
     user.done("train", recipe)
     for target in (recipe, str(user.folder / "r")):
@@ -191,6 +191,13 @@ def test_an_export_refuses_to_change_what_was_trained_and_says_when_the_recipe_d
         assert (status, len(refused)) == (2, 2), document["findings"]
         assert "an export cannot change lora.alpha: " in refused[0]
         assert not (user.folder / "r" / "export").exists()
+    for command in (("eval", recipe, "--run", str(user.folder / "r")), ("chat", recipe, "--prompt", "hi")):
+        status, document = user.run(*command, "--set", "lora.alpha=64", "--set", "train.learning_rate=1")
+        refused = [finding["message"] for finding in document["findings"] if finding["code"] == "FT749"]
+        assert (status, len(refused)) == (2, 2), document["findings"]
+        assert "cannot change lora.alpha: " in refused[0]
+        done = user.run(*command, "--set", "lora.r=4", "--set", "eval.generate.max_new_tokens=2")
+        assert done[0] == 0, "the run's own value is no change"
     status, document = user.run("export", recipe, "--set", "export.formats=[adapter]", "--set", "lora.r=4")
     assert status == 0
     assert "FT749" not in [f["code"] for f in document["findings"]], "the value of the run is no change"
