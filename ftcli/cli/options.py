@@ -97,11 +97,12 @@ def load(path: str, changes: Sequence[Override]) -> LoadedRecipe:
 
 def _advised(error: FtcliError, path: Path) -> FtcliError:
     """A recipe that is not there (FT101), with what was probably meant."""
-    finding = error.findings[0]
-    if finding.code != "FT101" or (finding.help or "").startswith("did you mean"):
-        return error
-    from ftcli.cli.near import recipe_meant, run_meant
+    from ftcli.cli.near import is_shipped, recipe_meant, run_meant
 
+    finding = error.findings[0]
+    nearby = (finding.help or "").startswith("did you mean") and not is_shipped(path.stem)
+    if finding.code != "FT101" or nearby:
+        return error
     meant = recipe_meant(path) or (run_meant(path) if path.suffix not in RECIPE_SUFFIXES else None)
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 

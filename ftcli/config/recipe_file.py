@@ -107,8 +107,10 @@ def _neighbours(path: Path) -> str | None:
         names = [entry.name for entry in os.scandir(path.parent) if entry.name.endswith(RECIPE_SUFFIXES)]
     except OSError:
         return None
-    found = get_close_matches(path.name, names, n=1, cutoff=0.6) or get_close_matches(path.name + ".yaml", names, n=1)
-    return str(path.with_name(found[0])) if found else None
+    stems = {name.rpartition(".")[0]: name for name in names}
+    asked = path.name.rpartition(".")[0] if path.name.endswith(RECIPE_SUFFIXES) else path.name
+    found = get_close_matches(asked, stems, n=1, cutoff=0.6)
+    return str(path.with_name(stems[found[0]])) if found else None
 
 
 def _directory(path: Path, origin: Origin) -> FtcliError:

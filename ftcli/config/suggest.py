@@ -40,7 +40,9 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Said:
     if homes and (section, wanted) not in FOREIGN_IN:
         return Said("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
     if known is not None and known.only and isinstance(value, str) and value.lower() not in known.only:
-        return _foreign(f"{name}: {value}", known.tools, None, f"there is `{known.target}` only, for {known.only[0]}")
+        return _foreign(
+            f"{name}: {value}", known.tools, None, f"`{name}: {known.only[0]}` has: the section `{known.target}`"
+        )
     if known is not None:
         return _foreign(name, known.tools, known.target, known.note)
     near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)

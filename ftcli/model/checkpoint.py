@@ -6,7 +6,9 @@ tensor that is missing, left over or of another shape is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -109,18 +111,19 @@ def load_whole(
     # Set and handed over: what config.json says of attention would win over the argument, and may be code on a hub.
     config._attn_implementation = usable_attention(attention, chosen=attention_chosen, model=outline)
     try:
-        model, told = model_class(config).from_pretrained(
-            name,
-            config=config,
-            revision=revision,
-            local_files_only=offline,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with their names
-            attn_implementation=config._attn_implementation,
-            **options,
-        )
+        with _unreported():
+            model, told = model_class(config).from_pretrained(
+                name,
+                config=config,
+                revision=revision,
+                local_files_only=offline,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, with their names
+                attn_implementation=config._attn_implementation,
+                **options,
+            )
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # stacks of experts that cannot be put together
@@ -131,6 +134,21 @@ def load_whole(
         raise _not_whole(name, problems)
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextlib.contextmanager
+def _unreported() -> Iterator[None]:
+    """A block in which transformers does not write its table of tensors that do not fit: it says that all is well."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.module != "loading_report"
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _names_unlike(outline: PreTrainedModel, files: list[Path]) -> list[str]:

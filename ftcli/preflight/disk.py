@@ -72,6 +72,20 @@ def free_bytes(folder: Path) -> int | None:
         return None
 
 
+def why_no_folder(path: Path) -> str | None:
+    """Why no folder can be made at a path, whoever may write around it; None where nothing is known against it."""
+    try:
+        path.lstat()
+        path.stat()
+    except FileNotFoundError:
+        return "it is a link that leads nowhere" if path.is_symlink() else None
+    except NotADirectoryError:
+        return None
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Why nothing can be written into an existing folder, or None.
 

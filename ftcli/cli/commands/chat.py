@@ -86,12 +86,12 @@ def chat(
         from ftcli import pipeline
         from ftcli.cli.talk import talk
 
+        loaded, run_dir = options.load_run(target, options.overrides(set_))
         asked = _asked(prompt, json)
         chosen = pipeline.ChatOptions(
             asked, base, checkpoint, system, raw, temperature, top_p, max_new_tokens, seed
         )  # fmt: skip
         with results_only_on_stdout():
-            loaded, run_dir = options.load_run(target, options.overrides(set_))
             opened = pipeline.chat(loaded, session, run_dir, chosen)
         if asked is not None:
             return _answer(opened, asked, session, live=live)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_not_writable
+from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.host import merge_bytes, pinnable_bytes
@@ -72,6 +72,12 @@ def _remedy(verdict: Verdict) -> str:
 
 def output_findings(context: Context, output_dir: Path) -> Findings:
     """FT613: the output directory, or the nearest folder above it that exists, cannot be written to."""
+    impossible = why_no_folder(output_dir)
+    if impossible is not None:
+        yield context.error(
+            "FT613", "run.output_dir", f"run.output_dir {output_dir}: {impossible}", help="choose another --output-dir"
+        )
+        return
     folder = existing_ancestor(output_dir)
     if not folder.is_dir():
         yield context.error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("version: 1\nmodel: {name_or_path: 'bundled:tiny-gemma2'}\n")
     return tmp_path
+
+
+@pytest.mark.parametrize("words", ["train smoke", "check smoke.yaml", "export smoke", "chat smoke"])
+def test_a_recipe_of_the_package_is_meant_whatever_else_lies_there(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    for name in ("r.yaml", "smoker.yaml"):
+        (here / name).write_text("version: 1\n")
+    assert main(words.split()) == 2
+    assert "`ftcli recipes copy smoke` writes the recipe" in capsys.readouterr().err
+    assert main(["train", "smokes"]) == 2
+    assert "did you mean smoker.yaml?" in capsys.readouterr().err
+    assert main(["train", "zzz"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -62,7 +77,8 @@ def row(number: int, code: str = "FT403", help: str | None = BROKEN_HELP) -> Fin
 
 
 def test_the_remedy_of_many_rows_stands_once() -> None:
-    found = [row(1), row(2, "FT412", "other"), *(row(n) for n in range(3, 101))]
+    others = (replace(row(n), message=f"not JSON: {'x' * n}") for n in range(3, 101))
+    found = [row(1), row(2, "FT412", "other"), *others]
     lines = findings_text(found, Style(color=False)).splitlines()
     assert sum(BROKEN_HELP in line for line in lines) == 1
     assert BROKEN_HELP in lines[-1]

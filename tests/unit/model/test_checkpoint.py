@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_tensors_that_are_missing_left_over_or_misshaped(
     """Issue 12, item 13: they were replaced by random numbers, with exit 0."""
     edit(write(tmp_path, "llama"), change)
     assert said in refusal(tmp_path)
+
+
+def test_what_is_refused_is_not_said_to_be_well_before(tmp_path: Path) -> None:
+    """transformers' table of what does not fit ends in advice to train on."""
+    edit(write(tmp_path, "llama"), lambda t: t.pop("model.norm.weight"))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    library = logging.getLogger("transformers")
+    library.addHandler(handler)
+    try:
+        refusal(tmp_path)
+        assert told == []
+        logging.getLogger("transformers.modeling_utils").warning("as before")
+        assert told == ["as before"]
+    finally:
+        library.removeHandler(handler)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,16 @@ def test_output_directory(context: Callable[..., Any], tmp_path: Path) -> None:
     assert through_file.code == "FT613"
     (nowhere,) = memory_and_disk.output_findings(context(""), Path("/proc/ftcli/run"))
     assert nowhere.code == "FT613"
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("gone")
+    for impossible in (
+        Path("x" * 300),
+        Path("x/" * 3000),
+        tmp_path / "loop",
+        tmp_path / "loop" / "a",
+        tmp_path / "dangling",
+    ):
+        assert [f.code for f in memory_and_disk.output_findings(context(""), impossible)] == ["FT613"], impossible
 
 
 def test_probing_a_folder_leaves_nothing(tmp_path: Path) -> None:
