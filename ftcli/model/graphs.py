@@ -41,6 +41,7 @@ class GraphStatus:
     Attributes:
         shapes: (B, S) of each that was captured.
         replays, without: Micro-batches that graphs ran, and that ran as usual.
+        beyond: Of the latter, those of a shape that came when as many were captured as may be.
         stopped: Why graphs were given up, as one clause; None while they are not.
         pool_bytes: Memory of the device that the graphs keep to themselves.
         earlier_peak_bytes: torch's peak of allocated bytes before the last capture.
@@ -49,9 +50,19 @@ class GraphStatus:
     shapes: list[tuple[int, int]]
     replays: int = 0
     without: int = 0
+    beyond: int = 0
     stopped: str | None = None
     pool_bytes: int = 0
     earlier_peak_bytes: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """``on``, or what became of the graphs otherwise, as one clause."""
+        if self.stopped is not None:
+            return f"given up after {self.replays:,} micro-batches: {self.stopped}"
+        if self.beyond:
+            return f"on, but for {self.beyond:,} micro-batches of shapes beyond the first {MOST_SHAPES}"
+        return "on"
 
     @property
     def peak_bytes(self) -> int:
@@ -122,6 +133,7 @@ class GraphRunner:
         if key in self._captured:
             return self._captured[key]
         if key not in self._seen or len(self._captured) >= MOST_SHAPES:
+            self.status.beyond += key in self._seen
             self._seen.add(key)
             return None
         try:

@@ -177,7 +177,7 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions, s
         profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
         kernels=kernels.summary(),
         self_check=kernels.self_check,
-        cuda_graphs=why_not_graphed(job, model) or "on",
+        cuda_graphs=trainer.cuda_graphs() or why_not_graphed(job, model) or "on",
         host=HostMemory(None, None) if memory is None else HostMemory(memory.pinned_host_bytes, memory.offloaded),
     )
 

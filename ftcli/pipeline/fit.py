@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.lifecycle import RunContext, raise_if_stopped
+from ftcli.pipeline.lifecycle import Launched, RunContext, add_to_manifest, raise_if_stopped
 from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.pipeline.start import Rows, tell_start
@@ -92,6 +92,7 @@ def fit(
         callback = RunCallback(trainer, schedule, context.write_line, progress, context.stop)
         trainer.add_callback(callback)
         _train(trainer, context)
+        _tell_launches(trainer, context)
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
         with _rescued(trainer, context), trainer.evaluated_weights():
             context.save_result(
@@ -140,6 +141,14 @@ def _train(trainer: Any, context: RunContext) -> None:
         context.session.reporter.info(
             f"stopped early: no better evaluation than that of step {best.step} in {best.worse} evaluations"
         )
+
+
+def _tell_launches(trainer: Any, context: RunContext) -> None:
+    """CUDA graphs that were given up, or not made for all shapes, are said and kept in the manifest."""
+    graphs = trainer.cuda_graphs()
+    if graphs is not None and graphs != "on":
+        add_to_manifest(context, Launched(graphs))
+        context.session.reporter.info(f"CUDA graphs: {graphs}")
 
 
 @contextlib.contextmanager

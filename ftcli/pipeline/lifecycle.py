@@ -62,6 +62,13 @@ class BuiltModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Launched:
+    """What the manifest says of CUDA graphs once training is over."""
+
+    cuda_graphs: str
+
+
+@dataclass(frozen=True, slots=True)
 class BaseCard:
     """What is known of the base model for the result's card; ``licence`` is None where its own card says nothing."""
 
@@ -364,8 +371,8 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     add_to_manifest(context, BeganWith(inputs, BaseCard(context.report.facts.model_type, licence)))
 
 
-def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith) -> None:
-    """Adds what is known only once the model is built."""
+def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith | Launched) -> None:
+    """Adds what is known only once the model is built, or trained."""
     manifest = read_manifest(context.directory.manifest_path)
     write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})
 

@@ -123,6 +123,10 @@ class RunTrainerMixin(OptimisationMixin):
         step = self.state.global_step + 1
         self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
 
+    def cuda_graphs(self) -> str | None:
+        """What became of the CUDA graphs of a run that has some; None for all others."""
+        return None
+
     def peak_memory_bytes(self) -> int:
         """The most memory needed at once so far: of the GPU, or of this process on a CPU."""
         return peak_memory_bytes()

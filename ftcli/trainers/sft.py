@@ -79,6 +79,10 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         self.phase = BACKWARD
         return loss
 
+    def cuda_graphs(self) -> str | None:
+        """``on``, or what became of the graphs otherwise; None where there are none."""
+        return None if self.graphs is None else self.graphs.status.outcome
+
     def peak_memory_bytes(self) -> int:
         """With graphs, what they keep to themselves counts as in use."""
         return super().peak_memory_bytes() if self.graphs is None else self.graphs.status.peak_bytes
