@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 
 #: The label of a position without loss, as in torch and transformers.
@@ -57,6 +58,11 @@ def end_at_stop(labels: list[int], stops: Collection[int]) -> bool:
 
 def without_loss(labels: list[int], offsets: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> None:
     """Masks the tokens that touch one of the half-open character ranges ``holes``, in place."""
-    for index, (start, end) in enumerate(offsets if holes else ()):
-        if any(start < last and end > first for first, last in holes):
+    if not holes:
+        return
+    firsts = sorted(first for first, last in holes if first <= last)
+    lasts = sorted(last for first, last in holes if first <= last)
+    for index, (start, end) in enumerate(offsets):
+        # More holes begin before the token's end than end before it begins.
+        if start < end and bisect_left(firsts, end) > bisect_right(lasts, start):
             labels[index] = IGNORE_INDEX

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ftcli.data.answers import Rendered, Stops, Turn, after_prompt, common_prefix, unopened, with_reasoning
+from ftcli.data.blocks import Look, placed
 from ftcli.data.bounded import REFUSALS
 from ftcli.data.presence import PROBE, Tools, reasoning_of
 from ftcli.data.template import Renderer, left_out
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 def stops_of(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> Stops:
     """The texts of stop tokens."""
     return Stops([str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids)) if text])
+
+
+#: Answers times messages of a conversation from which on it is looked at in pieces, and most that are looked at in full:
+#: two minutes.
+_MANY = 200 * 400
+_TOO_MANY = 2000 * 1000
 
 
 class Chats:
@@ -54,15 +61,19 @@ class Chats:
         """
         chat = self._renderer.prepared(messages, row)
         whole = self._renderer.render(chat, row, tools=tools)
-        self._renderer.require(chat, row, tools, whole, checked=trained)
-        turns = [self._turn(chat, row, tools, index, whole) for index in trained]
-        turns = [
-            replace(turn, holes=_holes(turn, messages[turn.index], partly[turn.index], row))
-            if turn.index in partly
-            else turn
-            for turn in turns
-        ]
-        return self._shared(turns, whole if not trained or trained[-1] + 1 < len(chat) else None)
+        self._renderer.require(chat, row, tools, whole, checked=frozenset(trained))
+
+        def look(shown: Sequence[Message], number: int, index: int) -> Turn:
+            turn = self._turn(shown, row, tools, number, whole if shown is chat else None)
+            return replace(turn, holes=_holes(turn, messages[index], partly[index], row)) if index in partly else turn
+
+        # After an answer that ends the conversation nothing needs to be shown.
+        longest = None if trained and trained[-1] + 1 == len(chat) else whole
+        if len(trained) * len(chat) > _MANY:
+            long = _long(chat, row, trained, longest, look)
+            if long is not None:
+                return [long], 0
+        return self._shared([look(chat, index, index) for index in trained], longest)
 
     def _shared(self, turns: list[Turn], whole: str | None) -> tuple[list[Rendered], int]:
         """As few rows as hold every turn; ``whole`` is the text to begin with, where it goes on after the last turn."""
@@ -80,10 +91,12 @@ class Chats:
             text = left[-1].text
         return rows[::-1], len(left)
 
-    def _turn(self, chat: Sequence[Message], row: Row, tools: Tools | None, index: int, whole: str) -> Turn:
+    def _turn(self, chat: Sequence[Message], row: Row, tools: Tools | None, index: int, whole: str | None) -> Turn:
+        """An answer of the conversation ``chat``, whose text is ``whole`` where that is known."""
         history, until = chat[:index], chat[: index + 1]
         prompt = self._renderer.render(history, row, generation_prompt=True, tools=tools)
-        after = whole if len(until) == len(chat) else self._renderer.render(until, row, tools=tools)
+        after = whole if len(until) == len(chat) else None
+        after = self._renderer.render(until, row, tools=tools) if after is None else after
         reasoning = reasoning_of(chat[index])
         answer, composed = self._answer(prompt, after, until, tools, reasoning)
         if answer is None:
@@ -162,6 +175,25 @@ class Chats:
             row.origin,
             "use a template that keeps what is before an answer, such as data.chat_template: chatml",
         )
+
+
+def _long(chat: Sequence[Message], row: Row, trained: Sequence[int], whole: str | None, look: Look) -> Rendered | None:
+    """The one row of a conversation of very many turns; None where its turns do not share one.
+
+    Raises FtcliError FT422 where it would then take minutes to look at each of them after all that is before it.
+    """
+    last = look(chat, trained[-1], trained[-1])
+    text = last.text if whole is None else whole
+    found = placed(chat, trained, last, text, look)
+    if found is not None:
+        spans = tuple((answer.start, answer.end) for answer in found)
+        return Rendered(text, spans, tuple(hole for answer in found for hole in answer.holes), answers=True)
+    if len(trained) * len(chat) > _TOO_MANY:
+        message = f"the chat template writes some of the {len(chat):,} turns otherwise once others follow, so each of "
+        message += f"{len(trained):,} answers would be looked at after all that is before it"
+        help = "split the conversation, train its last answers alone (data.history: last), or use a template that "
+        raise data_error("FT422", message, row.origin, f"{help}keeps what is before an answer (chatml)")
+    return None
 
 
 def _holes(turn: Turn, message: Message, ranges: Ranges, row: Row) -> tuple[tuple[int, int], ...]:

@@ -175,7 +175,7 @@ class Encoder:
     def _far_too_long(self, example: Example) -> Finding | None:
         """FT431 for a conversation of very many turns that nothing of could be trained.
 
-        The work on a conversation grows with the square of its turns: 5,000 would take minutes to come to this.
+        Each of its answers would be looked at for nothing.
         """
         if self._overlong != "error" or len(example.messages or ()) <= _MANY_TURNS:
             return None
@@ -225,7 +225,8 @@ class Encoder:
             text = renderer.text(chat, example.row, tools=example.tools)
             return [Rendered(text, ((0, len(text)),))]
         trained = self._trained(example, chat, counts)
-        partly = {turn: ranges for turn, ranges in example.untrained.items() if ranges is not None and turn in trained}
+        chosen = frozenset(trained)
+        partly = {turn: ranges for turn, ranges in example.untrained.items() if ranges is not None and turn in chosen}
         chats = Chats(renderer, self._ends, self._history)
         rendered, left = chats.rows(chat, example.row, example.tools, trained, partly)
         counts.update(turns_untrained=left, turns_split=max(0, len(rendered) - 1))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 from ftcli.data.bounded import REFUSALS
@@ -74,18 +75,22 @@ class Presence:
         wanted: Callable[[Part], bool],
         *,
         generation_prompt: bool = False,
-    ) -> list[Part]:
-        """The ``wanted`` parts that have no part in ``text``, which the template made of this conversation."""
+    ) -> Iterator[Part]:
+        """The ``wanted`` parts that have no part in ``text``, which the template made of this conversation.
+
+        Each is found when it is asked for: a part that a template shows otherwise is decided by rendering.
+        """
         words: dict[Part, str] = {}
         _rebuilt(messages, tools, lambda part, value: words.setdefault(part, value))
         hidden = self._hidden(messages, tools, generation_prompt, words)
-        return [
+        squeezed = cache(lambda: "".join(text.split()))
+        return (
             part
             for part, value in words.items()
             if wanted(part)
-            and (_key(part) in hidden or not _stands_in(part, value, text))
+            and (_key(part) in hidden or not _stands_in(part, value, text, squeezed))
             and not self._matters(messages, tools, generation_prompt, text, part)
-        ]
+        )
 
     def _hidden(
         self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, words: dict[Part, str]
@@ -132,13 +137,17 @@ def _key(part: Part) -> Part:
     return Part(part.turn, part.kind, part.number, "")
 
 
-def _stands_in(part: Part, value: str, text: str) -> bool:
-    """Whether the words of a part are found in the text, as they are, as JSON, or with other white space."""
+def _stands_in(part: Part, value: str, text: str, squeezed: Callable[[], str]) -> bool:
+    """Whether the words of a part are found in the text, as they are, as JSON, or with other white space.
+
+    Args:
+        squeezed: The text without any.
+    """
     if part.kind == "arguments" or value in text:
         return True
     if any(json.dumps(value, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False)):
         return True
-    return "".join(value.split()) in "".join(text.split())
+    return "".join(value.split()) in squeezed()
 
 
 def _rebuilt(messages: Sequence[Message], tools: Tools | None, edit: Edit) -> tuple[list[Message], list[Any] | None]:

@@ -164,7 +164,7 @@ class Renderer:
 
     def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[Part]:
         """What of one turn does not show in ``text``, the rendering of a conversation without a generation prompt."""
-        return self._presence.lost(messages, tools, text, lambda part: part.turn == turn)
+        return list(self._presence.lost(messages, tools, text, lambda part: part.turn == turn))
 
     def require(
         self,
@@ -202,7 +202,7 @@ class Renderer:
             text = self.apply(messages, tools, False)
         except REFUSALS:
             return False
-        return not self._presence.lost(messages, tools, text, lambda other: other == part)
+        return next(self._presence.lost(messages, tools, text, lambda other: other == part), None) is None
 
     def plain(self, example: Example) -> Rendered:
         """Plain text between the tokens that the tokenizer's model expects around it; trained is all of it."""

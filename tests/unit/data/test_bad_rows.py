@@ -111,7 +111,7 @@ def test_a_tokenizer_that_cannot_place_its_tokens_is_refused(prepared: Prepare) 
 
 
 def test_a_conversation_of_thousands_of_turns_is_too_long_at_once(prepared: Prepare) -> None:
-    """The work on its turns grows with their square, and all of it would be for nothing."""
+    """The work on its turns would be for nothing."""
     long = {"messages": GOOD["messages"] * 2500}
     begun = time.process_time()
     with pytest.raises(FtcliError) as caught:

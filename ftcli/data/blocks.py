@@ -1,0 +1,87 @@
+"""Conversations of very many turns, looked at a piece at a time.
+
+To tell one answer from what is before it, the conversation up to there is rendered; of thousands of turns that is work
+with the square of their number. Templates that write the history as it stands write a turn in the same way after a few
+turns as after all of them, so here each turn is looked at in a short conversation: the long one's beginning, the turns
+right before it, and it. What is found there must stand in the whole conversation's text at the place where it belongs,
+letter for letter, and some turns spread over all of it are looked at in full; else nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftcli.data.answers import Turn
+from ftcli.errors import FtcliError
+from ftcli.rows.row import Message
+
+#: Messages that are looked at together, and how many are before the first of them at least.
+_MESSAGES = 48
+_BEFORE = 16
+#: Answers that are looked at after everything that is before them, the last one included.
+_LOOKED_AT = 9
+
+#: A conversation, the number of one of its answers, and that answer's number in the whole one, to the turn.
+Look = Callable[[Sequence[Message], int, int], Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where an answer begins and ends in the text of the whole conversation, and its ranges without loss."""
+
+    start: int
+    end: int
+    holes: tuple[tuple[int, int], ...] = ()
+
+
+def placed(chat: Sequence[Message], trained: Sequence[int], last: Turn, text: str, look: Look) -> list[Placed] | None:
+    """Where each trained answer stands in ``text``; None where one does not stand there as generation would make it.
+
+    Args:
+        trained: The answers' messages, in order.
+        last: The last one, after all of the conversation before it.
+        text: Of the whole conversation.
+
+    Raises FtcliError as ``look`` does.
+    """
+    lead = next(number for number, message in enumerate(chat) if message["role"] == "assistant")
+    found: dict[int, Placed] = {}
+    left = list(trained)
+    while left:
+        known = [] if not found else [next(reversed(found))]
+        begin = _begin(chat, min([left[0] - _BEFORE, *known]), lead)
+        block = [number for number in left if number < begin + _BEFORE + _MESSAGES] or left[:1]
+        turns: dict[int, Turn] = {}
+        for number in (*known, *block):
+            try:
+                turns[number] = look([*chat[:lead], *chat[begin : number + 1]], lead + number - begin, number)
+            except FtcliError:
+                look(chat[: number + 1], number, number)  # says the same with the right number
+                return None
+        later = found[known[0]].end - turns[known[0]].end if known else 0
+        if not _stand_in(text, list(turns.values()), later):
+            return None
+        found |= {number: _place(turn, later) for number, turn in turns.items()}
+        left = left[len(block) :]
+    some = {trained[len(trained) * part // _LOOKED_AT] for part in range(1, _LOOKED_AT)}
+    full = {number: look(chat[: number + 1], number, number) for number in some} | {trained[-1]: last}
+    agree = all(turn.begins(text) and _place(turn, 0) == found[number] for number, turn in full.items())
+    return list(found.values()) if agree else None
+
+
+def _begin(chat: Sequence[Message], most: int, lead: int) -> int:
+    """Where a short conversation goes on after its lead, which ends before the first answer: at another answer."""
+    return next((number for number in range(most, lead, -1) if chat[number]["role"] == "assistant"), lead)
+
+
+def _stand_in(text: str, turns: Sequence[Turn], later: int) -> bool:
+    """Whether turns of one short conversation stand in the text, the first one ``later`` characters further on."""
+    written = turns[-1].text[: turns[-1].end]
+    known = len(turns[0].prompt) if later else 0
+    return all(turn.begins(written) for turn in turns) and text.startswith(written[known:], known + later)
+
+
+def _place(turn: Turn, later: int) -> Placed:
+    holes = tuple((first + later, last + later) for first, last in turn.holes)
+    return Placed(len(turn.prompt) + later, turn.end + later, holes)
