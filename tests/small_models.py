@@ -221,12 +221,12 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def config_of(model_type: str) -> Any:
-    """transformers' config of the small model."""
+def config_of(model_type: str, **change: Any) -> Any:
+    """transformers' config of the small model, of text with values changed."""
     from transformers import AutoConfig
 
     if model_type in TEXT:
-        return AutoConfig.for_model(model_type, **_with_common(TEXT[model_type]))
+        return AutoConfig.for_model(model_type, **_with_common({**TEXT[model_type], **change}))
     text, vision, beside = MULTIMODAL[model_type]
     ids = {name: _COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tied = text.get("tie_word_embeddings", False)
@@ -235,12 +235,12 @@ def config_of(model_type: str) -> Any:
     )
 
 
-def build(model_type: str, *, seed: int = 0) -> Any:
-    """The small model, with weights of a size that lets every part of it count."""
+def build(model_type: str, *, seed: int = 0, **change: Any) -> Any:
+    """The small model, of text with values of its config changed; its weights let every part of it count."""
     import torch
     import transformers
 
-    config = config_of(model_type)
+    config = config_of(model_type, **change)
     kind = transformers.AutoModelForImageTextToText if model_type in MULTIMODAL else transformers.AutoModelForCausalLM
     torch.manual_seed(seed)
     model = kind.from_config(config, dtype=torch.float32).eval()

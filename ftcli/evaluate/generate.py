@@ -1,27 +1,34 @@
-"""Batched generation from prompts, cached, in the recipe's chat template."""
+"""Completions of prompts, many at once, in the recipe's chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.config import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.batching import halved, too_long
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.backbone import compute_context
-from ftcli.model.finite import NotFinite, finite_logits
-from ftcli.reporting import Reporter
+from ftcli.generation.opening import open_generator
+from ftcli.generation.requests import Completion, Request, Stops
+from ftcli.generation.stopping import Stopping
+from ftcli.model.backbone import base_of
+from ftcli.model.finite import NotFinite
+from ftcli.reporting import Progress, Reporter
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Of the likeliest tokens so many are sampled from where the model's generation_config does not say: transformers' own.
+_TOP_K = 50
 
 
-@torch.no_grad()
 def generate(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -37,36 +44,44 @@ def generate(
 ) -> list[str]:
     """One completion for each prompt text, special tokens removed, in the order given.
 
+    What is sampled depends on torch's random numbers and on the prompt's place among ``prompts``, not on the others.
+
     Args:
+        batch_size: Most rows at once. Where so many do not fit into memory it is halved, with the warning FT764.
         max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
             shorter.
-
-    The longest prompts come first. A batch that does not fit into memory is halved, with the warning FT764.
 
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
             finite.
     """
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    completions = [""] * len(prompts)
-
-    ended = 0
-
-    def step(chosen: Sequence[int]) -> tuple[list[str], int]:
-        texts = [prompts[i] for i in chosen]
-        return _complete(model, tokenizer, texts, config, plan, device, stops, max_length)
-
+    if not prompts:
+        return []
+    sampling = _sampling(model, config)
+    seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+    requests = [
+        _request(ids, config, max_length, row_seed(seed, at)) for at, ids in enumerate(_ids(tokenizer, prompts))
+    ]
+    asked = _Asked(model, plan, device, int(tokenizer.pad_token_id), sampling, Stopping(Stops(frozenset(stops)), None))
+    done: dict[int, Completion] = {}
+    rows = min(batch_size, len(requests))
     with answering(model), reporter.progress(len(prompts), "generating") as progress:
-        for chosen, (texts, cut) in in_batches(
-            order, batch_size, step, where=lambda i: None, reporter=reporter, what="generation"
-        ):
-            for index, text in zip(chosen, texts, strict=True):
-                completions[index] = text
-            ended += cut
-            progress.advance(len(chosen))
-    if ended:
-        reporter.warn(f"{ended:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
-    return completions
+        while len(done) < len(requests):
+            # The longest come first: what does not fit is seen at once.
+            left = sorted({*range(len(requests))} - {*done}, key=lambda at: -len(requests[at].prompt))
+            if _finished(asked, requests, left, rows, done, progress):
+                break
+            if rows == 1:
+                raise too_long("generation", None)
+            reporter.finding(halved("generation", rows, rows // 2))
+            rows //= 2
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    cut = sum(one.limit < config.max_new_tokens and done[at].ended == "limit" for at, one in enumerate(requests))
+    if cut:
+        reporter.warn(f"{cut:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
+    kept = [done[at].tokens for at in range(len(requests))]
+    return [str(text) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
 
 
 @contextmanager
@@ -78,8 +93,7 @@ def answering(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with finite_logits(model):
-            yield
+        yield
     except NotFinite as error:
         raise FtcliError.single(
             "FT762",
@@ -91,55 +105,57 @@ def answering(model: PreTrainedModel | PeftModel) -> Iterator[None]:
         model.train(was_training)
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], device: torch.device) -> BatchEncoding:
-    """Rendered prompts as ``input_ids`` and ``attention_mask``, int64 of (rows, tokens), padded on the left.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Everything about a generation but its prompts."""
 
-    So every answer begins at the same place; the mask keeps the padding out of attention.
-    """
-    return tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        padding=True,
-        padding_side="left",
-        return_attention_mask=True,  # some tokenizers' configs leave it out
-        return_tensors="pt",
-    ).to(device)
+    model: PreTrainedModel | PeftModel
+    plan: DtypePlan
+    device: torch.device
+    pad: int
+    sampling: Sampling
+    stopping: Stopping
 
 
-def router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
-    """A config may ask for the router's logits in every call; with a cache, transformers fails on them."""
-    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
-    return {"output_router_logits": False} if asked else {}
+def _finished(
+    asked: _Asked,
+    requests: Sequence[Request],
+    left: Sequence[int],
+    rows: int,
+    done: dict[int, Completion],
+    progress: Progress,
+) -> bool:
+    """Completes the requests that are left; False when memory ran out, with those in ``done`` that were complete."""
+    chosen = [requests[at] for at in left]
+    longest = max(len(one.prompt) + one.limit for one in chosen)
+    found = [Completion() for _ in chosen]
+    try:
+        opened = open_generator(asked.model, asked.plan, asked.device, rows=rows, longest=longest, pad=asked.pad)
+        for token in opened.generator.run(chosen, asked.sampling, asked.stopping):
+            found[token.request].add(token)
+            if token.ended is not None:
+                done[left[token.request]] = found[token.request]
+                progress.advance(1)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
-def _complete(
-    model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    config: GenerateConfig,
-    plan: DtypePlan,
-    device: torch.device,
-    stops: Sequence[int],
-    max_length: int | None,
-) -> tuple[list[str], int]:
-    """The completions, and how many of them ``max_length`` has ended."""
-    batch = tokens_of(tokenizer, texts, device)
-    sampling = {"do_sample": True, "temperature": config.temperature} if config.do_sample else {"do_sample": False}
-    rooms = [config.max_new_tokens] * len(texts)
-    if max_length is not None:
-        rooms = [min(config.max_new_tokens, max_length - int(n)) for n in batch["attention_mask"].sum(dim=1).tolist()]
-    with compute_context(device, plan.compute, plan.autocast):
-        output = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=max(rooms),
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=list(stops),
-            **sampling,
-            **router_logits_off(model),
-        )
-    new = output[:, batch["input_ids"].shape[1] :].tolist()
-    kept = [ids[:room] for ids, room in zip(new, rooms, strict=True)]
-    ends = {*stops}
-    cut = sum(room < config.max_new_tokens and not ends & set(ids) for ids, room in zip(kept, rooms, strict=True))
-    return [str(text) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)], cut
+def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Tokens of rendered prompts; the template has written all special ones."""
+    found: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
+    return found
+
+
+def _request(ids: Sequence[int], config: GenerateConfig, max_length: int | None, seed: int) -> Request:
+    limit = config.max_new_tokens if max_length is None else min(config.max_new_tokens, max_length - len(ids))
+    return Request(tuple(ids), limit, (seed,))
+
+
+def _sampling(model: PreTrainedModel | PeftModel, config: GenerateConfig) -> Sampling:
+    """The recipe's temperature; what it does not know is the model's generation_config's."""
+    if not config.do_sample:
+        return GREEDY
+    own = base_of(model).generation_config
+    top_k, top_p, min_p = (getattr(own, name, None) for name in ("top_k", "top_p", "min_p"))
+    return Sampling(config.temperature, _TOP_K if top_k is None else top_k, top_p or 1.0, min_p or 0.0)

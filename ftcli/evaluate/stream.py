@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+import ftkernels.sampling
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
-from ftcli.evaluate.generate import answering, router_logits_off, tokens_of
+from ftcli.evaluate.batching import too_long
+from ftcli.evaluate.generate import answering
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.backbone import compute_context
+from ftcli.generation.opening import Opened, open_generator
+from ftcli.generation.requests import Request, Stops
+from ftcli.generation.stopping import Stopping
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,6 +35,11 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+
+    @property
+    def of_tokens(self) -> ftkernels.sampling.Sampling:
+        """How each token is chosen."""
+        return ftkernels.sampling.Sampling(self.temperature, top_p=self.top_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,25 @@ class Detokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def listening(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    plan: DtypePlan,
+    device: torch.device,
+    max_length: int,
+) -> Opened:
+    """What answers one prompt at a time, again and again, up to ``max_length`` tokens of prompt and completion.
+
+    Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
+    """
+    pad = int(tokenizer.pad_token_id)
+    try:
+        return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
+    except torch.OutOfMemoryError as error:
+        raise too_long("generation", None) from error
+
+
 def stream(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -95,88 +118,37 @@ def stream(
     device: torch.device,
     stops: tuple[int, ...],
     max_length: int,
+    opened: Opened | None = None,
 ) -> Generator[str, None, Completed]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
 
     Closing the generator, or an exception in whoever waits for it, ends generation after the token that is being
-    computed. Random numbers are torch's own: seed them before.
+    computed. Random numbers follow from torch's own: seed them before.
 
     Args:
         stops: Ids that end the turn. They are not part of the text.
         max_length: Most tokens of prompt and completion; the prompt is shorter.
+        opened: What :func:`listening` gave for this model, where more than one prompt is answered.
 
     Raises:
         FtcliError: FT762 (exit 6) when the model's logits are not finite.
     """
-    batch = tokens_of(tokenizer, [prompt], device)
-    left = max_length - int(batch["input_ids"].shape[1])
-    room = min(sampling.max_new_tokens, left)
-    chosen: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        # 0 turns off the 50 that transformers would take.
-        chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-    tokens = _Tokens()
-    leave = Event()
-
-    def work() -> None:
-        with compute_context(device, plan.compute, plan.autocast):
-            model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=room,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=list(stops),
-                streamer=tokens,
-                stopping_criteria=StoppingCriteriaList([_Left(leave)]),
-                **chosen,
-                **router_logits_off(model),
-            )
-
+    ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    room = min(sampling.max_new_tokens, max_length - len(ids))
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=len(ids) + room)
+    request = Request(ids, room, (int(torch.randint(2**62, ())),))
+    tokens = opened.generator.run([request], sampling.of_tokens, Stopping(Stops(frozenset(stops)), None))
     text, count, ended = Detokenizer(tokenizer), 0, False
-    with answering(model), ThreadPoolExecutor(1, "generation") as executor:
-        future = executor.submit(work)
-        future.add_done_callback(lambda _: tokens.queue.put(None))
-        try:
-            while (token := tokens.queue.get()) is not None:
-                count += 1
-                ended = ended or token in stops
-                piece = "" if ended else text.add(token)
-                if piece:
-                    yield piece
-            future.result()  # raises what the thread has raised
-        finally:
-            leave.set()
+    with answering(model), closing(tokens):
+        for token in tokens:
+            count += 1
+            ended = token.ended == "stop"
+            piece = "" if ended else text.add(token.token)
+            if piece:
+                yield piece
     rest = text.finish()
     if rest:
         yield rest
     if ended:
         return Completed(count, "stop")
     return Completed(count, "max_new_tokens" if room == sampling.max_new_tokens else "max_seq_len")
-
-
-class _Tokens(BaseStreamer):  # type: ignore[misc]
-    """Takes the ids that transformers hands over, the prompt's first, and queues those of the completion."""
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[int | None] = SimpleQueue()
-        self._prompt_came = False
-
-    def put(self, value: Tensor) -> None:
-        """``value``: int64, the prompt (1, tokens) in the first call, then (1,) for each token."""
-        if self._prompt_came:
-            for token in value.flatten().tolist():
-                self.queue.put(token)
-        self._prompt_came = True
-
-    def end(self) -> None:
-        """The end is told by the thread's own."""
-
-
-class _Left(StoppingCriteria):  # type: ignore[misc]
-    """Stops when nobody waits for the completion any more."""
-
-    def __init__(self, leave: Event) -> None:
-        self._leave = leave
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self._leave.is_set(), dtype=torch.bool, device=input_ids.device)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ftcli.model import merging
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
@@ -80,15 +82,15 @@ def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
     kept: list[tuple[Tensor, Tensor | None]] = []
 
     def before(*_: object) -> None:
-        weight, change, magnitude = _weight(module), _change(module), _magnitude(module)
+        weight, change, magnitude = _weight(module), merging.change(module), merging.magnitude_of(module)
         kept.append((weight.data, None if magnitude is None else magnitude.data))
         merged = _merged(module).to(dtype).float()
         weight.data = merged - change
         if magnitude is not None:  # so that the lengths that the layer gives the rows are those that they have
-            magnitude.data = _lengths(module, weight.data + change)
+            magnitude.data = merging.lengths(module, weight.data + change)
 
     def after(*_: object) -> None:
-        magnitude = _magnitude(module)
+        magnitude = merging.magnitude_of(module)
         _weight(module).data, lengths = kept.pop()
         if magnitude is not None and lengths is not None:
             magnitude.data = lengths
@@ -106,34 +108,9 @@ def _leaf(module: Any) -> str:
     return str(getattr(module, "parameter_name", "weight"))
 
 
-def _change(module: Any) -> Tensor:
-    """s B A of a layer with an adapter, in float32."""
-    delta: Tensor = module.get_delta_weight(module.active_adapters[0])
-    return delta.float()
-
-
-def _magnitude(module: Any) -> torch.nn.Parameter | None:
-    """The lengths of the rows (out,) that DoRA has trained; None for another adapter."""
-    name = module.active_adapters[0]
-    if not module.use_dora.get(name):
-        return None
-    lengths: torch.nn.Parameter = module.lora_magnitude_vector[name].weight
-    return lengths
-
-
-def _lengths(module: Any, weight: Tensor) -> Tensor:
-    """The length of each row (out,); of each column where the weight is stored as (in, out)."""
-    lengths: Tensor = torch.linalg.vector_norm(weight, dim=0 if module.fan_in_fan_out else 1)
-    return lengths
-
-
 def _merged(module: Any) -> Tensor:
     """The weight with the adapter in it, in float32."""
-    summed, magnitude = _weight(module).data + _change(module), _magnitude(module)
-    if magnitude is None:
-        return summed
-    factor = magnitude.data / _lengths(module, summed)
-    return summed * (factor if module.fan_in_fan_out else factor[:, None])
+    return merging.merged(module, _weight(module).data)
 
 
 def _untie_where_they_differ(model: PreTrainedModel) -> None:

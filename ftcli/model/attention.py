@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,29 @@ _PRIORITIES: dict[str, list[SDPBackend]] = {
 _SCORE_BYTES = 256 * 2**20
 
 
+class Cached(Protocol):
+    """A cache of keys and values as attention of one call knows it: :mod:`ftcli.generation.cache`."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float,
+        window: int | None,
+    ) -> Tensor | None:
+        """Keeps the keys and values (B, Hkv, S, D) of layer number ``layer``.
+
+        Returns:
+            Attention's output (B, S, Hq, D); None where the queries see nothing but the call's own tokens, and
+            attention is computed as without a cache.
+        """
+        ...
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -48,6 +71,7 @@ def attention_forward(
     kernels: BackendName = "auto",
     kept: Kept | None = None,
     documents: Documents | None = None,
+    cached: Cached | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D).
@@ -57,10 +81,18 @@ def attention_forward(
             additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
         kept: Where our kernels run: spares a checkpoint's second forward theirs.
         documents: Documents that do not see each other, where the caller knows them; within what the mask lets be seen.
+        cached: Takes keys and values in generation, and answers where earlier ones are seen.
 
     Raises:
         ValueError: the mask was made for another window than this layer's, or for other lengths.
     """
+    if cached is not None:
+        layer: Any = module
+        answer = cached.attend(
+            layer.layer_idx, query, key, value, scaling=scaling, softcap=softcap or 0.0, window=sliding_window
+        )
+        if answer is not None:
+            return answer, None
     if isinstance(attention_mask, CallMask):
         if documents is not None:
             attention_mask = documents.within(attention_mask)
@@ -190,6 +222,18 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_for)
+
+
+def use(base: Any, name: str = NAME) -> str:
+    """Has the text layers of a transformers model take another attention; returns the name of the one before.
+
+    Towers of other kinds keep theirs: ours takes attention without a mask for causal.
+    """
+    register()
+    text = base.config.get_text_config()
+    before: str = text._attn_implementation
+    base.set_attn_implementation(name if text is base.config else {"text_config": name})
+    return before
 
 
 def is_ours(base: Any) -> bool:

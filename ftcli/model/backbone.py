@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.model.attention import Cached
     from ftcli.model.stack import DecoderStack
 
 
@@ -94,7 +95,10 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
 
 
 def hidden_states(
-    model: PreTrainedModel | PeftModel, inputs: Mapping[str, Tensor], stack: DecoderStack | None = None
+    model: PreTrainedModel | PeftModel,
+    inputs: Mapping[str, Tensor],
+    stack: DecoderStack | None = None,
+    cached: Cached | None = None,
 ) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
 
@@ -103,6 +107,7 @@ def hidden_states(
 
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.stack`), for inputs without a padding mask.
+        cached: The cache of keys and values that our attention reads and writes, in generation.
     """
     base = base_of(model)
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name != "document_starts"}
@@ -116,6 +121,8 @@ def hidden_states(
     positions, family = given.get("position_ids"), family_of(base.config.get_text_config().model_type)
     if positions is not None and family is not None and family.four_positions:
         given["position_ids"] = positions.expand(4, *ids.shape)
+    if cached is not None:
+        given["cached"] = cached
     backbone = backbone_of(base)
     with nullcontext() if stack is None else stack.collecting():
         return HiddenStates(backbone(**given, use_cache=False).last_hidden_state)

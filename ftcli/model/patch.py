@@ -196,16 +196,12 @@ def _swap_norm(parent: nn.Module, name: str, family: Family, backend: BackendNam
 
 
 def _use_attention(base: PreTrainedModel, done: Patch) -> None:
-    attention.register()
-    text = base.config.get_text_config()
-    before = text._attn_implementation
+    before = attention.use(base)
 
-    def put(name: str) -> None:
-        # Towers of other kinds keep theirs: ours takes attention without a mask for causal.
-        base.set_attn_implementation(name if text is base.config else {"text_config": name})
+    def put_back() -> None:
+        attention.use(base, before)
 
-    put(attention.NAME)
-    done._restore.append(lambda: put(before))
+    done._restore.append(put_back)
 
 
 def _required(off: list[LayerKernel]) -> FtcliError:

@@ -25,6 +25,7 @@ from ftcli.run.inputs import require_same_base
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
     from ftcli.evaluate.stream import Completed, Sampling, StopReason
+    from ftcli.generation.opening import Opened
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
     from ftcli.pipeline.conversation import Conversation
@@ -85,6 +86,7 @@ class Chat:
     base: bool
     run: Path | None
     checkpoint: Path | None
+    opened: Opened
 
     def ask(self, text: str) -> Generator[str, None, ChatAnswer]:
         """The answer to the next turn, piece by piece; the generator's value is all of it.
@@ -111,6 +113,7 @@ class Chat:
             device=job.device,
             stops=job.stops,
             max_length=job.recipe.data.max_seq_len,
+            opened=self.opened,
         )
         try:
             while True:
@@ -165,6 +168,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run)
     report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
+    from ftcli.evaluate.stream import listening
     from ftcli.job import open_job
 
     job = open_job(report, session)
@@ -173,7 +177,11 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     model = _model(job, run, weights)
     sampling = sampling_of(loaded.recipe, options)
     seed = _seeded(loaded.recipe, options)
-    return Chat(job, model, conversation, sampling, seed, options.base, None if run is None else run.path, chosen)
+    opened = listening(
+        model, job.tokenizer, plan=job.plan, device=job.device, max_length=loaded.recipe.data.max_seq_len
+    )
+    path = None if run is None else run.path
+    return Chat(job, model, conversation, sampling, seed, options.base, path, chosen, opened)
 
 
 def sampling_of(recipe: Recipe, options: ChatOptions) -> Sampling:

@@ -20,13 +20,14 @@ from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
-from ftcli.model.finite import NotFinite, finite_logits
+from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.run.completions import Completion
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.rewards import Reward, Score, build_rewards
+from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer over rendered prompts, so that sampling sees the same text as evaluation and serving."""
 
     plan: DtypePlan
+    rollouts: Rollouts
     control_seed: int | None = None
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
@@ -59,10 +61,7 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
         self.phase = GENERATION
         self.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
         try:
-            with (
-                finite_logits(self.accelerator.unwrap_model(self.model)),
-                compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast),
-            ):
+            with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
                 output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         except NotFinite as error:
             raise FtcliError.single(
@@ -74,6 +73,12 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
             ) from error
         self.phase = FORWARD
         return output
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: None, *_: Any, **__: Any
+    ) -> tuple[list[list[int]], None]:
+        """Tokens of one completion for each prompt, by our engine in place of TRL's call of ``generate``."""
+        return self.rollouts.complete(prompt_ids, self.state.global_step), None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -175,6 +180,7 @@ def build_grpo_trainer(
             processing_class=job.tokenizer,
         )
     trainer.plan = job.plan
+    trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
     trainer.bind(hooks, job.recipe.train)
     return trainer

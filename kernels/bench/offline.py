@@ -26,7 +26,18 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ftkernels import cross_entropy, fp8_kernels, glu_kernels, lowrank_add, nf4, nf4_kernels, norm_parts, qkv_rope, rope
+from ftkernels import (
+    cross_entropy,
+    decode_attention,
+    fp8_kernels,
+    glu_kernels,
+    lowrank_add,
+    nf4,
+    nf4_kernels,
+    norm_parts,
+    qkv_rope,
+    rope,
+)
 
 
 class _NoGpu(DriverBase):
@@ -158,6 +169,16 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
                 tile=qkv_rope.backward_tile(SHARED_MEMORY[capability], size, rank),
             ),
         )
+    if capability >= 80:
+        for name, q_heads, k_heads, size, cap in (("", 32, 8, head, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+            yield (
+                f"decode attention{name}",
+                lambda q_heads=q_heads, k_heads=k_heads, size=size, cap=cap: decode_attention._launch(
+                    new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size),
+                    decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size)),
+                    torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1.0, cap, 0,
+                ),
+            )  # fmt: skip
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
     n = weight.nested
     assert n is not None

@@ -33,6 +33,9 @@ HEAD_SIZE_MULTIPLE = 16
 #: ... up to this.
 LARGEST_HEAD_SIZE = 256
 
+#: Positions of a page of cached keys and values: a tile of the kernel that attends to them.
+CACHE_PAGE = 64
+
 #: Adapters of smaller ranks are padded to this one.
 SMALLEST_PACKED_RANK = 16
 #: Elementwise kernels keep tiles of (rows, rank) and (columns, rank) beside their data. Above this padded rank,

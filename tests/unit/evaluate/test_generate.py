@@ -80,11 +80,11 @@ def test_out_of_memory_halves_the_batch_and_goes_on(loaded: tuple[Any, Any]) -> 
         def finding(self, finding: Finding) -> None:
             findings.append(finding)
 
-    def limited(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs["input_ids"].shape[0] > 2:
+    def limited(module: Any, args: Any) -> None:
+        if args[0].shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    handle = model.register_forward_pre_hook(limited, with_kwargs=True)
+    handle = model.get_input_embeddings().register_forward_pre_hook(limited)
     try:
         assert completions(loaded, PROMPTS, 5, Heard()) == expected
     finally:
@@ -96,10 +96,10 @@ def test_out_of_memory_halves_the_batch_and_goes_on(loaded: tuple[Any, Any]) -> 
 def test_a_prompt_that_does_not_fit_alone_ends_it(loaded: tuple[Any, Any]) -> None:
     model, _ = loaded
 
-    def never(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def never(module: Any, args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    handle = model.register_forward_pre_hook(never, with_kwargs=True)
+    handle = model.get_input_embeddings().register_forward_pre_hook(never)
     try:
         with pytest.raises(FtcliError, match="FT761"):
             completions(loaded, PROMPTS, 2)

@@ -1,0 +1,101 @@
+"""How generation is laid out: rows at once, pages of the key-value cache, sizes that decoding comes in. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftkernels.limits import CACHE_PAGE
+
+from ftcli.plain import JsonMap
+
+#: Tokens of prompts that go through the model at once, unless one prompt alone is longer. On a CPU rows that share a
+#: pass are kept apart by a mask over all pairs.
+PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}
+#: Rows that are decoded together come in these numbers, and multiples of the last one: one CUDA graph each.
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+#: Rotary embeddings whose frequencies change with the longest position of a call: rows of one batch would meet others'.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+#: Share of the memory that is free when an engine is built that it leaves alone.
+_SPARED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """One position of the key-value cache: of ``layers`` layers, keys and values of ``key_heads`` heads each."""
+
+    layers: int
+    key_heads: int
+    head_dim: int
+    element_bytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, of all layers."""
+        return 2 * self.layers * self.key_heads * self.head_dim * self.element_bytes * CACHE_PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an engine holds: at most ``rows`` sequences at once, ``pages`` of cache, and merged weights or none."""
+
+    rows: int
+    pages: int
+    merged: bool
+
+
+def pages_of(tokens: int) -> int:
+    """Pages of a sequence."""
+    return -(-tokens // CACHE_PAGE)
+
+
+def bucket_of(rows: int) -> int:
+    """How many rows are decoded where ``rows`` are wanted; those beyond are empty."""
+    largest = BUCKETS[-1]
+    return next((size for size in BUCKETS if size >= rows), -(-rows // largest) * largest)
+
+
+def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
+    """Of the key-value cache of ``rows`` sequences of ``longest`` tokens, with room to spare; one page is nobody's."""
+    return int((rows * pages_of(longest) + 1) * shape.page_bytes / (1 - _SPARED))
+
+
+def choose_layout(
+    shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None
+) -> Layout | None:
+    """What fits; None where not even one sequence does.
+
+    Weights are merged only where ``rows`` sequences of ``longest`` tokens have room beside the copy.
+
+    Args:
+        room_bytes: For the cache and the copy; None: no limit is known, and nothing is copied.
+        copy_bytes: What merged weights would take; None: there is nothing to merge.
+    """
+    each = pages_of(longest)
+    if room_bytes is None:
+        return Layout(rows, rows * each + 1, merged=False)
+    room = int(room_bytes * (1 - _SPARED))
+    fitting = room // shape.page_bytes - 1  # one page is nobody's
+    if copy_bytes is not None and copy_bytes + (rows * each + 1) * shape.page_bytes <= room:
+        return Layout(rows, rows * each + 1, merged=True)
+    if fitting < each:
+        return None
+    return Layout(min(rows, fitting // each), min(fitting, rows * each) + 1, merged=False)
+
+
+def why_no_engine(text_config: JsonMap, known: bool) -> str | None:
+    """Why transformers' own ``generate`` answers in place of the engine, as one clause, or None.
+
+    Args:
+        text_config: The language model's config.json.
+        known: Whether the family has a row in :mod:`ftcli.tables.families`: all of its layers are causal attention over
+            one kind of cache.
+    """
+    if not known:
+        return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    every = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for one in every:
+        kind = one.get("rope_type", one.get("type"))
+        if kind in _BATCH_DEPENDENT_ROPE:
+            return f"rotary embeddings of kind {kind} depend on the longest row of a batch"
+    return None

@@ -1,0 +1,119 @@
+"""The model as generation calls it: prompts laid out one after the other, or one token a row; then the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.limits import CACHE_PAGE
+from torch import Tensor
+
+from ftcli.facts.generation import CacheShape
+from ftcli.facts.precision import DtypePlan
+from ftcli.generation.cache import Cache, Decode, Prefill
+from ftcli.model import attention
+from ftcli.model.backbone import base_of, head_of, hidden_states
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def product_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dtype:
+    """What keys and values come in: the dtype of products under autocast, else the model's own."""
+    dtype: torch.dtype = getattr(torch, plan.compute) if plan.autocast else base_of(model).dtype
+    return dtype
+
+
+def cache_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheShape:
+    """One position of the model's key-value cache in ``dtype``."""
+    config: Any = base_of(model).config.get_text_config()
+    heads = config.num_attention_heads
+    return CacheShape(
+        layers=config.num_hidden_layers,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        element_bytes=dtype.itemsize,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's tokens and the pages that take their keys and values."""
+
+    tokens: Sequence[int]
+    pages: Sequence[int]
+
+
+class Forward:
+    """Forward passes of one model, without gradients, in evaluation mode and under our attention.
+
+    Args:
+        model: Adapted or not, on the kernels or as transformers built it.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, plan: DtypePlan, device: torch.device) -> None:
+        self.model = model
+        self._plan = plan
+        self._device = device
+        self._head = head_of(model)  # refuses a head that cannot be read
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A block of calls; afterwards the model is as it was."""
+        base, was_training = base_of(self.model), self.model.training
+        before = None if attention.is_ours(base) else attention.use(base)
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._context():
+                yield
+        finally:
+            self.model.train(was_training)
+            if before is not None:
+                attention.use(base, before)
+
+    def prefill(self, prompts: Sequence[Prompt], cache: Cache) -> Tensor:
+        """Logits after each prompt, (prompts, V) float32; keys and values of all go to the cache."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        ids: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []
+        pages: list[int] = []
+        for prompt, length in zip(prompts, lengths, strict=True):
+            starts += [len(ids)] * length
+            ids += prompt.tokens
+            positions += range(length)
+            pages += [prompt.pages[at // CACHE_PAGE] for at in range(length)]
+        ids_, positions_, pages_ = (self._row(values) for values in (ids, positions, pages))
+        inputs = {"input_ids": ids_, "position_ids": positions_, "document_starts": self._row(starts).to(torch.int32)}
+        cached = Prefill(cache, pages_[0], positions_[0] % CACHE_PAGE)
+        states = hidden_states(self.model, inputs, cached=cached).tensor[0]
+        last = torch.tensor(lengths).cumsum(0) - 1
+        return self._logits(states[last.to(states.device)])
+
+    def decode(self, ids: Tensor, positions: Tensor, decode: Decode) -> Tensor:
+        """Logits after one more token of each row, (B, V) float32. ``ids`` and ``positions``: (B,) int64."""
+        # A mask of ones keeps transformers from looking for documents, which would wait for the device.
+        ones = torch.ones((ids.shape[0], 1), dtype=torch.bool, device=ids.device)
+        inputs = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": ones}
+        return self._logits(hidden_states(self.model, inputs, cached=decode).tensor[:, 0])
+
+    def _context(self) -> torch.autocast:
+        """The plan's, without autocast's cache on a GPU: what a CUDA graph has cast must be cast in each replay."""
+        dtype, kind = getattr(torch, self._plan.compute), self._device.type
+        return torch.autocast(kind, dtype=dtype, enabled=self._plan.autocast, cache_enabled=kind != "cuda")
+
+    def _row(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)[None]
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """cap(scale · head(h)) in float32: (N, H) -> (N, V)."""
+        layer: Any = base_of(self.model).get_output_embeddings()
+        logits: Tensor = layer(states).float()
+        if self._head.logit_scale != 1.0:
+            logits = logits * self._head.logit_scale
+        cap = self._head.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits

@@ -1,0 +1,185 @@
+"""A second model that shares everything with the first one but the weights that its products read.
+
+Those are copies in the dtype of the products, with their adapters in them: ``cast(float32(W) + s · B A)``, rounded
+once, written anew whenever the adapters have changed. The first model is only read. Adding an adapter to its base and
+subtracting it again would change the base a little each time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.projection import join_weights
+from torch import Tensor, nn
+
+from ftcli.config.model import Kernels
+from ftcli.facts.precision import DtypePlan
+from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.model.backbone import base_of, decoder_layers
+from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.merging import merged
+from ftcli.model.patch import patch
+from ftcli.model.quantized import QuantizedLinear
+from ftcli.tables import quantizations
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A frozen linear layer with a weight of its own, and the layer of the first model that it stands for."""
+
+    linear: nn.Linear
+    source: Any
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Writes the weight as it is now."""
+        base = getattr(self.source, "base_layer", self.source)
+        weight = base.frozen_weight().dequantize(torch.float32) if isinstance(base, QuantizedLinear) else base.weight
+        if _adapts(self.source):
+            weight = merged(self.source, weight.detach().float())
+        self.linear.weight.copy_(weight)
+
+
+def _copy_of(source: Any, dtype: torch.dtype) -> Copied:
+    """With nothing written yet; the bias is shared."""
+    base = getattr(source, "base_layer", source)
+    linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    empty = torch.empty((base.out_features, base.in_features), dtype=dtype, device=base.weight.device)
+    linear.weight = nn.Parameter(empty, requires_grad=False)
+    linear.bias = base.bias
+    return Copied(linear, source)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedModel:
+    """The second model; its copied layers, which :meth:`refresh` writes."""
+
+    model: PreTrainedModel
+    layers: tuple[Copied, ...]
+
+    def refresh(self) -> None:
+        """Makes the model answer as the first one does now."""
+        for layer in self.layers:
+            layer.refresh()
+
+
+def copied_bytes(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> int | None:
+    """Bytes of the weights that :func:`merged_model` would copy; None where it has nothing to copy."""
+    sizes = [_elements(linear) for linear in _copied(base_of(model), plan).values()]
+    return sum(sizes) * plan.compute_bytes if sizes else None
+
+
+def merged_model(model: PreTrainedModel | PeftModel, plan: DtypePlan, kernels: Kernels) -> MergedModel:
+    """A second model, whose copies are written.
+
+    Args:
+        kernels: Puts a second model's layers on the kernels, where the first one's are not.
+    """
+    base = base_of(model)
+    dtype = getattr(torch, plan.compute)
+    copies = {number: _copy_of(linear, dtype) for number, linear in _copied(base, plan).items()}
+    config = copy.deepcopy(base.config)
+    configs = {id(base.config): config, id(base.config.get_text_config()): config.get_text_config()}
+    for layer in decoder_layers(base):
+        for names in SHARED_INPUTS:
+            group = [copies[id(one)].linear.weight for name in names if id(one := _at(layer, name)) in copies]
+            if len(group) == len(names):
+                join_weights(group)
+    second: PreTrainedModel = _shadow(base, {number: one.linear for number, one in copies.items()}, configs, {})
+    found = MergedModel(second, tuple(copies.values()))
+    found.refresh()
+    if not any(isinstance(layer, FusedDecoderLayer) for layer in decoder_layers(second)):
+        patch(second, kernels)
+    return found
+
+
+def _copied(base: PreTrainedModel, plan: DtypePlan) -> dict[int, Any]:
+    """The linear layers that get a weight of their own, by the number (id) of the module that stands in the model.
+
+    Of layers that share an input all are copied, so that their products can be one.
+    """
+    dtype = getattr(torch, plan.compute)
+    found: dict[int, Any] = {}
+    for layer in decoder_layers(base):
+        alone = {id(module): module for module in _linears(layer) if _needs_copy(module, dtype)}
+        found |= alone
+        for names in SHARED_INPUTS:
+            group = [_at(layer, name) for name in names]
+            if any(id(one) in alone for one in group) and all(_is_copyable(one) for one in group):
+                found |= {id(one): one for one in group}
+    head = base.get_output_embeddings()
+    if head is not None:
+        found |= {id(module): module for module in _linears(head) if _needs_copy(module, dtype)}
+    return found
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers of a module, itself among them; of a layer with adapters the whole, not its parts."""
+    if _is_copyable(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _linears(child)
+
+
+def _is_copyable(module: Any) -> bool:
+    """Whether a module is a linear layer, quantised or adapted or neither, that one matrix can stand for."""
+    from peft.tuners.lora import Linear as LoraLinear
+
+    base = module
+    if isinstance(module, LoraLinear):
+        base = module.base_layer
+        several = len(module.active_adapters) != 1 or module.active_adapters[0] not in module.lora_A
+        if module.fan_in_fan_out or module.merged or several or any(module.lora_bias.values()):
+            return False
+    if isinstance(base, QuantizedLinear):
+        # What is multiplied as it is stored would be another product in another dtype.
+        return quantizations.row(base.method).products is None
+    return isinstance(base, nn.Linear) and isinstance(base.weight, Tensor) and base.weight.is_floating_point()
+
+
+def _needs_copy(module: Any, dtype: torch.dtype) -> bool:
+    base = getattr(module, "base_layer", module)
+    return _adapts(module) or isinstance(base, QuantizedLinear) or base.weight.dtype != dtype
+
+
+def _adapts(module: Any) -> bool:
+    """Whether a layer has an adapter that is switched on."""
+    return hasattr(module, "base_layer") and not module.disable_adapters
+
+
+def _elements(linear: Any) -> int:
+    base = getattr(linear, "base_layer", linear)
+    return int(base.in_features) * int(base.out_features)
+
+
+def _at(layer: nn.Module, name: str) -> nn.Module | None:
+    module: Any = layer
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module if isinstance(module, nn.Module) else None
+
+
+def _shadow(module: Any, copies: dict[int, nn.Linear], configs: dict[int, Any], made: dict[int, Any]) -> Any:
+    """A module that shares its tensors with ``module``, and has ``copies`` and ``configs`` in their places."""
+    if id(module) in copies:
+        return copies[id(module)]
+    if id(module) not in made:
+        second = made[id(module)] = copy.copy(module)
+        for name in ("_parameters", "_buffers", "_modules"):
+            second.__dict__[name] = dict(module.__dict__[name])
+        if id(module.__dict__.get("config")) in configs:
+            second.__dict__["config"] = configs[id(module.__dict__["config"])]
+        if isinstance(second, FusedDecoderLayer):
+            second.stack = None
+        for name, child in module._modules.items():
+            second._modules[name] = None if child is None else _shadow(child, copies, configs, made)
+    return made[id(module)]

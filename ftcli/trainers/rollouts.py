@@ -1,0 +1,96 @@
+"""Completions that GRPO trains on: sampled by the engine with the weights as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ftkernels.sampling import Sampling, row_seed
+
+from ftcli.config import GrpoConfig
+from ftcli.facts.generation import cache_bytes
+from ftcli.generation.forward import cache_shape, product_dtype
+from ftcli.generation.opening import Opened, open_generator
+from ftcli.generation.requests import Request, Stops
+from ftcli.generation.stopping import Stopping
+from ftcli.job import Job
+from ftcli.preflight.memory.terms import GENERATION
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+#: Rows that are decoded together at most; further ones wait.
+MOST_ROWS = 128
+
+
+class Rollouts:
+    """Completes prompts for one run.
+
+    What the engine holds stays from one step to the next where the memory estimate leaves room for it while the model
+    trains; else it is made anew for each step's completions.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, job: Job, grpo: GrpoConfig) -> None:
+        self._model = model
+        self._job = job
+        self._grpo = grpo
+        self._opened: Opened | None = None
+        self._step = -1
+        self._in_step = 0
+
+    def complete(self, prompts: Sequence[Sequence[int]], step: int) -> list[list[int]]:
+        """One completion for each prompt, its stop token included. Equal neighbours are computed once.
+
+        Args:
+            step: Of training; with the run's seed and the row's place it decides what is drawn.
+
+        Raises:
+            NotFinite: the model's logits are not finite.
+        """
+        self._in_step = self._in_step + 1 if step == self._step else 0
+        self._step = step
+        seed = self._job.recipe.run.seed
+        seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))])
+        limit = self._grpo.max_completion_length
+        requests = [
+            Request(prompt, limit, tuple(next(seeds) for _ in same)) for prompt, same in groupby(map(tuple, prompts))
+        ]
+        grpo = self._grpo
+        sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
+        opened = self._open(min(len(prompts), MOST_ROWS))
+        stopping = Stopping(Stops(frozenset(self._job.stops)), None)
+        completions = opened.generator.complete(requests, sampling, stopping)
+        return [one.tokens for each in completions for one in each]
+
+    def _open(self, rows: int) -> Opened:
+        if self._opened is not None:
+            self._opened.refresh()
+            return self._opened
+        room = self._lasting_room(rows)
+        grpo, job = self._grpo, self._job
+        opened = open_generator(
+            self._model,
+            job.plan,
+            job.device,
+            rows=rows,
+            longest=grpo.max_prompt_length + grpo.max_completion_length,
+            pad=job.pad_token_id,
+            kernels=job.recipe.model.kernels,
+            own_settings=False,  # log-probabilities know nothing of them
+            room_bytes=room,
+        )
+        if room is not None or job.device.type != "cuda":
+            self._opened = opened
+        return opened
+
+    def _lasting_room(self, rows: int) -> int | None:
+        """Memory that the estimate leaves free in every phase of training; None where the cache has no room in it."""
+        memory, available = self._job.report.memory, self._job.report.device.available_bytes
+        if memory is None or available is None or self._job.device.type != "cuda":
+            return None
+        room = available - max(memory.phase_bytes(phase) for phase in memory.phases if phase != GENERATION)
+        shape = cache_shape(self._model, product_dtype(self._model, self._job.plan))
+        longest = self._grpo.max_prompt_length + self._grpo.max_completion_length
+        return room if cache_bytes(shape, rows, longest) <= room else None

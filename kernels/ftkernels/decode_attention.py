@@ -1,0 +1,344 @@
+"""Attention of one new token a row against its cached keys and values, in pages: two kernels, and plain torch beside.
+
+Legend: B rows, Hq query heads, Hkv key heads, D head size, P positions of a page, N pages of the pool, T pages of a
+row's table at most.
+
+A row's sequence has ``length`` tokens, the new one among them: the query stands at position ``length - 1``. Positions
+before it lie in the pages that the row's table names, in order; the new token's key and value come with the call, are
+seen, and are written to their place in the last page. With W the window (0: none), one query head computes
+
+    s_j = softcap(scale * q . k_j)   for max(0, length - W) <= j < length;    softcap(x) = c * tanh(x / c), or x
+    out = sum_j exp(s_j) v_j / sum_j exp(s_j)
+
+A row of length 0 is empty: nothing is read or written for it, and its output is zero.
+
+The first kernel has a program for each row, key head and share of the sequence (flash decoding, Dao et al., 2023):
+with few rows a program a head would leave most of the GPU idle. The query heads of one key head are the rows of one
+tile, so that each key is read once. The second adds the shares up, in a fixed order. Nothing depends on other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.attention_launch import padded_size
+from ftkernels.attention_parts import LOG2E, bounded
+from ftkernels.device import (
+    BackendName,
+    choose_backend,
+    interpreting,
+    on_device_of,
+    rounded,
+    store_dtype,
+    triton_store_dtype,
+)
+from ftkernels.limits import CACHE_PAGE as PAGE
+
+#: Programs that the first kernel is split into at least, where sequences are long enough.
+_PROGRAMS = 528
+_MOST_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """One layer's pool of cached keys and values: (N, Hkv, P, D) each, contiguous."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@triton.jit
+def _seen(
+    q, k, v, positions, lo, length, peak, total, acc, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, MASKED: tl.constexpr, CD: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of keys to the running (peak, total, acc); at least one of them is seen."""
+    FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
+    x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR
+    if MASKED:
+        x = tl.where(((positions < length) & (positions >= lo))[None, :], x, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(x, 1))
+    p = tl.exp2(x - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None] + tl.dot(p.to(CD), v, input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def _share_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    peak_ptr,
+    total_ptr,
+    q_stride_b,
+    q_stride_h,
+    k_stride_b,
+    k_stride_h,
+    v_stride_b,
+    v_stride_h,
+    table_stride,
+    key_heads,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CD: tl.constexpr,
+):
+    row = tl.program_id(0) // key_heads
+    head = tl.program_id(0) % key_heads
+    split = tl.program_id(1)
+    length = tl.load(length_ptr + row)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(length - WINDOW, 0)
+    first = lo // KEYS
+    pages = tl.cdiv(length, KEYS) - first
+    share = tl.cdiv(pages, SPLITS)
+    begin = first + split * share
+    end = tl.minimum(begin + share, first + pages)
+    group = tl.arange(0, QUERIES)
+    dims = tl.arange(0, BLOCK_D)
+    there = dims < D
+    q_at = q_ptr + row.to(tl.int64) * q_stride_b + (head * GROUP + group)[:, None] * q_stride_h + dims[None, :]
+    q = tl.load(q_at, mask=(group < GROUP)[:, None] & there[None, :], other=0.0).to(CD)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    table_ptr += row.to(tl.int64) * table_stride
+    new_page = (length - 1) // KEYS
+    # In all pages but the last one every position is written; a window hides the first ones of the first.
+    for i in range(begin, tl.minimum(end, new_page)):
+        at = (tl.load(table_ptr + i).to(tl.int64) * key_heads + head) * (KEYS * D)
+        at += tl.arange(0, KEYS)[:, None] * D + dims[None, :]
+        k = tl.load(keys_ptr + at, mask=there[None, :], other=0.0).to(CD)
+        v = tl.load(values_ptr + at, mask=there[None, :], other=0.0).to(CD)
+        positions = i * KEYS + tl.arange(0, KEYS)
+        peak, total, acc = _seen(
+            q, k, v, positions, lo, length, peak, total, acc, SCALE, SOFTCAP, FAST_TANH, WINDOW > 0, CD
+        )
+    if (begin <= new_page) & (new_page < end):
+        positions = new_page * KEYS + tl.arange(0, KEYS)
+        at = (tl.load(table_ptr + new_page).to(tl.int64) * key_heads + head) * (KEYS * D)
+        at += tl.arange(0, KEYS)[:, None] * D + dims[None, :]
+        written = (positions < length - 1)[:, None] & there[None, :]
+        here = (positions == length - 1)[:, None] & there[None, :]
+        new_k = tl.load(k_ptr + row.to(tl.int64) * k_stride_b + head * k_stride_h + dims, mask=there, other=0.0)
+        new_v = tl.load(v_ptr + row.to(tl.int64) * v_stride_b + head * v_stride_h + dims, mask=there, other=0.0)
+        k = tl.where(here, new_k[None, :].to(CD), tl.load(keys_ptr + at, mask=written, other=0.0).to(CD))
+        v = tl.where(here, new_v[None, :].to(CD), tl.load(values_ptr + at, mask=written, other=0.0).to(CD))
+        tl.store(keys_ptr + at, k.to(keys_ptr.dtype.element_ty), mask=here)
+        tl.store(values_ptr + at, v.to(values_ptr.dtype.element_ty), mask=here)
+        peak, total, acc = _seen(q, k, v, positions, lo, length, peak, total, acc, SCALE, SOFTCAP, FAST_TANH, True, CD)
+    heads = key_heads * GROUP
+    part = (row.to(tl.int64) * heads + head * GROUP + group) * SPLITS + split
+    mask = (group < GROUP)[:, None] & there[None, :]
+    if SPLITS == 1:
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    else:
+        tl.store(peak_ptr + part, peak, mask=group < GROUP)
+        tl.store(total_ptr + part, total, mask=group < GROUP)
+    tl.store(out_ptr + part[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr, peak_ptr, total_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    peaks = tl.load(peak_ptr + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    totals = tl.load(total_ptr + head * SPLITS + splits, mask=splits < SPLITS, other=0.0)
+    peak = tl.max(peaks, 0)
+    weights = tl.where(peaks == float("-inf"), 0.0, tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak)))
+    at = (head * SPLITS + splits)[:, None] * D + dims[None, :]
+    parts = tl.load(parts_ptr + at, mask=(splits < SPLITS)[:, None] & (dims < D)[None, :], other=0.0)
+    total = tl.sum(totals * weights, 0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + head * D + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+    longest: int | None = None,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """(B, Hq, D), in q's dtype; the new token's key and value are written into ``pages``.
+
+    Args:
+        q: (B, Hq, D); k, v: (B, Hkv, D), of the new token, rotated. The last dimension is contiguous.
+        pages: In k's dtype.
+        table: (B, T) int32, pages of each row in order.
+        lengths: (B,) int32, tokens of each row with the new one; 0 for an empty row.
+        window: Keys that a query sees, its own among them; None for all.
+        longest: The host's bound on ``lengths``: plain torch reads no further. The kernels need none.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+    """
+    _check(q, k, v, pages, table, lengths)
+    if not choose_backend(q.device, backend).is_triton:
+        return decode_attention_reference(
+            q, k, v, pages, table, lengths, scale=scale, softcap=softcap, window=window, longest=longest
+        )
+    return _launch(q, k, v, pages, table, lengths, scale, softcap, window or 0)
+
+
+def splits_for(rows: int, key_heads: int, positions: int) -> int:
+    """Shares of a sequence of at most ``positions``: enough programs to fill a GPU, each of at least two pages."""
+    wanted = triton.cdiv(_PROGRAMS, max(rows * key_heads, 1))
+    return int(max(1, min(wanted, _MOST_SPLITS, triton.cdiv(positions, 2 * PAGE))))
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> Tensor:
+    batch, heads, size = q.shape
+    key_heads = k.shape[1]
+    reach = table.shape[1] * PAGE
+    splits = splits_for(batch, key_heads, min(reach, window + PAGE) if window else reach)
+    out = torch.empty((batch, heads, size), dtype=store_dtype(q.dtype), device=q.device)
+    parts = out if splits == 1 else q.new_empty((batch, heads, splits, size), dtype=torch.float32)
+    peaks, totals = (q.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
+    with on_device_of(q):
+        _share_kernel[(batch * key_heads, splits)](
+            q,
+            k,
+            v,
+            pages.keys,
+            pages.values,
+            table,
+            lengths,
+            parts,
+            peaks,
+            totals,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            table.stride(0),
+            key_heads,
+            WINDOW=window,
+            GROUP=heads // key_heads,
+            SCALE=scale,
+            SOFTCAP=softcap,
+            FAST_TANH=q.dtype != torch.float32 and not interpreting(),
+            D=size,
+            BLOCK_D=padded_size(size),
+            QUERIES=max(16, triton.next_power_of_2(heads // key_heads)),
+            SPLITS=splits,
+            KEYS=PAGE,
+            CD=triton_store_dtype(q.dtype),
+            num_warps=4 if size <= 128 else 8,
+            num_stages=3 if size <= 128 else 2,
+        )
+        if splits > 1:
+            _sum_kernel[(batch * heads,)](
+                parts, peaks, totals, out, D=size, BLOCK_D=padded_size(size), SPLITS=splits,
+                BLOCK=triton.next_power_of_2(splits), num_warps=2,
+            )  # fmt: skip
+    return rounded(out, q.dtype)
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """:func:`decode_attention` in plain torch, scores and sums in float32 (float64 for float64 inputs)."""
+    batch, heads, size = q.shape
+    key_heads = k.shape[1]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    _write(k, v, pages, table, lengths)
+    used = table.shape[1] if longest is None else min(table.shape[1], -(-longest // PAGE))
+    keys, values = (_gathered(pool, table[:, :used]) for pool in (pages.keys, pages.values))
+    grouped = q.view(batch, key_heads, heads // key_heads, size)
+    scores = (grouped.to(exact) @ keys.to(exact).transpose(2, 3)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(keys.shape[2], device=q.device)[None]
+    seen = position < lengths[:, None]
+    if window is not None:
+        seen = seen & (position >= lengths[:, None] - window)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # an empty row has no scores
+    values = values.to(exact).masked_fill(~seen[:, None, :, None], 0.0)  # memory that nothing was written to
+    return (weights @ values).view(batch, heads, size).to(q.dtype)
+
+
+def _write(k: Tensor, v: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -> None:
+    """The new token's key and value to their places."""
+    rows = (lengths > 0).nonzero()[:, 0]
+    at = lengths[rows].long() - 1
+    page = table[rows, at // PAGE].long()
+    pages.keys[page, :, at % PAGE] = k[rows].to(pages.keys.dtype)
+    pages.values[page, :, at % PAGE] = v[rows].to(pages.values.dtype)
+
+
+def _gathered(pool: Tensor, table: Tensor) -> Tensor:
+    """(B, Hkv, T * P, D): the pages of each row, one after the other."""
+    return pool[table.long()].transpose(1, 2).flatten(2, 3)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, pages: Pages, table: Tensor, lengths: Tensor) -> None:
+    batch, heads, size = q.shape
+    key_heads = k.shape[1]
+    if k.shape != (batch, key_heads, size) or v.shape != k.shape or heads % key_heads:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} are not heads of one token")
+    for pool in (pages.keys, pages.values):
+        if pool.shape[1:] != (key_heads, PAGE, size) or pool.dtype != k.dtype or not pool.is_contiguous():
+            raise ValueError(
+                f"pages {tuple(pool.shape)} in {pool.dtype} do not take keys {tuple(k.shape)} in {k.dtype}"
+            )
+    if table.dim() != 2 or table.shape[0] != batch or lengths.shape != (batch,):
+        raise ValueError(f"table {tuple(table.shape)} and lengths {tuple(lengths.shape)} are not of {batch} rows")
+    if table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise ValueError(f"table and lengths must be int32, not {table.dtype} and {lengths.dtype}")
+    if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError("the features of a head must lie next to each other")

@@ -1,0 +1,129 @@
+"""Draws a token from each row of logits, with random numbers that depend on nothing but the row's seed and position.
+
+    p_j = exp(z_j / T) / sum_l exp(z_l / T)  over what the filters leave;  token = min {j : sum_{l <= j} p_l > u}
+
+u = uniform(seed, position) in [0, 1) is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014) with the position as its counter: state = seed + (position + 1) * 0x9E3779B97F4A7C15, then its
+finaliser, of which the upper 24 bits are kept. So neither the other rows of a batch nor the order in which rows are
+computed has a say.
+
+Filters, in this order, each on what the one before has left: ``top_k`` likeliest tokens; the fewest likeliest tokens
+whose probabilities reach ``top_p``; tokens at least ``min_p`` times as likely as the likeliest. Equally likely tokens
+stay or go together. Temperature 0 takes the likeliest token, the first of several.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FINALISER = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
+_MASK = 2**64 - 1
+#: What a row gets whose logits are not finite.
+NOT_FINITE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+#: The likeliest token.
+GREEDY = Sampling()
+
+
+def row_seed(*numbers: int) -> int:
+    """A signed 64-bit seed of some numbers, such as a run's seed, a step and a row: other numbers, another seed."""
+    state = 0
+    for number in numbers:
+        state = _mixed((state + number * _GOLDEN + 1) & _MASK)
+    return state - 2**64 if state >= 2**63 else state
+
+
+def _mixed(state: int) -> int:
+    for shift, factor in _FINALISER:
+        state ^= state >> shift
+        state = state if factor is None else state * factor & _MASK
+    return state
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """(B,) float32 in [0, 1): one number for each int64 seed and position, (B,) each."""
+    state = seeds + (positions.long() + 1) * _signed(_GOLDEN)  # int64 arithmetic wraps as it should
+    for shift, factor in _FINALISER:
+        state = state ^ _shifted(state, shift)
+        state = state if factor is None else state * _signed(factor)
+    return _shifted(state, 40).to(torch.float32) * 2.0**-24
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shifted to the right without its sign."""
+    return (state >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def choose(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The next token of each row, (B,) int64, and its log-probability, (B,) float32.
+
+    The log-probability is that of the softmax of logits / T (of the logits where T is 0), before any filter: what a
+    policy's gradient needs. A row whose largest logit or sum is not finite has the token ``NOT_FINITE``.
+
+    Args:
+        logits: (B, V), floating.
+        seeds, positions: (B,), int64 and integers: what the random number depends on.
+    """
+    scores = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        scores = scores / sampling.temperature
+    total = torch.logsumexp(scores, dim=-1)
+    if sampling.temperature == 0.0:
+        token = scores.argmax(dim=-1)
+    else:
+        left = scores
+        if _filters(sampling):
+            left = scores.masked_fill(scores < _threshold(scores, sampling)[:, None], -math.inf)
+        token = _inverse(left, uniforms(seeds, positions))
+    logprob = scores.gather(1, token[:, None])[:, 0] - total
+    return torch.where(torch.isfinite(total), token, NOT_FINITE), logprob
+
+
+def _filters(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def _threshold(scores: Tensor, sampling: Sampling) -> Tensor:
+    """(B,), the lowest score that the filters leave."""
+    lowest = scores.new_full(scores.shape[:1], -math.inf)
+    if 0 < sampling.top_k < scores.shape[1]:
+        lowest = scores.topk(sampling.top_k, dim=-1).values[:, -1]
+    if sampling.top_p < 1.0:
+        ordered = scores.sort(dim=-1, descending=True).values
+        ordered = ordered.masked_fill(ordered < lowest[:, None], -math.inf)
+        reached = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+        last = (reached < sampling.top_p).sum(dim=-1).clamp(max=scores.shape[1] - 1)
+        lowest = torch.maximum(lowest, ordered.gather(1, last[:, None])[:, 0])
+    if sampling.min_p > 0.0:
+        lowest = torch.maximum(lowest, scores.amax(dim=-1) + math.log(sampling.min_p))
+    return lowest
+
+
+def _inverse(scores: Tensor, uniform: Tensor) -> Tensor:
+    """The first token at which the cumulative probability exceeds u; never one of probability zero."""
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    reached = weights.cumsum(dim=-1)
+    at = torch.searchsorted(reached, (uniform * reached[:, -1])[:, None], right=True)[:, 0]
+    # Where u rounds up to the whole sum, the last token that has a probability.
+    last = (reached < reached[:, -1:]).sum(dim=-1)
+    return torch.minimum(at, last)

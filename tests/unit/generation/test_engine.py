@@ -1,0 +1,205 @@
+"""Greedy completions are those of transformers' generate, for every family; rows do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ftkernels.sampling import GREEDY, Sampling, row_seed
+
+from ftcli.facts.generation import Layout, pages_of
+from ftcli.facts.precision import DtypePlan
+from ftcli.generation.engine import Engine
+from ftcli.generation.forward import Forward
+from ftcli.generation.requests import Request, Stops
+from ftcli.generation.stopping import Stopping
+from ftcli.model.finite import NotFinite
+from ftcli.model.patch import patch
+from ftcli.tables.families import MULTIMODAL, TABLE
+from tests.small_models import MULTIMODAL as SMALL_MULTIMODAL
+from tests.small_models import build
+
+PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
+CPU = torch.device("cpu")
+LONGEST = 120
+#: Every family that has a row: by itself, or as the language model of a multimodal checkpoint.
+FAMILIES = sorted(
+    {name for name in TABLE if not name.endswith("vl_text")}
+    | {name for name, row in MULTIMODAL.items() if row.text in TABLE and name in SMALL_MULTIMODAL}
+)
+
+
+def engine_of(model: Any, rows: int = 4, pages: int | None = None) -> Engine:
+    return Engine(
+        Forward(model, PLAN, CPU), Layout(rows, pages or rows * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU
+    )
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [3, 70, 1, 64, 20, 33, 65, 40][:count]
+    return [tuple(torch.randint(5, 250, (size,), generator=generator).tolist()) for size in sizes]
+
+
+def generated(model: Any, prompt: Sequence[int], limit: int, stop: int = -1) -> list[int]:
+    """transformers' own, one prompt at a time."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
+            eos_token_id=[stop], pad_token_id=0,
+        )  # fmt: skip
+    found = out[0, len(prompt) :].tolist()
+    return found[: found.index(stop) + 1] if stop in found else found
+
+
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_is_generates(model_type: str, kernels: Any) -> None:
+    """Past windows and pages, with rows that enter while others are under way."""
+    model = build(model_type).requires_grad_(False)
+    asked = prompts(6)
+    limits = [40, 30, 50, 12, 1, 25]
+    expected = [generated(model, prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
+    patch(model, kernels)
+    requests = [Request(prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
+    found = engine_of(model, rows=3).complete(requests)
+    assert [one[0].tokens for one in found] == expected
+    assert {one[0].ended for one in found} == {"limit"}
+    assert len({token for one in expected for token in one}) > 5
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("gemma2").requires_grad_(False)
+
+
+def tokens(engine: Engine, requests: list[Request], sampling: Sampling = GREEDY, **stops: Any) -> list[list[list[int]]]:
+    stopping = Stopping(Stops(**stops), None)
+    return [[one.tokens for one in each] for each in engine.complete(requests, sampling, stopping)]
+
+
+def test_a_stop_token_ends_a_row_and_another_takes_its_place(model: Any) -> None:
+    asked, limit = prompts(8), 40
+    free = [generated(model, prompt, limit) for prompt in asked]
+    stop = free[0][7]
+    expected = [generated(model, prompt, limit, stop) for prompt in asked]
+    assert any(len(one) < limit for one in expected)
+    engine = engine_of(model, rows=3)
+    found = engine.complete(
+        [Request(prompt, limit) for prompt in asked], stopping=Stopping(Stops(frozenset({stop})), None)
+    )
+    assert [one[0].tokens for one in found] == expected
+    assert [one[0].ended for one in found] == ["stop" if one[-1] == stop else "limit" for one in expected]
+    assert engine._tools.pool.free == engine.layout.pages - 1
+
+
+def test_a_prompt_of_several_completions_is_computed_once(model: Any) -> None:
+    """And its pages are shared, whether it fills its last page or not."""
+    calls: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda m, a, out: calls.append(out.shape[1]))
+    sampling = Sampling(1.0)
+    for size in (64, 70, 5):
+        prompt = tuple(range(5, 5 + size))
+        seeds = tuple(row_seed(size, at) for at in range(5))
+        alone = [tokens(engine_of(model, rows=1), [Request(prompt, 30, (seed,))], sampling)[0][0] for seed in seeds]
+        calls.clear()
+        # Few pages: completions take turns.
+        engine = engine_of(model, rows=4, pages=pages_of(size) + 2 * pages_of(size + 30) + 2)
+        assert tokens(engine, [Request(prompt, 30, seeds)], sampling)[0] == alone
+        assert [count for count in calls if count > 1] == [size]
+        assert len({tuple(one) for one in alone}) == 5
+        assert engine._tools.pool.free == engine.layout.pages - 1
+    hook.remove()
+
+
+def test_what_is_sampled_depends_on_its_seed_alone(model: Any) -> None:
+    sampling = Sampling(0.9, top_k=40, top_p=0.95)
+    requests = [Request(prompt, 25, (row_seed(9, at),)) for at, prompt in enumerate(prompts(6))]
+    alone = [tokens(engine_of(model, rows=1), [request], sampling)[0] for request in requests]
+    engine = engine_of(model, rows=6)
+    assert tokens(engine, requests, sampling) == alone
+    assert tokens(engine, requests[::-1], sampling) == alone[::-1]
+    assert tokens(engine_of(model, rows=2), requests, sampling) == alone
+
+
+def test_the_log_probabilities_are_the_models_own(model: Any) -> None:
+    (prompt, *_), sampling = prompts(1), Sampling(0.8)
+    (found,) = engine_of(model).complete([Request(prompt, 20, (3,))], sampling)[0]
+    ids = torch.tensor([[*prompt, *found.tokens]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / 0.8
+    exact = torch.log_softmax(logits, -1).gather(1, torch.tensor(found.tokens)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(found.logprobs).double(), exact, atol=1e-4)
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it(model: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from ftcli.assets import asset
+
+    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", "bytes"))
+    prompt = prompts(1)[0]
+    free = engine_of(model).complete([Request(prompt, 60, (5,))], Sampling(1.5))[0][0]
+    texts = [tokenizer.decode(free.tokens[: at + 1]) for at in range(60)]
+    stop = tokenizer.decode(free.tokens[20:23])
+    first = next(at for at, text in enumerate(texts) if stop in text)
+    stopping = Stopping(Stops(strings=("\ufffe never", stop)), tokenizer)
+    (found,) = engine_of(model).complete([Request(prompt, 60, (5,))], Sampling(1.5), stopping)[0]
+    assert (found.tokens, found.ended) == (free.tokens[: first + 1], "stop")
+    with pytest.raises(ValueError, match="tokenizer"):
+        Stopping(Stops(strings=("x",)), None)
+
+
+def test_closing_gives_everything_back(model: Any) -> None:
+    engine = engine_of(model)
+    model.train()
+    run = engine.run([Request(prompt, 50) for prompt in prompts(6)])
+    for _ in range(9):
+        next(run)
+    assert not model.training
+    run.close()
+    assert model.training
+    assert model.config._attn_implementation != "ftcli"
+    assert engine._tools.pool.free == engine.layout.pages - 1
+    model.eval()
+
+
+def test_logits_that_are_not_finite_end_it(model: Any) -> None:
+    norm = model.model.norm.weight
+    before = norm.data.clone()
+    norm.data[3] = float("nan")
+    try:
+        with pytest.raises(NotFinite):
+            engine_of(model).complete([Request((5, 6, 7), 3)])
+    finally:
+        norm.data.copy_(before)
+
+
+def test_a_request_that_does_not_fit_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="do not fit 120"):
+        engine_of(model).complete([Request(tuple(range(5, 105)), 21)])
+    for bad in ({"prompt": ()}, {"limit": 0}, {"seeds": ()}):
+        with pytest.raises(ValueError, match="a request has a prompt"):
+            Request(**{"prompt": (1,), "limit": 1, "seeds": (0,), **bad})
+
+
+@pytest.mark.parametrize("kernels", ["off", "reference"])
+def test_adapters_answer_unmerged(kernels: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(build("llama").requires_grad_(False), LoraConfig(target_modules="all-linear", r=4))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    adapted.eval()
+    asked = prompts(4)
+    expected = [generated(adapted, prompt, 20) for prompt in asked]
+    patch(adapted, kernels)
+    assert [one[0] for one in tokens(engine_of(adapted), [Request(prompt, 20) for prompt in asked])] == expected
+    with adapted.disable_adapter():
+        base = [one[0] for one in tokens(engine_of(adapted), [Request(prompt, 20) for prompt in asked])]
+    assert base != expected
