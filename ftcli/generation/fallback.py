@@ -35,7 +35,6 @@ class TransformersGenerator:
     Args:
         pad: The id that fills rows up.
         rows: Most at once.
-        settings: Further ones of ``generate``; what is not among them is the model's ``generation_config``'s.
     """
 
     def __init__(
@@ -46,14 +45,12 @@ class TransformersGenerator:
         *,
         pad: int,
         rows: int,
-        settings: dict[str, Any] | None = None,
     ) -> None:
         self._model = model
         self._plan = plan
         self._device = device
         self._pad = pad
         self._rows = rows
-        self._settings = settings or {}
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
@@ -139,7 +136,6 @@ class TransformersGenerator:
                 stopping_criteria=StoppingCriteriaList(criteria),
                 streamer=streamer,
                 **_sampling(sampling),
-                **self._settings,
                 **_router_logits_off(self._model),
             )
         found: Tensor = output
