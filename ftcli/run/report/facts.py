@@ -12,7 +12,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.scales import number, short
 from ftcli.run.report.values import Show, count, is_number, map_in, maps, numbers, percent, words
 from ftcli.run.status import Status
-from ftcli.units import gib
+from ftcli.units import duration, gib
 
 #: Key in eval.json, label, whether more is better (1) or worse (-1), and how it is written.
 _SCORES: tuple[tuple[str, str, int, Show], ...] = (
@@ -86,19 +86,13 @@ def _work_facts(metrics: Sequence[MetricsLine], status: Status | None) -> list[F
     if steps:
         facts.append(Fact("Steps", f"{max(steps):,}", f"epoch {epochs[-1]:.2f}" if epochs else ""))
     if tokens:
-        facts.append(Fact("Tokens trained on", short(tokens[-1])))
+        facts.append(Fact("Tokens trained", short(tokens[-1])))
     if rates:
         facts.append(Fact("Median tokens/s", f"{statistics.median(rates):,.0f}"))
     if memory:
         facts.append(Fact("Peak memory", f"{gib(max(memory))} GiB"))
     seconds = None if status is None else status.seconds
-    return facts if seconds is None else [*facts, Fact("Wall time", _duration(seconds))]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return facts if seconds is None else [*facts, Fact("Wall time", duration(seconds))]
 
 
 def scores(evaluation: JsonMap) -> list[Score]:

@@ -293,7 +293,7 @@ def test_wall_time_is_that_of_all_processes(run: RunDirectory) -> None:
     raw = read_json_object(run.status_path)
     times = {"started": "2026-11-21T03:00:00Z", "ended": "2026-11-21T03:10:00Z", "earlier_seconds": 3000}
     write_json(run.status_path, {**raw, **times})
-    assert "1 h 00 min" in render_report(run)
+    assert "1h00m" in render_report(run)
 
 
 def test_thinning_keeps_order_and_extremes() -> None:

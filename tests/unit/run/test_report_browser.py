@@ -154,6 +154,12 @@ def test_samples_are_cards_on_a_narrow_screen_and_tiles_show_their_numbers(brows
     label = "getComputedStyle(document.querySelector('.rows td'), '::before').content"
     assert browser.evaluate(label) == '"Task"'
     assert browser.evaluate("[...document.querySelectorAll('.fact b')].every(e => e.scrollWidth <= e.clientWidth)")
+    for width in (420, 1100):
+        browser.open(run.report_path, width=width)
+        assert browser.evaluate("document.body.innerText.includes('Wall time')")
+        broken = "[...document.querySelectorAll('.fact b')].filter(e => e.clientHeight > 35).map(e => e.innerText)"
+        assert browser.evaluate(broken) == [], "a number and its unit stand on one line"
+    browser.open(run.report_path, width=420)
     smallest = (
         "Math.min(...[...document.querySelectorAll('svg.linear .tick')].map(e => e.getBoundingClientRect().height))"
     )
@@ -182,7 +188,10 @@ def test_a_page_loads_itself_again_until_the_run_is_over(browser: Browser, tmp_p
     browser.open(page, width=1280)
     assert "step 10 of 60" in browser.evaluate("document.body.innerText")
     write_report(run)
-    browser.events.clear()
-    browser.wait_for("Page.loadEventFired")
+    for _ in range(30):  # it may have been loaded again before the report was written
+        if "step 10 of 60" not in browser.evaluate("document.body.innerText"):
+            break
+        browser.wait_for("Page.loadEventFired")
+        browser.events.clear()
     assert "step 10 of 60" not in browser.evaluate("document.body.innerText")
     assert browser.evaluate("document.querySelector('meta[http-equiv=refresh]')") is None
