@@ -9,8 +9,9 @@ from pydantic import Field
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
 from ftcli.plain import JsonObject
-from ftcli.tables import exports, judges
+from ftcli.tables import exports, gguf, judges
 
+GgufType = Annotated[str, Word(gguf.type_names)]
 ExportFormat = Annotated[str, Word(exports.names)]
 
 
@@ -73,7 +74,16 @@ class EvalConfig(Section):
     lm_eval_limit: Count | None = Field(default=None, description="Rows of each `lm_eval` task; all when absent.")
 
 
+class GgufConfig(Section):
+    """What the format `gguf` writes."""
+
+    types: Items[GgufType] = Field(
+        default=("q8_0",), description="A file for each. K-quants need llama.cpp's `llama-quantize` on the PATH."
+    )
+
+
 class ExportConfig(Section):
     """What `ftcli export` writes."""
 
     formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")
+    gguf: GgufConfig = Field(default_factory=GgufConfig)

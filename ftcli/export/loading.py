@@ -13,14 +13,15 @@ from safetensors import SafetensorError
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.facts.model import ModelFacts
-from ftcli.model.checkpoint import hollow, load_adapter, load_whole
+from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
 from ftcli.model.load import config_of
+from ftcli.model.streamed import compute_buffers
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
 from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
@@ -49,18 +50,43 @@ def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
     try:
         loaded = _from_pretrained(source_of(model.name_or_path), revision=model.revision, offline=offline)
     except _LOAD_ERRORS as error:
-        raise FtcliError.single(
-            "FT323",
-            f"the weights of {model.name_or_path} cannot be loaded: {first_line(error)}",
-            exit_code=ExitCode.PREFLIGHT,
-            origin=source.origins.at("model.name_or_path"),
-            help="merging needs the base model: check the name and the network, or export the adapter alone",
-        ) from error
+        raise _no_base(source, error) from error
+    _require_base(source, getattr(loaded.config, "_commit_hash", None))
+    return loaded
+
+
+def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
+    """The weight files of the model that the adapter belongs to.
+
+    Raises:
+        FtcliError: FT323 when there are none, FT735 when they are not those that it was trained on.
+    """
+    model = source.base
+    name = source_of(model.name_or_path)
+    try:
+        files = weight_files(name, model.revision, offline)
+        config = read_config(name, revision=model.revision, offline=offline)
+    except OSError as error:
+        raise _no_base(source, error) from error
+    _require_base(source, getattr(config, "_commit_hash", None))
+    return files
+
+
+def _require_base(source: ExportSource, commit: str | None) -> None:
     if source.run is not None:
         run, seed = source.run
-        now = Inputs(weights=_local_weights(model.name_or_path), commit=getattr(loaded.config, "_commit_hash", None))
-        require_same_base(run, model, seed, now)
-    return loaded
+        now = Inputs(weights=_local_weights(source.base.name_or_path), commit=commit)
+        require_same_base(run, source.base, seed, now)
+
+
+def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
+    return FtcliError.single(
+        "FT323",
+        f"the weights of {source.base.name_or_path} cannot be loaded: {first_line(error)}",
+        exit_code=ExitCode.PREFLIGHT,
+        origin=source.origins.at("model.name_or_path"),
+        help="merging needs the base model: check the name and the network, or export the adapter alone",
+    )
 
 
 def _local_weights(name: str) -> tuple[Fingerprint, ...]:
@@ -71,6 +97,21 @@ def _local_weights(name: str) -> tuple[Fingerprint, ...]:
 def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
     # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
     return load_whole(name, dtype="auto", **options).eval()
+
+
+def unwritten(config: PretrainedConfig) -> PreTrainedModel:
+    """A model of ``config`` whose parameters are float32 memory that was never written, and whose buffers are right.
+
+    It costs no memory: the system provides reserved pages only once they are written.
+    """
+    model = hollow(config, dtype=torch.float32)
+    compute_buffers(model, torch.device("cpu"))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    return model.eval()
 
 
 def hollow_base(facts: ModelFacts) -> PreTrainedModel:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ftcli.config import ModelConfig
+from ftcli.config import ExportConfig, ModelConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
@@ -40,6 +40,7 @@ class ExportSource:
         of_result: Whether it is a run's result, and no checkpoint of it.
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
+        settings: What is asked of the formats.
     """
 
     kind: Literal["adapter", "model"]
@@ -50,6 +51,7 @@ class ExportSource:
     destination: Path
     run: tuple[Path, int] | None = None
     of_result: bool = True
+    settings: ExportConfig = field(default_factory=ExportConfig)
 
 
 def resolve_source(

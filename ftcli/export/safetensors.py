@@ -94,7 +94,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
         OSError: it cannot be written.
     """
     if source.base.init == "random":
-        raise _random_base(source)
+        raise random_base(source)
     finite_tensors(source.folder)
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
@@ -244,7 +244,8 @@ def _require_memory(base: PreTrainedModel) -> None:
     )
 
 
-def _random_base(source: ExportSource) -> FtcliError:
+def random_base(source: ExportSource) -> FtcliError:
+    """FT747: nothing can be merged with weights that are not kept."""
     return FtcliError.single(
         "FT747",
         "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",

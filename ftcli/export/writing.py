@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from ftcli import __version__
+from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
@@ -72,6 +73,7 @@ def export_run(
     offline: bool,
     destination: Path | None = None,
     checkpoint: Path | None = None,
+    settings: ExportConfig | None = None,
 ) -> list[ExportResult]:
     """Write each of ``formats`` to ``<destination>/<format>`` and verify it by loading it again.
 
@@ -83,6 +85,7 @@ def export_run(
         offline: Download nothing.
         checkpoint: Of a run, a folder with other weights than its result; they go below
             ``<run>/export/step-…``.
+        settings: What is asked of the formats; the defaults when None.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
     Raises:
@@ -91,6 +94,8 @@ def export_run(
             and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written.
     """
     found = resolve_source(source, destination, checkpoint)
+    if settings is not None:
+        found = replace(found, settings=settings)
     unsupported = [name for name in formats if name not in exports.supported()]
     if unsupported:
         raise _unsupported(unsupported[0])

@@ -54,7 +54,7 @@ class Holding:
 def random_quantized(config: PretrainedConfig, holding: Holding, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
     model = _hollow(config, holding.dtype, attention)
-    _compute_buffers(model, holding.device)
+    compute_buffers(model, holding.device)
     torch.manual_seed(seed)
     shared: dict[nn.Parameter, nn.Parameter] = {}
     chosen = layers_to_quantize(model)
@@ -83,7 +83,7 @@ def load_quantized(
     # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
     stored_quantized = getattr(config, "quantization_config", None) is not None
     model = _hollow(config, holding.dtype, attention)
-    _compute_buffers(model, holding.device)
+    compute_buffers(model, holding.device)
     renaming = Renaming(model)
     chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
     reader = packed_reader(holding.settings)
@@ -118,7 +118,7 @@ def _hollow(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Pre
     return hollow(config, dtype=dtype, attn_implementation=attention)
 
 
-def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Memory for all buffers, and what transformers computes for those that are not stored: rotary tables and the like.
 
     A module's own class need not know them: a model fills in some of its layers' (Falcon-H1), and a tower is a model of

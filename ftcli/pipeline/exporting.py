@@ -54,6 +54,7 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpo
         reporter=session.reporter,
         offline=session.offline,
         checkpoint=checkpoint_of(run, checkpoint, session.reporter),
+        settings=loaded.recipe.export,
     )
     return Exported(str(run_dir), results)
 

@@ -18,12 +18,16 @@ class ExportFormat:
             for a format that recipes may name and that is not supported yet.
         needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
         merges: It adds a run's adapter to the base model, which must be there in full precision.
+        in_memory: It holds the whole merged model in float32.
+        llama_cpp: llama.cpp serves it, which does not build every family.
         package: What it needs beside ftcli.
     """
 
     write: str | None = None
     needs_adapter: bool = False
     merges: bool = False
+    in_memory: bool = False
+    llama_cpp: bool = False
     package: Package | None = None
 
     @property
@@ -35,8 +39,13 @@ class ExportFormat:
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True),
-        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True),
-        "gguf": ExportFormat(merges=True, package=Package("gguf", "ftcli[gguf]", "export to GGUF")),
+        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True, in_memory=True),
+        "gguf": ExportFormat(
+            "ftcli.export.gguf.write:write",
+            merges=True,
+            llama_cpp=True,
+            package=Package("gguf", "ftcli[gguf]", "export to GGUF"),
+        ),
         "ollama": ExportFormat(merges=True),
         "bitnet": ExportFormat(merges=True),
         "fp8": ExportFormat(merges=True),

@@ -49,7 +49,7 @@ def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | 
 def merge_findings(context: Context, parameters: int, host_bytes: int | None) -> Findings:
     """FT748: `export` will refuse to merge on this machine, which is known before anything is trained."""
     recipe, needed = context.recipe, merge_bytes(parameters)
-    merged = [name for name in recipe.export.formats if exports.row(name).merges]
+    merged = [name for name in recipe.export.formats if exports.row(name).in_memory]
     if host_bytes is None or needed <= host_bytes or recipe.lora is None or recipe.model.init == "random" or not merged:
         return
     yield context.note(

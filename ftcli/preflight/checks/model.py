@@ -12,13 +12,14 @@ from ftcli.facts.shape import ModelShape
 from ftcli.facts.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
+from ftcli.tables.gguf import architecture_of
 
 #: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
 TARGETS_CHECK = "lora.target_modules against the model's layers"
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT747."""
+    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -35,6 +36,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
     yield from _random_base(context, facts)
+    yield from _llama_cpp(context, facts)
     if facts.shape is not None:
         yield from _heads(context, facts.shape)
         yield from _adapters(context, facts, facts.shape)
@@ -81,6 +83,19 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
             "model.init",
             f"{facts.name} has random weights here, which are not kept: `ftcli export` can merge nothing with them",
             help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+        )
+
+
+def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
+    """What `export` will refuse of a family that llama.cpp does not build, or ftcli does not know how."""
+    asked = [name for name in context.recipe.export.formats if exports.row(name).llama_cpp]
+    if context.work in ("train", "export") and asked and architecture_of(facts.text_type) is None:
+        tell = context.error if context.command == "export" else context.note
+        yield tell(
+            "FT756",
+            "export.formats",
+            f"{asked[0]}: ftcli does not know how llama.cpp builds a model_type {facts.text_type}",
+            help="export safetensors, which transformers and vLLM serve",
         )
 
 

@@ -23,7 +23,7 @@ def is_installed(package: str) -> bool:
 def check(context: Context, installed: Installed = is_installed) -> Findings:
     """FT250 for what is not supported yet, FT252 for what never will be, FT253 for packages that are not installed."""
     yield from _values(context)
-    yield from _exports(context)
+    yield from _exports(context, installed)
     yield from _code(context)
     yield from _loggers(context, installed)
 
@@ -72,11 +72,19 @@ def _processes(launch: LaunchConfig) -> tuple[int, ...]:
     return tuple(range(1, most + 1)) if most is not None else (launch.num_processes,)
 
 
-def _exports(context: Context) -> Findings:
+def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
-        if not exports.row(name).supported:
+        row = exports.row(name)
+        if not row.supported:
             usable = supported("export.formats") or ()
             yield _not_yet(context, f"export.formats.{index}", name, usable, key="export.formats")
+        elif row.package is not None and not installed(row.package.name):
+            yield context.error(
+                "FT253",
+                f"export.formats.{index}",
+                f"export.formats: {name} needs the package {row.package.name}, which is not installed",
+                help=f"pip install '{row.package.install}'",
+            )
 
 
 def _code(context: Context) -> Findings:

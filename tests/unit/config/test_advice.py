@@ -52,7 +52,7 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
         ("stage: dpo\n", "`stage: dpo` (LLaMA-Factory) has no counterpart here", "write `method"),
         ("load_in_4bit: true\n", "write `method: nf4` in section `quantization`", "not have yet"),
         ("launch: {engine: deepspeed}\n", "must be one of single, not text `deepspeed`", "did you mean `fsdp`"),
-        ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "gguf"),
+        ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "fp8"),
     ],
 )
 def test_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str, never: str) -> None:

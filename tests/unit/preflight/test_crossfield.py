@@ -42,7 +42,7 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",
         "model.attention=triton",
-        "export.formats=[gguf]",
+        "export.formats=[fp8]",
         "export.formats=[safetensors, ollama]",
         "export.formats=[bitnet]",
     ],
@@ -55,6 +55,14 @@ def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Call
     assert value.strip("[]").split(", ")[-1] in findings[0].message
     assert str(findings[0].origin) == f"--set {setting}"
     assert findings[0].help.startswith("use ")
+
+
+def test_a_format_without_its_package_is_refused_before_training(context: Callable[..., Any]) -> None:
+    asked = context("lora: {r: 8}\n", "export.formats=[gguf]")
+    (finding,) = support.check(asked, installed=lambda name: name != "gguf")
+    assert finding.code == "FT253"
+    assert finding.help == "pip install 'ftcli[gguf]'"
+    assert not list(support.check(asked, installed=lambda _: True))
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])

@@ -210,6 +210,18 @@ def test_what_export_refuses_of_random_weights_is_known_before_training(findings
     assert findings(name, "", random) == []  # a full fine-tune is copied
 
 
+def test_what_llama_cpp_does_not_build_is_known_before_training(
+    findings: Callable[..., list[Any]], folder: Callable[..., Path]
+) -> None:
+    asked = "lora: {}\nexport: {formats: [gguf]}\n"
+    assert "FT756" not in [finding.code for finding in findings("meta-llama/Llama-3.1-8B", asked)]
+    bitnet = "microsoft/bitnet-b1.58-2B-4T-bf16"
+    found = [(f.code, f.severity) for f in findings(bitnet, asked) if f.code == "FT756"]
+    assert found == [("FT756", "note")]
+    refused = [(f.code, f.severity) for f in findings(bitnet, asked, command="export") if f.code == "FT756"]
+    assert refused == [("FT756", "error")]
+
+
 def test_a_merge_that_this_machine_cannot_make_is_known_before_training(load: Callable[..., Any]) -> None:
     from ftcli.preflight.checks.memory_and_disk import merge_findings
 

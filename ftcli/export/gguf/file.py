@@ -1,0 +1,135 @@
+"""Writes GGUF files tensor by tensor, and reads them back, through the gguf library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftcli.export.gguf.metadata import Value
+from ftcli.plain import JsonObject
+from ftcli.tables.gguf import TYPES
+
+#: Weights of a block of every type that ftcli writes.
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor that is to be written: its shape, its type's name in the gguf library, and what reads it."""
+
+    shape: tuple[int, ...]
+    type: str
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return stored_bytes(self.shape, self.type)
+
+
+def stored_bytes(shape: Sequence[int], ggml: str) -> int:
+    """Bytes of a tensor in a file."""
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[ggml]]
+    return math.prod(shape) // int(block) * int(size)
+
+
+def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
+    """The type of one tensor in a file of type ``wanted``: vectors stay in float32, as llama.cpp wants them.
+
+    Rows that are no multiple of a block are in float16.
+    """
+    if len(shape) < 2:
+        return "F32"
+    row = TYPES[wanted]
+    if row.outer is not None and stored in ("token_embd.weight", "output.weight"):
+        row = TYPES[row.outer]
+    return "F16" if row.ggml.startswith("Q") and shape[-1] % BLOCK else row.ggml
+
+
+def write_file(path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, Planned]) -> None:
+    """Write a file; one tensor at a time is in memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        _add(writer, key, value)
+    for name, planned in tensors.items():
+        kind = gguf.GGMLQuantizationType[planned.type]
+        dtype = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}.get(planned.type, np.dtype(np.uint8))
+        shape = gguf.quant_shape_to_byte_shape(planned.shape, kind) if dtype == np.uint8 else planned.shape
+        writer.add_tensor_info(name, shape, dtype, planned.nbytes, raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for planned in tensors.values():
+            data = planned.read().float().contiguous().numpy()
+            writer.write_tensor_data(gguf.quants.quantize(data, gguf.GGMLQuantizationType[planned.type]))
+    finally:
+        writer.close()
+
+
+def _add(writer: Any, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+class ReadFile:
+    """A file as the gguf library's reader finds it.
+
+    Raises:
+        OSError, ValueError, IndexError, KeyError: it is damaged or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @property
+    def values(self) -> JsonObject:
+        """The metadata, by full key."""
+        return {key: field.contents() for key, field in self._reader.fields.items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors."""
+        return tuple(self._tensors)
+
+    def type_name(self, name: str) -> str:
+        """The type that a tensor is stored in."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, in torch's order."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape.tolist()))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in float32, dequantised."""
+        import gguf
+
+        tensor = self._tensors[name]
+        values = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))

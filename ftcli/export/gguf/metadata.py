@@ -1,0 +1,268 @@
+"""What a GGUF file says of a model's shape and arithmetic, and what it would be taken to say.
+
+:func:`metadata_of` writes, :func:`config_changes` reads: the model that a file is verified by is built of what the file
+says, so that a wrong value shows in its logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftcli.errors import Finding
+from ftcli.export.gguf.names import no_place
+from ftcli.plain import JsonMap, JsonObject
+from ftcli.tables.gguf import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
+Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
+
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
+#: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
+_SCALINGS = ("default", "linear", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a file says beside its weights.
+
+    Attributes:
+        values: By key, without the architecture's name in front.
+        tensors: Factors of the rotation.
+        warnings: Where llama.cpp computes something else than transformers.
+    """
+
+    values: Mapping[str, Value]
+    tensors: Mapping[str, Tensor]
+    warnings: tuple[Finding, ...]
+
+
+def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Description:
+    """The metadata of a language model.
+
+    Raises:
+        FtcliError: FT756 for arithmetic that llama.cpp does not have.
+    """
+    c: Any = config
+    heads = int(c.num_attention_heads)
+    head_dim = head_size(config)
+    _require_arithmetic(config, architecture)
+    windowed = window_layers(config)
+    context, warnings = _context(config, architecture, windowed)
+    values: dict[str, Value] = {
+        "context_length": context,
+        "embedding_length": int(c.hidden_size),
+        "block_count": int(c.num_hidden_layers),
+        "feed_forward_length": int(c.intermediate_size),
+        "attention.head_count": heads,
+        "attention.head_count_kv": int(getattr(c, "num_key_value_heads", None) or heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
+        "vocab_size": int(c.vocab_size),
+    }
+    if architecture.window:
+        values["attention.sliding_window"] = int(c.sliding_window) if any(windowed) else 0
+        values["attention.sliding_window_pattern"] = windowed
+    elif architecture.name == "phi3":
+        values["attention.sliding_window"] = 0  # it wants the key, and applies none
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(c, key, None):
+            values[key] = float(getattr(c, key))
+    rotation, tensors = _rotation(config, architecture)
+    return Description({**values, **rotation}, tensors, warnings)
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Features of a head."""
+    c: Any = config
+    return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+
+
+def window_layers(config: PretrainedConfig) -> list[bool]:
+    """Which layers see only a window."""
+    c: Any = config
+    if not getattr(c, "sliding_window", None):
+        return [False] * c.num_hidden_layers
+    types = getattr(c, "layer_types", None)
+    return [kind == _SLIDING for kind in types] if types else [True] * c.num_hidden_layers
+
+
+def _context(
+    config: PretrainedConfig, architecture: Architecture, windowed: list[bool]
+) -> tuple[int, tuple[Finding, ...]]:
+    """Up to which length llama.cpp computes what was trained."""
+    c: Any = config
+    longest = int(c.max_position_embeddings)
+    if architecture.window or not any(windowed) or c.sliding_window >= longest:
+        return longest, ()
+    message = (
+        f"llama.cpp has no window in {architecture.name}'s layers: the file says a context of {c.sliding_window} "
+        f"tokens in place of {longest}; up to there it computes what was trained"
+    )
+    return int(c.sliding_window), (Finding("FT757", message, severity="warning"),)
+
+
+def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) -> None:
+    c: Any = config
+    head_dim = head_size(config)
+    if not architecture.head_dim and head_dim * c.num_attention_heads != c.hidden_size:
+        raise no_place(f"in {architecture.name} heads times head_dim must be hidden_size")
+    large = architecture.large_layers == c.num_hidden_layers
+    built_in = c.hidden_size // c.num_attention_heads if large else head_dim
+    wanted = getattr(c, "query_pre_attn_scalar", None) or head_dim
+    if wanted != built_in:
+        raise no_place(f"scores are divided by the root of {wanted}, in llama.cpp by that of {built_in}")
+    activation = getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None)
+    expected = ("gelu_pytorch_tanh",) if architecture.shifted else ("silu", "swish")
+    if activation not in expected:
+        raise no_place(f"its activation is {activation}, in llama.cpp {expected[0]}")
+    if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
+        raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
+    if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):
+        raise no_place(f"llama.cpp does not cap logits in {architecture.name}")
+
+
+def _rotation(config: PretrainedConfig, architecture: Architecture) -> tuple[dict[str, Value], dict[str, Tensor]]:
+    c: Any = config
+    stated = dict(c.rope_parameters or {})
+    rope: JsonMap = stated.get(_FULL, stated)
+    kind = str(rope.get("rope_type", "default"))
+    if kind not in _SCALINGS:
+        raise no_place(f"its rope scaling is {kind}")
+    turned = int(head_size(config) * float(rope.get("partial_rotary_factor", 1.0)))
+    values: dict[str, Value] = {"rope.freq_base": float(rope["rope_theta"]), "rope.dimension_count": turned}
+    if _SLIDING in stated:
+        values["rope.freq_base_swa"] = float(stated[_SLIDING]["rope_theta"])
+    if architecture.sections:
+        values["rope.dimension_sections"] = _sections(rope, turned, architecture)
+    if kind == "linear":
+        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    elif kind == "yarn":
+        values |= _yarn(rope)
+    tensors: dict[str, Tensor] = {}
+    if kind == "llama3":
+        tensors["rope_freqs.weight"] = _factors(config, turned, float(rope["rope_theta"]))
+    elif kind == "longrope":
+        values |= _longrope(config, rope)
+        for length in ("long", "short"):
+            tensors[f"rope_factors_{length}.weight"] = torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
+    return values, tensors
+
+
+def _sections(rope: JsonMap, turned: int, architecture: Architecture) -> list[int]:
+    """Pairs of features that turn by time, height and width; in text all three are the position.
+
+    Where they are interleaved, llama.cpp does not turn what is left over behind the shorter of them, and transformers
+    does: two pairs of 64 in Qwen3-VL. So none is left over here, and text is computed as it was trained.
+    """
+    stated = [int(size) for size in rope["mrope_section"]]
+    if architecture.name == "qwen3vl":
+        stated = [max(*stated, -(-turned // 6))] * 3
+    return [*stated, 0][:4]
+
+
+def _yarn(rope: JsonMap) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
+        "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+        "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+    }
+    if rope.get("mscale_all_dim"):
+        if rope.get("mscale", 1.0) != 1.0:
+            raise no_place(f"its YaRN has mscale {rope['mscale']}, llama.cpp takes 1")
+        values["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    if rope.get("llama_4_scaling_beta"):
+        values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+    return values
+
+
+def _longrope(config: PretrainedConfig, rope: JsonMap) -> dict[str, Value]:
+    c: Any = config
+    original = int(rope.get("original_max_position_embeddings") or c.max_position_embeddings)
+    scale = c.max_position_embeddings / original
+    stated = rope.get("attention_factor")
+    factor = stated if stated else math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return {
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": float(factor),
+    }
+
+
+def _factors(config: PretrainedConfig, turned: int, base: float) -> Tensor:
+    """By how much llama3's scaling slows each pair of features: (turned / 2,)."""
+    scaled = rotary(config)
+    plain = base ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    return (plain / scaled.double()).float()
+
+
+def rotary(config: PretrainedConfig) -> Tensor:
+    """The frequencies (turned / 2,) that transformers computes for a config's scaling."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_parameters["rope_type"]
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    result: Tensor = frequencies
+    return result
+
+
+def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
+    """What a file's metadata means for a language model's config: each value is taken from the file alone.
+
+    Args:
+        values: By key, without the architecture's name in front.
+    """
+    changes: JsonObject = {
+        "hidden_size": values["embedding_length"],
+        "num_hidden_layers": values["block_count"],
+        "intermediate_size": values["feed_forward_length"],
+        "num_attention_heads": values["attention.head_count"],
+        "num_key_value_heads": values["attention.head_count_kv"],
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "vocab_size": values["vocab_size"],
+    }
+    if architecture.head_dim:
+        changes["head_dim"] = values["attention.key_length"]
+    if architecture.name == "gemma2":
+        changes["attn_logit_softcapping"] = values.get("attn_logit_softcapping")
+    if architecture.shifted and architecture.name != "gemma":
+        changes["final_logit_softcapping"] = values.get("final_logit_softcapping")
+        pattern = values["attention.sliding_window_pattern"]
+        changes["layer_types"] = [_SLIDING if sliding else _FULL for sliding in pattern]
+        changes["sliding_window"] = values["attention.sliding_window"] or None
+    changes["rope_parameters"] = _rope_said(values)
+    return changes
+
+
+def _rope_said(values: JsonMap) -> JsonObject:
+    rope: JsonObject = {"rope_type": values.get("rope.scaling.type", "default")}
+    rope["rope_theta"] = values["rope.freq_base"]
+    named = {
+        "rope.scaling.factor": "factor",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "attention.temperature_scale": "llama_4_scaling_beta",
+    }
+    rope |= {name: values[key] for key, name in named.items() if key in values}
+    if "mscale_all_dim" in rope:
+        rope["mscale"] = 1.0  # llama.cpp takes no other
+    if values["rope.dimension_count"] != values["attention.key_length"]:
+        rope["partial_rotary_factor"] = values["rope.dimension_count"] / values["attention.key_length"]
+    if "rope.dimension_sections" in values:
+        rope["mrope_section"] = list(values["rope.dimension_sections"])[:3]
+    if "rope.freq_base_swa" not in values:
+        return rope
+    return {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]}}

@@ -1,0 +1,231 @@
+"""Holds a GGUF file against what was trained: what the gguf library reads from it is put into transformers' model.
+
+Weights are compared one by one, metadata by building the model of it, the tokenizer by cutting the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ftcli.export.gguf.file import BLOCK, ReadFile
+from ftcli.export.gguf.metadata import Value, config_changes, rotary
+from ftcli.export.gguf.names import Names, from_file, to_file
+from ftcli.export.gguf.pieces import pieces_of
+from ftcli.export.gguf.vocabulary import Vocabulary
+from ftcli.export.lazy import reading
+from ftcli.export.loading import unwritten
+from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+from ftcli.export.verify import shortened
+from ftcli.export.weights import Weights, ends
+from ftcli.plain import JsonMap
+from ftcli.tables.gguf import TYPES, Architecture, StoredType
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+#: Room for float32 arithmetic in comparing what should be equal.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a file should hold.
+
+    Attributes:
+        config: Of the whole model.
+        names: How its tensors are called in the file.
+        heads: How many heads ``attn_q`` and ``attn_k`` have.
+        factors: Tensors that are the file's own: factors of the rotation.
+        said: The metadata, by key without the architecture's name in front.
+        stops: Ids that end a turn.
+        probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
+    """
+
+    config: PretrainedConfig
+    architecture: Architecture
+    names: Names
+    weights: Weights
+    heads: Mapping[str, int]
+    factors: Mapping[str, Tensor]
+    said: Mapping[str, Value]
+    vocabulary: Vocabulary
+    tokenizer: PreTrainedTokenizerBase
+    stops: tuple[int, ...]
+    probe: Probe
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What verifying a file found.
+
+    Attributes:
+        error: Relative error of its logits against the trained model's.
+        top1_agreement: Share of positions with the same likeliest token.
+    """
+
+    problems: tuple[str, ...]
+    error: float = 0.0
+    top1_agreement: float = 0.0
+
+
+def verify_file(path: Path, kind: str, wanted: Wanted) -> FileReport:
+    """Read ``path`` again and compare everything."""
+    try:
+        file = ReadFile(path)
+        values = file.values
+        problems = _compare_values(values, wanted) or compare_vocabulary(values, wanted)
+        problems += _compare_tensors(file, wanted)
+    except (OSError, ValueError, IndexError, KeyError, RuntimeError) as error:
+        return FileReport((f"{path.name} cannot be read: {type(error).__name__}: {error}",))
+    if problems:  # a model may not even be built of it
+        return FileReport(tuple(shortened(problems)))
+    return _compare_logits(file, values, TYPES[kind], wanted)
+
+
+def _compare_tensors(file: ReadFile, wanted: Wanted) -> list[str]:
+    expected = set(wanted.names.stored.values()) | set(wanted.factors)
+    problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
+    problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
+    for name, stored in wanted.names.stored.items():
+        if stored in file.names:
+            tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
+            found = _unordered(file.read(stored), stored, wanted)
+            problem = _difference(found, tensor, file.type_name(stored))
+            problems += [f"{stored} {problem}"] if problem else []
+    for stored, factor in wanted.factors.items():
+        if stored in file.names and not torch.equal(file.read(stored), factor):
+            problems.append(f"{stored} is another")
+    return problems
+
+
+def _unordered(found: Tensor, stored: str, wanted: Wanted) -> Tensor:
+    """A file's tensor with its rows in the model's order, and norms as the file has them."""
+    if stored.split(".")[-2] in wanted.heads:
+        return from_file(stored, found, wanted.heads, wanted.architecture)
+    return found
+
+
+def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
+    if found.shape != want.shape:
+        return f"has shape {tuple(found.shape)} instead of {tuple(want.shape)}"
+    if not bool(torch.isfinite(found).all()):
+        return "holds NaN or infinity"
+    bound = next((row.error for row in TYPES.values() if row.ggml == ggml and row.quantized_by is None), None)
+    if bound is None:  # made by llama-quantize, whose error is its own
+        return None
+    if found.dim() < 2:
+        found, want = found[None], want[None]
+    rows = max(1, (1 << 22) // want.shape[-1])
+    for got, wished in zip(torch.split(found, rows), torch.split(want, rows), strict=True):
+        if ggml.startswith("Q"):
+            scale = wished.reshape(-1, BLOCK).abs().amax(-1, keepdim=True).expand(-1, BLOCK).reshape(wished.shape)
+        else:
+            scale = wished.abs()
+        room = bound * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
+        if bool(((got - wished).abs() > room).any()):
+            return f"differs by up to {float((got - wished).abs().max()):.3g} from what was trained"
+    return None
+
+
+def _compare_logits(file: ReadFile, values: JsonMap, row: StoredType, wanted: Wanted) -> FileReport:
+    name = wanted.architecture.name
+    said = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+    config, problems = _config_said(said, file, wanted)
+    if problems:
+        return FileReport(tuple(problems))
+    model = unwritten(config)
+    in_file = wanted.names.stored
+    _, head = ends(model)
+
+    def read(weight: str) -> Tensor:
+        stored = in_file.get(weight)
+        if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
+            stored = "token_embd.weight"
+        if stored is None:
+            return wanted.weights.read(weight)  # of the model's other parts
+        return from_file(stored, file.read(stored), wanted.heads, wanted.architecture)
+
+    with reading(model, read):
+        found = logits(model, wanted.probe)
+    compared = compare_logits(found, wanted.logits, row.logits)
+    problems = []
+    if compared.relative_error > row.logits:
+        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {row.logits:g} is allowed")
+    if compared.firm_disagreements:
+        problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
+    return FileReport(tuple(problems), compared.relative_error, compared.top1_agreement)
+
+
+def _config_said(said: JsonMap, file: ReadFile, wanted: Wanted) -> tuple[PretrainedConfig, list[str]]:
+    """The trained model's config with everything that the file says of the language model taken from the file."""
+    config = deepcopy(wanted.config)
+    text: Any = config.get_text_config()
+    changes = config_changes(said, wanted.architecture)
+    problems: list[str] = []
+    if "rope_freqs.weight" in file.names:
+        turned = said["rope.dimension_count"]
+        plain = said["rope.freq_base"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        found = plain / file.read("rope_freqs.weight").double()
+        if not torch.allclose(found, rotary(text).double(), rtol=_ROUNDING, atol=0.0):
+            problems.append("the rotation's frequencies are others")
+    if any(name.startswith("rope_f") for name in file.names):
+        changes.pop("rope_parameters")
+    for key, value in changes.items():
+        setattr(text, key, value)
+    return config, problems
+
+
+def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
+    """Metadata that is not what was written; what it means is compared afterwards."""
+    written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
+    written |= {"general.architecture": wanted.architecture.name, **wanted.vocabulary.values}
+    return [f"{key} is another than was written" for key, value in written.items() if not _same(values.get(key), value)]
+
+
+def compare_vocabulary(values: JsonMap, wanted: Wanted) -> list[str]:
+    """Problems with the tokenizer, the special tokens and the template of a file."""
+    tokenizer, problems = wanted.tokenizer, []
+    ids = {values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    missing = [stop for stop in wanted.stops[:3] if stop not in ids]
+    problems += [f"the stop token {stop} is not named" for stop in missing]
+    if tokenizer.bos_token_id is not None and values.get("tokenizer.ggml.bos_token_id") != tokenizer.bos_token_id:
+        problems.append("bos is another token")
+    text_config: Any = wanted.config.get_text_config()
+    if len(values["tokenizer.ggml.tokens"]) != text_config.vocab_size:
+        problems.append("there are more or fewer tokens than embeddings")
+    problems += [
+        f"{text[:20]!r} is cut into other tokens"
+        for text in TEXTS
+        if pieces_of(values, text) != _plain(tokenizer, text)
+    ]
+    return problems + _compare_template(values, tokenizer)
+
+
+def _same(found: Any, value: Any) -> bool:
+    if isinstance(value, float):
+        return isinstance(found, float) and abs(found - value) <= _ROUNDING * abs(value)
+    return bool(found == value)
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The file's template must render what training's does, and its tokens be those of training."""
+    template = values.get("tokenizer.chat_template")
+    if not tokenizer.chat_template:
+        return ["there is a chat template, and training had none"] if template else []
+    served: Any = deepcopy(tokenizer)
+    served.chat_template = template
+    if any(rendered_ids(served, text) != rendered_ids(tokenizer, text) for text in TEXTS):
+        return ["the chat template renders a conversation otherwise than training did"]
+    return []

@@ -1,0 +1,209 @@
+"""The tokenizer as llama.cpp reads it: pieces, their kinds, and merges or scores, from what tokenizer.json says.
+
+Two kinds are written. Byte-level BPE (``gpt2``: Llama 3, Qwen, Mistral's Tekken) has merges, and cuts text by a regular
+expression that llama.cpp knows by a name. Merges of text with spaces as ``▁`` and bytes where all else fails
+(``llama``: Llama 2, Mistral, Gemma) are told by scores: of the pairs that make a piece, the best score is joined first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ftcli.export.gguf.metadata import Value
+from ftcli.export.gguf.names import no_place
+from ftcli.plain import JsonMap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Kinds of tokens, by llama.cpp's numbers.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_LED = r"[^\r\n\p{L}\p{N}]?"
+#: llama.cpp's name of the regular expression by which a byte-level tokenizer cuts text.
+PRE_TOKENIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        rf"{_CONTRACTIONS}\p{{N}}{{1,3}}|{_SPACES}": "llama-bpe",
+        rf"{_CONTRACTIONS}\p{{N}}|{_SPACES}": "qwen2",
+        rf"{_LED}{_CASED}|{_LED}{_UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "tekken",
+        rf"{_LED}{_CASED}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|{_LED}{_UPPER}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+": "gpt-4o",
+        "": "gpt-2",
+    }
+)
+#: Names under which llama.cpp takes a piece that is in the vocabulary without trying merges, and puts bos in front.
+_IGNORE_MERGES = ("llama-bpe", "tekken")
+#: Two pieces that never stand side by side in UTF-8: llama.cpp wants merges, and a vocabulary of bytes has none.
+_NO_MERGE = "ÿ ÿ"
+_SPACE = "▁"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer's metadata.
+
+    Attributes:
+        values: By key, ``tokenizer.`` in front.
+    """
+
+    values: Mapping[str, Value]
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], size: int) -> Vocabulary:
+    """The tokenizer of training, for a model of ``size`` embeddings.
+
+    Args:
+        stops: Ids that end a turn; the first is eos.
+
+    Raises:
+        FtcliError: FT756 for a tokenizer that llama.cpp does not have.
+    """
+    stated = _stated(tokenizer)
+    model: JsonMap = stated["model"]
+    if model.get("type") != "BPE":
+        raise no_place(f"its tokenizer is {model.get('type')}, and ftcli writes BPE")
+    tokens, types = _pieces(stated, tokenizer, size)
+    merges = [" ".join(pair) if isinstance(pair, list) else str(pair) for pair in model.get("merges") or ()]
+    values = _byte_level(stated, merges) if _is_byte_level(stated) else _scored(stated, merges, tokens, types)
+    values["tokenizer.ggml.tokens"] = tokens
+    values["tokenizer.ggml.token_type"] = types
+    return Vocabulary({**values, **_special(tokenizer, stops), **_template(tokenizer)})
+
+
+def _stated(tokenizer: PreTrainedTokenizerBase) -> JsonMap:
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise no_place("its tokenizer has no tokenizer.json")
+    stated: JsonMap = json.loads(backend.to_str())
+    return stated
+
+
+def _pieces(stated: JsonMap, tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:
+    tokens = [f"[PAD{i}]" for i in range(size)]
+    types = [UNUSED] * size
+    known = {**stated["model"]["vocab"], **{added["content"]: added["id"] for added in stated["added_tokens"]}}
+    if max(known.values()) >= size:
+        raise no_place(f"its tokenizer has {max(known.values()) + 1} tokens and its embeddings {size} rows")
+    unknown = stated["model"].get("unk_token")
+    fallback = bool(stated["model"].get("byte_fallback"))
+    for token, index in known.items():
+        is_byte = fallback and len(token) == 6 and token.startswith("<0x")
+        tokens[index] = token
+        types[index] = UNKNOWN if token == unknown else BYTE if is_byte else NORMAL
+    special = set(tokenizer.all_special_ids)
+    for added in stated["added_tokens"]:
+        index = added["id"]
+        if types[index] == UNKNOWN:
+            continue
+        control = added["special"] or index in special
+        types[index] = CONTROL if control else USER_DEFINED
+        if not control:  # it is looked for in the text before spaces are written otherwise
+            tokens[index] = tokens[index].replace(_SPACE, " ")
+    return tokens, types
+
+
+def _steps(section: Any) -> list[JsonMap]:
+    """The parts of a normaliser, pre-tokenizer or post-processor, in their order."""
+    if not section:
+        return []
+    for key in ("pretokenizers", "normalizers", "processors", "decoders"):
+        if section.get("type") == "Sequence" and key in section:
+            return [step for part in section[key] for step in _steps(part)]
+    return [section]
+
+
+def _is_byte_level(stated: JsonMap) -> bool:
+    return any(step["type"] == "ByteLevel" for step in _steps(stated["pre_tokenizer"]))
+
+
+def _byte_level(stated: JsonMap, merges: list[str]) -> dict[str, Value]:
+    if _steps(stated["normalizer"]) not in ([], [{"type": "NFC"}]):
+        raise no_place("its tokenizer rewrites text before it cuts it")
+    pre = _pre_tokenizer(stated, merges)
+    if bool(stated["model"].get("ignore_merges")) != (pre in _IGNORE_MERGES) and merges:
+        raise no_place(f"its tokenizer is like {pre} in how it cuts text, and not in ignore_merges")
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.merges": merges or [_NO_MERGE],
+    }
+
+
+def _pre_tokenizer(stated: JsonMap, merges: list[str]) -> str:
+    """llama.cpp's name of how text is cut; where nothing is merged, it does not matter."""
+    if not merges:
+        return "gpt-2"
+    steps = _steps(stated["pre_tokenizer"])
+    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    (level,) = [step for step in steps if step["type"] == "ByteLevel"]
+    if level.get("add_prefix_space") or len(patterns) + 1 != len(steps) or len(patterns) > 1:
+        raise no_place("its tokenizer cuts text in a way that llama.cpp has no name for here")
+    pattern = patterns[0] if patterns else ""
+    found = PRE_TOKENIZERS.get(str(pattern))
+    if found is None or bool(pattern) == bool(level.get("use_regex", True)):
+        raise no_place(f"its tokenizer cuts text by {pattern!r}, which ftcli has no name of llama.cpp's for")
+    return found
+
+
+def _scored(stated: JsonMap, merges: list[str], tokens: list[str], types: list[int]) -> dict[str, Value]:
+    if not stated["model"].get("byte_fallback"):
+        raise no_place("its tokenizer has neither bytes as pieces nor a fallback to them")
+    scores = [-1000.0 if kind in (CONTROL, USER_DEFINED, UNUSED) else 0.0 for kind in types]
+    ids = {token: index for index, token in enumerate(tokens)}
+    seen: set[int] = set()
+    for rank, merge in enumerate(merges):
+        index = ids.get(merge.replace(" ", "", 1) if not merge.startswith(" ") else merge)
+        if index is not None and index not in seen:
+            seen.add(index)
+            scores[index] = -float(rank + 1)
+    # What no merge makes is a single character, and never joined.
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": _prefixed(stated),
+    }
+
+
+def _prefixed(stated: JsonMap) -> bool:
+    """Whether a space is put before text."""
+    for step in _steps(stated["normalizer"]):
+        if step["type"] == "Prepend":
+            return bool(step.get("prepend") == _SPACE)
+    for step in _steps(stated["pre_tokenizer"]):
+        if step["type"] == "Metaspace":
+            return str(step.get("prepend_scheme", "always")) != "never"
+    return False
+
+
+def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[str, Value]:
+    eos = int(tokenizer.eos_token_id)
+    values: dict[str, Value] = {"tokenizer.ggml.eos_token_id": eos}
+    others = [stop for stop in stops if stop != eos]
+    for key, stop in zip(("eot", "eom"), others, strict=False):
+        values[f"tokenizer.ggml.{key}_token_id"] = int(stop)
+    for key, index in (
+        ("bos", tokenizer.bos_token_id),
+        ("padding", tokenizer.pad_token_id),
+        ("unknown", tokenizer.unk_token_id),
+    ):
+        if index is not None:
+            values[f"tokenizer.ggml.{key}_token_id"] = int(index)
+    plain = list(tokenizer("a")["input_ids"])
+    values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and plain[0] == tokenizer.bos_token_id
+    values["tokenizer.ggml.add_eos_token"] = plain[-1] == eos
+    return values
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Value]:
+    from ftcli.export.gguf.template import served_template
+
+    template = tokenizer.chat_template
+    return {"tokenizer.chat_template": served_template(template)} if isinstance(template, str) and template else {}

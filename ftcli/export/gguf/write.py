@@ -1,0 +1,216 @@
+"""The format ``gguf``: one file for each type of ``export.gguf.types``, each read again and held against training."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.gguf.file import Planned, type_of, write_file
+from ftcli.export.gguf.metadata import Description, Value, metadata_of
+from ftcli.export.gguf.names import names_of, no_place, to_file
+from ftcli.export.gguf.verify import Wanted, verify_file
+from ftcli.export.gguf.vocabulary import vocabulary_of
+from ftcli.export.lazy import reading
+from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
+from ftcli.export.probe import logits, probe_batch
+from ftcli.export.resolve import ExportSource
+from ftcli.export.safetensors import random_base
+from ftcli.export.verify import Verified
+from ftcli.export.weights import MergedWeights, StoredWeights, source_config, source_weights
+from ftcli.facts.model import read_facts
+from ftcli.model.load import stop_token_ids
+from ftcli.tables.families import family_of
+from ftcli.tables.gguf import TYPES, architecture_of
+from ftcli.units import gib
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ftcli.export.probe import Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that the files of one export have in common."""
+
+    wanted: Wanted
+    description: Description
+    name: str
+
+
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Write a file for each type into ``folder`` and verify it.
+
+    Raises:
+        FtcliError: FT741 when a file is not what it should be, FT747 for a base of random weights, FT756 for a model
+            that llama.cpp does not compute as it was trained, FT758 where the package gguf is not there.
+        OSError: it cannot be written.
+    """
+    require_library()
+    prepared = prepare(source, offline=offline, say=say)
+    facts: dict[str, str | int | float] = {}
+    for kind in source.settings.gguf.types:
+        path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
+        say(f"writing {path.name}")
+        write_type(prepared, path, kind)
+        say(f"verifying {path.name}")
+        report = verify_file(path, kind, prepared.wanted)
+        if report.problems:
+            raise not_verified(folder, [f"{path.name}: {problem}" for problem in report.problems])
+        facts |= {
+            f"{kind}_relative_error": report.error,
+            f"{kind}_allowed": TYPES[kind].logits,
+            f"{kind}_top1_agreement": report.top1_agreement,
+        }
+    facts["tensors"] = len(prepared.wanted.names.stored)
+    return Verified(
+        "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
+        facts,
+        prepared.description.warnings,
+    )
+
+
+def require_library() -> None:
+    """Raises FtcliError FT758 where the package gguf is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise FtcliError.single(
+            "FT758",
+            "export to GGUF needs the package gguf, which is not installed",
+            exit_code=ExitCode.PREFLIGHT,
+            help="pip install 'ftcli[gguf]'",
+        ) from error
+
+
+def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> Prepared:
+    """Reads what is exported and computes what its files are held against.
+
+    Raises:
+        FtcliError: as :func:`write`.
+    """
+    if source.base.init == "random" and source.kind == "adapter":
+        raise random_base(source)
+    config = source_config(source, offline=offline)
+    text: Any = config.get_text_config()
+    family, architecture = family_of(text.model_type), architecture_of(text.model_type)
+    if family is None or architecture is None:
+        raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
+    description = metadata_of(text, architecture)
+    weights = source_weights(source, offline=offline)
+    names = names_of(weights.names, family, architecture)
+    tokenizer = source_tokenizer(source, offline=offline)
+    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    probe = probe_batch(tokenizer, text.vocab_size)
+    say("computing what the files are held against")
+    heads = {
+        "attn_q": text.num_attention_heads,
+        "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+    }
+    wanted = Wanted(
+        config,
+        architecture,
+        names,
+        weights,
+        heads,
+        description.tensors,
+        description.values,
+        vocabulary_of(tokenizer, stops, text.vocab_size),
+        tokenizer,
+        stops,
+        probe,
+        _trained_logits(source, weights, probe, offline=offline),
+    )
+    if names.left_out:
+        message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
+        message += "tensors of other parts than the language model are left out"
+        warning = Finding("FT757", message, severity="warning")
+        description = Description(description.values, description.tensors, (*description.warnings, warning))
+    return Prepared(wanted, description, file_name(source))
+
+
+def file_name(source: ExportSource) -> str:
+    """What the files are called, before their type: the run, or the adapter's folder."""
+    folder = source.run[0] if source.run is not None else source.folder
+    return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"
+
+
+def _trained_logits(
+    source: ExportSource, weights: StoredWeights | MergedWeights, probe: Probe, *, offline: bool
+) -> Tensor:
+    """What base and adapter, apart, answer in float32; a full fine-tune is itself."""
+    model: Any = unwritten(source_config(source, offline=offline))
+    if isinstance(weights, StoredWeights):
+        with reading(model, weights.read):
+            return logits(model, probe)
+    adapted = attach(model, source.folder)
+    with reading(adapted, weights.base.read), torch.no_grad():
+        return logits(adapted, probe)
+
+
+def write_type(prepared: Prepared, path: Path, kind: str) -> None:
+    """Write one file.
+
+    Raises:
+        FtcliError: FT758 where ``llama-quantize`` would make it and is not there, or fails.
+        OSError: it cannot be written, or the disk has too little room.
+    """
+    intermediate = TYPES[kind].quantized_by
+    if intermediate is None:
+        _write_plain(prepared, path, kind)
+        return
+    from ftcli.export.gguf.quantize import quantize_file
+
+    plain = path.with_name(f".{path.name}.{intermediate}")
+    try:
+        _write_plain(prepared, plain, intermediate)
+        quantize_file(plain, path, kind)
+    finally:
+        plain.unlink(missing_ok=True)
+
+
+def _write_plain(prepared: Prepared, path: Path, kind: str) -> None:
+    wanted = prepared.wanted
+    tensors: dict[str, Planned] = {
+        stored: Planned(tuple(factor.shape), "F32", lambda factor=factor: factor)  # type: ignore[misc]
+        for stored, factor in prepared.description.tensors.items()
+    }
+    for name, stored in wanted.names.stored.items():
+        shape = wanted.weights.shape(name)
+        tensors[stored] = Planned(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
+    _require_room(path, sum(planned.nbytes for planned in tensors.values()))
+    write_file(path, wanted.architecture.name, _values(prepared, kind), tensors)
+
+
+def _reader(wanted: Wanted, name: str, stored: str) -> Callable[[], Tensor]:
+    return lambda: to_file(stored, wanted.weights.read(name), wanted.heads, wanted.architecture)
+
+
+def _values(prepared: Prepared, kind: str) -> dict[str, Value]:
+    name = prepared.wanted.architecture.name
+    return {
+        "general.type": "model",
+        "general.name": prepared.name,
+        "general.file_type": TYPES[kind].file_type,
+        "general.quantization_version": 2,
+        **{f"{name}.{key}": value for key, value in prepared.description.values.items()},
+        **prepared.wanted.vocabulary.values,
+    }
+
+
+def _require_room(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise FtcliError.single(
+            "FT724",
+            f"{path.name} takes {gib(needed)} GiB, and {gib(free)} GiB are free in {path.parent.parent}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="free disk space, or name another folder with --output",
+        )

@@ -1,0 +1,113 @@
+"""GGUF: how llama.cpp builds each family, and the types that its files store weights in.
+
+What is said here was read in llama.cpp's own sources (b0c1e57 of 2026, through llama-cpp-python 0.3.36) and found to
+hold by running each family there: docs/export.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What llama.cpp builds of the metadata ``general.architecture``.
+
+    Attributes:
+        name: What the file says.
+        permuted: It rotates neighbouring features of a head, where transformers rotates those half a head apart: the
+            rows of q and k are stored in that order.
+        shifted: It multiplies by a norm's weight, where transformers multiplies by (1 + weight).
+        tied: It has no head but the embedding.
+        window: It has layers that see a window. Elsewhere every layer sees everything.
+        large_layers: With so many layers it divides scores by sqrt(hidden_size / heads) in place of sqrt(head_dim).
+            None: always by sqrt(head_dim).
+        biases: Layers, by their last name, whose bias it reads.
+        sections: It wants rope sections of text, height, width.
+        head_dim: A head's size is read; None: it is always hidden_size over heads.
+    """
+
+    name: str
+    permuted: bool = False
+    shifted: bool = False
+    tied: bool = False
+    window: bool = False
+    large_layers: int | None = None
+    biases: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    sections: bool = False
+    head_dim: bool = True
+
+
+_ALL_BIASES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+#: By ``model_type`` of the language model.
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": Architecture("llama", permuted=True, biases=_ALL_BIASES),
+        "mistral": Architecture("llama", permuted=True, biases=_ALL_BIASES),
+        "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES),
+        "qwen2": Architecture("qwen2", head_dim=False),
+        "qwen3": Architecture("qwen3"),
+        "gemma": Architecture("gemma", shifted=True, tied=True),
+        "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46),
+        "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62),
+        "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
+        "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
+        "qwen3_vl_text": Architecture("qwen3vl", sections=True),
+        "phi3": Architecture("phi3", biases=(), head_dim=False),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """A type of a file's matrices.
+
+    Attributes:
+        ggml: Its name in the gguf library.
+        file_type: Number of ``general.file_type``.
+        error: Largest error of a weight, as a share of the largest one in its block of 32 (of the weight itself for
+            the 16-bit ones); 0 for float32. A test holds it.
+        logits: Largest relative error of the logits that passes.
+        outer: The type of embedding and head where that is another.
+        quantized_by: ``llama-quantize`` makes it, from a file of this type; None: the gguf library does.
+    """
+
+    ggml: str
+    file_type: int
+    error: float
+    logits: float
+    outer: str | None = None
+    quantized_by: str | None = None
+
+
+TYPES: Mapping[str, StoredType] = MappingProxyType(
+    {
+        "f32": StoredType("F32", 0, 0.0, 1e-5),
+        "f16": StoredType("F16", 1, 2.0**-11, 0.02),
+        "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
+        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.1),
+        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0"),
+        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0"),
+        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0"),
+        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0"),
+        "q6_k": StoredType("Q6_K", 18, 0.0, 0.5, quantized_by="bf16"),
+        "q5_k_m": StoredType("Q5_K_M", 17, 0.0, 0.5, quantized_by="bf16"),
+        "q5_k_s": StoredType("Q5_K_S", 16, 0.0, 0.5, quantized_by="bf16"),
+        "q4_k_m": StoredType("Q4_K_M", 15, 0.0, 0.8, quantized_by="bf16"),
+        "q4_k_s": StoredType("Q4_K_S", 14, 0.0, 0.8, quantized_by="bf16"),
+        "q3_k_m": StoredType("Q3_K_M", 12, 0.0, 1.0, quantized_by="bf16"),
+    }
+)
+
+
+def type_names() -> tuple[str, ...]:
+    """What ``export.gguf.types`` may say."""
+    return tuple(TYPES)
+
+
+def architecture_of(model_type: str) -> Architecture | None:
+    """How llama.cpp builds a language model; None where ftcli does not know it."""
+    return ARCHITECTURES.get(model_type)
