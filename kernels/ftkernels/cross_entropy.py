@@ -68,7 +68,7 @@ def cross_entropy_rows_reference(
 
 
 @triton.jit
-def _falling(u, cap):
+def falling(u, cap):
     """r = 1 / (1 + exp(2u / cap)), so that cap * tanh(u / cap) = cap - 2 cap r and 1 - tanh^2 = 4 r (1 - r).
 
     One exponential and one division, no branch on the sign. The exponent is bounded where r is 1e-35 already: without
@@ -125,7 +125,7 @@ def _rows_kernel(
             beaten = tl.maximum(beaten, tl.max(ahead.to(tl.int32), axis=0))
         # Lanes past V are masked after the cap: before it, -inf would come out as -cap and count.
         if HAS_CAP:
-            z = cap - 2.0 * cap * _falling(u, cap)
+            z = cap - 2.0 * cap * falling(u, cap)
             if CAP_BOUNDS:  # every z is in [-cap, cap]: no maximum to find, and the lanes are summed once, at the end
                 sums += tl.where(inside, tl.exp(z - cap), 0.0)
         else:
@@ -140,7 +140,7 @@ def _rows_kernel(
     lse = cap + tl.log(tl.sum(sums, axis=0)) if CAP_BOUNDS else running_max + tl.log(running_sum)
     true_z = true_u
     if HAS_CAP:
-        true_z = cap - 2.0 * cap * _falling(true_u, cap)
+        true_z = cap - 2.0 * cap * falling(true_u, cap)
     loss = lse - (1.0 - smooth) * true_z
     if HAS_SMOOTHING:
         loss -= smooth * z_total / V
@@ -155,7 +155,7 @@ def _rows_kernel(
             inside = columns < V
             u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
             if HAS_CAP:
-                r = _falling(u, cap)
+                r = falling(u, cap)
                 grad = tl.exp(cap - lse - 2.0 * cap * r)
             else:
                 grad = tl.exp(u - lse)

@@ -52,6 +52,10 @@ LOSS_ROW_MULTIPLE = 256
 #: The gradient of the head accumulates in float32, so many rows of the vocabulary at a time: the temporary stays small.
 LOSS_VOCABULARY_SLAB = 16384
 
+#: Log-probabilities go over tiles of so many rows and at most so many entries of the vocabulary: in float32 128 MiB,
+#: whatever the vocabulary. A row of a tile is held in registers.
+LOG_PROB_ROWS, LOG_PROB_COLUMNS = 2048, 16384
+
 #: The kernels of the norms hold whole rows in registers; wider rows take the torch form.
 WIDEST_NORM_ROW = 32768
 
@@ -152,6 +156,16 @@ def loss_bytes(tokens: int, vocabulary: int, element_bytes: int, *, on_gpu: bool
     most = _most_rows(vocabulary, element_bytes, on_gpu=on_gpu)
     buffer = min(tokens, _equal_rows(tokens, most)) * vocabulary * element_bytes
     return buffer if on_gpu else buffer + min(tokens, most) * vocabulary * LOSS_TORCH_COPIES * 4
+
+
+def log_prob_bytes(rows: int, hidden_size: int, vocabulary: int, element_bytes: int) -> int:
+    """Estimated workspace of log-probabilities of ``rows`` tokens, whose gradient of the hidden states is not in it:
+    one tile, and for its rows the hidden states, the label's row of the head, and float32 sums of such rows.
+
+    ``element_bytes`` is the size of the operands' elements.
+    """
+    tile = min(rows, LOG_PROB_ROWS) * min(vocabulary, LOG_PROB_COLUMNS) * 4
+    return tile + min(rows, LOG_PROB_ROWS) * hidden_size * (2 * element_bytes + 2 * 4)
 
 
 def _most_rows(vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:

@@ -81,7 +81,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, a label outside the vocabulary, or an option outside its range.
     """
-    _check_shapes(hidden, weight, labels, bias)
+    check_head_shapes(hidden, weight, labels, bias)
     _check_options(softcap, label_smoothing, num_items, reduction, chunk_rows)
     plan = _Plan(
         options=LossOptions(float(softcap), float(logit_scale), float(label_smoothing)),
@@ -304,7 +304,8 @@ def labelled_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
     return rows
 
 
-def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def check_head_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError where hidden (N, H), weight (V, H), labels (N,) and bias (V,) do not fit each other."""
     shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(labels.shape)}"
     dtypes = f"{hidden.dtype}, {weight.dtype}, {labels.dtype}"
     if hidden.dim() != 2 or weight.dim() != 2 or labels.dim() != 1:
