@@ -23,7 +23,6 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
 from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
-from ftcli.tables.methods import Method
 
 #: Why projections of a family whose checkpoints join them are left as they are.
 JOINED_PROJECTIONS = "q, k, v and gate, up are single layers with one adapter each"
@@ -148,12 +147,10 @@ class Part:
     reason: str
 
 
-def execution_of(
-    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work, method: Method
-) -> Execution:
+def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
     """How the layers of a run are computed. Evaluation may use the kernels after full fine-tuning: it freezes all."""
-    layers = _layers(recipe, facts, device, work=work, method=method)
-    batches = _batches(recipe, facts, plan, device, layers, work=work, method=method)
+    layers = _layers(recipe, facts, device, work=work)
+    batches = _batches(recipe, facts, plan, device, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
         masked: str = _attention(facts, plan, device, masked=True).backend if layers.parts else own
@@ -182,24 +179,23 @@ def _batches(
     layers: LayerChoice,
     *,
     work: Work,
-    method: Method,
 ) -> Batches:
     """How micro-batches are laid out, of training or, where nothing is trained, of evaluation."""
     densely: str | None = OWN_ATTENTION
     if layers.code != "transformers" or layers.parts:
         choice = _attention(facts, plan, device, masked=True)
         densely = None if choice.backend == "triton" else f"attention runs on {choice.backend}: {choice.reason}"
-    refusal = takes_rows(recipe, method, work)
+    refusal = takes_rows(recipe, work)
     return choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely)
 
 
-def takes_rows(recipe: Recipe, method: Method, work: Work) -> str | None:
+def takes_rows(recipe: Recipe, work: Work) -> str | None:
     """Why batches are padded whatever attention can do, or None."""
     if work != "train":
         return None
     if recipe.train.neftune_noise_alpha is not None:
         return "the noise of train.neftune_noise_alpha is scaled by the length of padded rows"
-    return f"{method.title} pads prompts on the left" if method.pads_left else None
+    return None
 
 
 def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
@@ -230,7 +226,7 @@ def parts_of(
     )
 
 
-def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work, method: Method) -> LayerChoice:
+def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Work) -> LayerChoice:
     if work == "export":
         return LayerChoice("transformers", "nothing is trained or evaluated")
     kernels, gpu = recipe.model.kernels, _cuda_gpu(device)
@@ -239,8 +235,6 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
     if work == "eval" or (choice.code == "transformers" and not choice.parts):
         return choice
-    if not method.on_kernels:
-        return LayerChoice("transformers", f"{method.title} generates and trains on transformers' own layers")
     if recipe.lora is None:
         reason = "the kernels keep base weights frozen, and full fine-tuning trains them"
         return LayerChoice("transformers", reason, parts=choice.parts)

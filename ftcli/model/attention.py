@@ -6,8 +6,6 @@ call as a :class:`ftcli.model.masks.CallMask`; nothing is stored on a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -243,15 +241,3 @@ def is_ours(base: Any) -> bool:
     interface = AttentionMaskInterface()
     name = base.config.get_text_config()._attn_implementation
     return name in interface and interface[name] is mask_for
-
-
-@contextmanager
-def padding_safe() -> Iterator[None]:
-    """Scaled dot product attention of torch without cuDNN, for batches that are padded on the left.
-
-    A padded position there sees no key at all. For such rows cuDNN's backward returns NaN as the gradient of the
-    queries, at some lengths and not at others: of 230, 232, 320 and 768 tokens at 320 (bfloat16, heads of 128, H200,
-    torch 2.11), where the other implementations return zeros.
-    """
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        yield

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
+from ftkernels.linear_log_prob import linear_log_prob
 from torch import Tensor, nn
 
 from ftcli.labels import IGNORE_INDEX
@@ -193,17 +194,9 @@ def next_token_loss(
     Raises:
         TypeError: When hidden states and head do not fit: what was passed is not hidden states.
     """
-    states = hidden.tensor
-    if states.shape[-1] != head.weight.shape[1]:
-        raise TypeError(
-            f"hidden states of width {states.shape[-1]} do not fit a head of width {head.weight.shape[1]}: "
-            "logits were passed where hidden states are meant"
-        )
-    if states.shape[:2] != labels.shape:
-        raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
     targets = next_tokens(labels)
     loss, correct = linear_cross_entropy(
-        states.reshape(-1, states.shape[-1]),
+        _rows_for(hidden, head, labels),
         head.weight,
         targets,
         bias=head.bias,
@@ -216,6 +209,58 @@ def next_token_loss(
         rows=supervised,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
+
+
+def next_token_log_probs(
+    hidden: HiddenStates,
+    head: Head,
+    labels: Tensor,
+    *,
+    temperature: float,
+    supervised: Tensor | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token with a label at a temperature, and the entropy that it was taken from, in nats.
+
+    Args:
+        labels, supervised: As :func:`next_token_loss`.
+        entropy_gradient: The loss uses the entropy, too.
+
+    Returns:
+        (R,) float32 each, R the supervised tokens in their order.
+
+    Raises:
+        TypeError: As :func:`next_token_loss`.
+    """
+    rows = _rows_for(hidden, head, labels)
+    if supervised is None:
+        supervised = supervised_positions(labels, head.weight.shape[0])
+    log_probs, entropies = linear_log_prob(
+        rows,
+        head.weight,
+        next_tokens(labels),
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        temperature=temperature,
+        ignore_index=IGNORE_INDEX,
+        entropy_gradient=entropy_gradient,
+        rows=supervised,
+    )
+    return log_probs[supervised], entropies[supervised]
+
+
+def _rows_for(hidden: HiddenStates, head: Head, labels: Tensor) -> Tensor:
+    """(batch * seq_len, hidden_size). Raises TypeError where these are not hidden states for this head and labels."""
+    states = hidden.tensor
+    if states.shape[-1] != head.weight.shape[1]:
+        raise TypeError(
+            f"hidden states of width {states.shape[-1]} do not fit a head of width {head.weight.shape[1]}: "
+            "logits were passed where hidden states are meant"
+        )
+    if states.shape[:2] != labels.shape:
+        raise TypeError(f"hidden states {tuple(states.shape)} and labels {tuple(labels.shape)} differ in length")
+    return states.reshape(-1, states.shape[-1])
 
 
 def forward_loss(

@@ -42,10 +42,12 @@ from ftcli.run.signals import (
 )
 
 if TYPE_CHECKING:
+    from ftcli.facts.batches import Batches
     from ftcli.model.patch import LayerKernel
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.pipeline.data import LaidOut
+    from ftcli.pipeline.reinforcement import Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class BuiltModel:
     self_check: SelfCheck | None
     quantization: Sequence[QuantizedLayer]
     cuda_graphs: str
-    batches: LaidOut
+    batches: LaidOut | Batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +373,7 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     add_to_manifest(context, BeganWith(inputs, BaseCard(context.report.facts.model_type, licence)))
 
 
-def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith | Launched) -> None:
+def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith | Launched | Agreement) -> None:
     """Adds what is known only once the model is built, or trained."""
     manifest = read_manifest(context.directory.manifest_path)
     write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})

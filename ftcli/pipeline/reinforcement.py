@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
 from ftcli.pipeline.fit import Fitted, fit
 from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
-from ftcli.pipeline.lifecycle import RunContext, checked_run, keep_inputs
+from ftcli.pipeline.lifecycle import BuiltModel, RunContext, add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result
 from ftcli.pipeline.start import Rows
 from ftcli.plain import SPREAD
@@ -21,9 +21,18 @@ from ftcli.run.completions import Completions
 
 if TYPE_CHECKING:
     from ftcli.data.asked import Asked
+    from ftcli.data.tokens import Tokens
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
+    from ftcli.trainers.parity import Parity
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the manifest says of the log-probabilities that a policy is trained on."""
+
+    log_probs: Parity
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,9 @@ def train_grpo(loaded: LoadedRecipe, session: Session) -> GrpoResult | CompleteR
 def _train(session: Session, context: RunContext) -> GrpoResult:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
+    from ftcli.model.quantized import quantized_layers
     from ftcli.pipeline import build
+    from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.grpo import build_grpo_trainer
 
     started, grpo = time.perf_counter(), context.recipe.grpo
@@ -60,6 +71,12 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         evaluator.read_tasks()
     with context.phase("loading the model"):
         model = build.build_trainable(job)
+        tokens = _as_tokens(job, prompts[: build.LOOKED_AT])
+        kernels = build.put_on_kernels(job, model, tokens)
+        batches = build.laid_out(job, model, tokens)
+        graphs = why_not_graphed(job, model) or "on"
+        built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
+        add_to_manifest(context, built)
     keep_inputs(context, build.inputs_of(job, model))
     if context.opened.resume_step:
         before = tasks_before(began_in(context.opened))
@@ -73,11 +90,15 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         write_tasks(context.directory, before, now, step)
         return _scores(now)
 
+    def agreement(parity: Parity) -> None:
+        session.reporter.info(parity.summary())
+        add_to_manifest(context, Agreement(parity))
+
     fitted = fit(
         context,
         job,
         model,
-        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch),
+        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch, agreement),
         evaluate if job.recipe.eval.tasks else None,
         Rows(len(prompts), "prompts"),
     )
@@ -97,6 +118,14 @@ def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:
     for warning in warnings:
         job.reporter.finding(warning)
     return asked
+
+
+def _as_tokens(job: Job, asked: Sequence[Asked]) -> list[Tokens]:
+    """Prompts as rows that a model can be checked on."""
+    from ftcli.data.tokens import Tokens
+
+    encoded = job.tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
+    return [Tokens(one.prompt.row, ids, ids) for one, ids in zip(asked, encoded, strict=True)]
 
 
 def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:

@@ -30,8 +30,6 @@ class Method:
         row_rules: Code: ``(Context, FirstRows) -> findings``, rules of its own about the first rows of each source
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
-        pads_left: Its batches are padded on the left and come with a padding mask.
-        on_kernels: Its steps can run on ftcli's kernels; otherwise they run on transformers' own layers.
         scores_tasks: `eval.tasks` are scored before and after training.
         takes_quantized: It can train adapters on a quantised base.
         packs: It supports ``data.packing`` and weights of sources.
@@ -51,8 +49,6 @@ class Method:
     rules: str | None = None
     row_rules: str | None = None
     from_prompts: bool = False
-    pads_left: bool = False
-    on_kernels: bool = True
     scores_tasks: bool = False
     takes_quantized: bool = True
     packs: bool = True
@@ -105,8 +101,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             rules="ftcli.preflight.checks.grpo:check",
             row_rules="ftcli.preflight.checks.grpo:check_rows",
             from_prompts=True,
-            pads_left=True,
-            on_kernels=False,
             scores_tasks=True,
             takes_quantized=False,
             packs=False,
@@ -116,7 +110,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),
-                    "model.kernels": ("auto", "off"),
                     # TRL switches checkpointing off for generation, and back on in transformers' form.
                     "train.gradient_checkpointing": ("auto", True, False),
                     # Completions would be sampled under noise as well; rows are grouped by prompt.

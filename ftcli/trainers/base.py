@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
+
+if TYPE_CHECKING:
+    from ftcli.model.graphs import GraphRunner
 
 #: What a trainer is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
 #: everything between the others, such as collating and logging.
@@ -75,6 +78,8 @@ class RunTrainerMixin(OptimisationMixin):
     """
 
     hooks: TrainerHooks
+    #: What runs the layers as CUDA graphs, where something does.
+    graphs: GraphRunner | None = None
 
     def bind(self, hooks: TrainerHooks, settings: TrainConfig, row_origins: RowOrigins | None = None) -> None:
         """Attaches the pipeline's hooks; called once, right after construction. ``row_origins`` names rows."""
@@ -124,12 +129,15 @@ class RunTrainerMixin(OptimisationMixin):
         self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
 
     def cuda_graphs(self) -> str | None:
-        """What became of the CUDA graphs of a run that has some; None for all others."""
-        return None
+        """``on``, or what became of the graphs otherwise; None where there are none."""
+        return None if self.graphs is None else self.graphs.status.outcome
 
     def peak_memory_bytes(self) -> int:
-        """The most memory needed at once so far: of the GPU, or of this process on a CPU."""
-        return peak_memory_bytes()
+        """The most memory needed at once so far: of the GPU, or of this process on a CPU.
+
+        With graphs, what they keep to themselves counts as in use.
+        """
+        return peak_memory_bytes() if self.graphs is None else self.graphs.status.peak_bytes
 
     def check_finite(self, *, before_step: int | None = None) -> None:
         """Raises FtcliError FT702 (exit 6) when a watched number of an earlier step is not finite."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,16 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.judges import columns_of
-from ftcli.model.attention import padding_safe
 from ftcli.model.backbone import compute_context
 from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.run.completions import Completion
 from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
+from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.optimisation import Arguments
+from ftcli.trainers.parity import Parity, check_parity
+from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, Score, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
@@ -41,21 +43,18 @@ _ROW = "ftcli_row"
 _COMPLETIONS = "completions.pt"
 
 
-class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
+class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer over rendered prompts, so that sampling sees the same text as evaluation and serving."""
 
     plan: DtypePlan
     rollouts: Rollouts
     control_seed: int | None = None
+    #: Is told how well log-probabilities agree, before the first step of this process; None once that is known.
+    tell_parity: Callable[[Parity], None] | None = None
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
         return self.processing_class(text=prompts, add_special_tokens=False)["input_ids"], None, {}
-
-    def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base class, with attention that TRL's padding on the left does not break, in backward as well."""
-        with padding_safe():
-            return super().training_step(model, inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.phase = GENERATION
@@ -72,6 +71,8 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
                 help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
             ) from error
         self.phase = FORWARD
+        # Equal rewards leave rounding in the advantages, which a division by no spread at all makes larger.
+        output["advantages"] = output["advantages"].masked_fill(self._own_rows(self._alike), 0.0)
         return output
 
     def _generate_single_turn(
@@ -82,10 +83,18 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
-        if self.control_seed is None:
-            return rewards
-        generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
-        return rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
+        if self.control_seed is not None:
+            generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
+            rewards = rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
+        groups = without_spread(rewards, self.reward_weights.to(rewards.device), self.num_generations)
+        self._alike = groups.repeat_interleave(self.num_generations)
+        self._metrics["train"]["groups_without_spread"].append(float(groups.sum()))
+        return rewards
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """The rows of this process among those of all."""
+        count = rows.shape[0] // self.accelerator.num_processes
+        return rows[self.accelerator.process_index * count :][:count]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL; the newest completions are kept for people to look at."""
@@ -143,11 +152,28 @@ class GrpoTrainer(RunTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     ) -> Tensor:
         """TRL's loss under our precision plan, watched for NaN."""
         self.count_tokens(inputs["completion_mask"])
+        if self.tell_parity is not None:
+            self.tell_parity(check_parity(self, inputs))
+            self.tell_parity = None
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.watch("the loss", loss)
         self.phase = BACKWARD
         return loss
+
+
+def without_spread(rewards: Tensor, weights: Tensor, group: int) -> Tensor:
+    """(groups,) bool: which groups teach nothing, since all of their completions that have a reward have the same one.
+
+    Args:
+        rewards: (completions, rewards), NaN where a reward had no opinion; groups one after the other.
+        weights: (rewards,).
+    """
+    unscorable = rewards.isnan().all(1)
+    total = (rewards * weights).nansum(1)
+    highest = total.masked_fill(unscorable, -math.inf).view(-1, group).amax(1)
+    lowest = total.masked_fill(unscorable, math.inf).view(-1, group).amin(1)
+    return highest <= lowest
 
 
 def _opinion(reward: float) -> float | None:
@@ -162,8 +188,12 @@ def build_grpo_trainer(
     asked: Sequence[Asked],
     hooks: TrainerHooks,
     scratch_dir: str,
+    tell_parity: Callable[[Parity], None],
 ) -> GrpoTrainer:
     """A trainer over ``asked``, prompts that fit ``grpo.max_prompt_length``.
+
+    Args:
+        tell_parity: Called before the first step with what :func:`check_parity` found.
 
     Raises FtcliError as :func:`build_rewards`.
     """
@@ -181,6 +211,10 @@ def build_grpo_trainer(
         )
     trainer.plan = job.plan
     trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
+    trainer.batches, trainer.pad_token_id = job.batches(model), job.pad_token_id
+    trainer.stack, trainer.graphs = use_stack(job, model)
+    trainer.aux_loss_enabled = False  # as in supervised training (FT318)
+    trainer.tell_parity = tell_parity
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
     trainer.bind(hooks, job.recipe.train)
     return trainer

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, TrainingArguments
 
-    from ftcli.model.graphs import GraphRunner
     from ftcli.model.stack import DecoderStack
 
 
@@ -44,7 +43,6 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
     plan: DtypePlan
     epochs: Epochs
     stack: DecoderStack | None
-    graphs: GraphRunner | None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
         return EpochSampler(self.epochs)
@@ -78,14 +76,6 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
         self.watch("the loss", loss)
         self.phase = BACKWARD
         return loss
-
-    def cuda_graphs(self) -> str | None:
-        """``on``, or what became of the graphs otherwise; None where there are none."""
-        return None if self.graphs is None else self.graphs.status.outcome
-
-    def peak_memory_bytes(self) -> int:
-        """With graphs, what they keep to themselves counts as in use."""
-        return super().peak_memory_bytes() if self.graphs is None else self.graphs.status.peak_bytes
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs without TRL's extra metrics: they come from a forward pass that is not ours."""

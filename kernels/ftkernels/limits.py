@@ -158,14 +158,17 @@ def loss_bytes(tokens: int, vocabulary: int, element_bytes: int, *, on_gpu: bool
     return buffer if on_gpu else buffer + min(tokens, most) * vocabulary * LOSS_TORCH_COPIES * 4
 
 
-def log_prob_bytes(rows: int, hidden_size: int, vocabulary: int, element_bytes: int) -> int:
+def log_prob_bytes(rows: int, hidden_size: int, vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:
     """Estimated workspace of log-probabilities of ``rows`` tokens, whose gradient of the hidden states is not in it:
-    one tile, and for its rows the hidden states, the label's row of the head, and float32 sums of such rows.
+    one tile, off the GPU float32 copies of it, and for its rows the hidden states, the label's row of the head, and
+    float32 sums of such rows.
 
     ``element_bytes`` is the size of the operands' elements.
     """
-    tile = min(rows, LOG_PROB_ROWS) * min(vocabulary, LOG_PROB_COLUMNS) * 4
-    return tile + min(rows, LOG_PROB_ROWS) * hidden_size * (2 * element_bytes + 2 * 4)
+    together = min(rows, LOG_PROB_ROWS)
+    tile = together * min(vocabulary, LOG_PROB_COLUMNS) * 4
+    copies = 1 if on_gpu else 1 + LOSS_TORCH_COPIES
+    return copies * tile + together * hidden_size * (2 * element_bytes + 2 * 4)
 
 
 def _most_rows(vocabulary: int, element_bytes: int, *, on_gpu: bool) -> int:

@@ -246,7 +246,7 @@ def test_the_workspace_grows_neither_with_the_vocabulary_nor_with_the_length(
         ours(x.requires_grad_(), w, labels, tile=(16, 256))[0].sum().backward()
         sizes.add(max(size for size in made if size != rows * 32))
     assert sizes == {16 * 256}
-    assert len({log_prob_bytes(rows, 4096, v, 2) for rows in (4096, 10**6) for v in (32768, 256_000)}) == 1
+    assert len({log_prob_bytes(rows, 4096, v, 2, on_gpu=True) for rows in (4096, 10**6) for v in (32768, 256_000)}) == 1
 
 
 def test_huge_logits_under_a_cap_are_finite(device: str) -> None:

@@ -26,7 +26,7 @@ def check(context: Context) -> Findings:
     if recipe.data.packing and not method.packs and context.command == method.command:
         message = f"data.packing has no effect in {method.command}: completions are generated"
         yield context.warning("FT259", "data.packing", message)
-    refusal = takes_rows(recipe, method, context.work)
+    refusal = takes_rows(recipe, context.work)
     if recipe.data.padding_free is True and refusal is not None:
         yield context.warning("FT259", "data.padding_free", f"data.padding_free has no effect: {refusal}")
 

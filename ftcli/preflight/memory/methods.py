@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
+from ftkernels.limits import log_prob_bytes
 
-#: Rows and columns of the one tile of logits in TRL's fused head.
-_TRL_TILE = (4096, 2048)
+from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
 
 
 def supervised(setup: Setup) -> MethodMemory:
@@ -14,7 +13,7 @@ def supervised(setup: Setup) -> MethodMemory:
 
 
 def grpo(setup: Setup) -> MethodMemory:
-    """All completions of an optimizer step are generated at once; the loss is TRL's.
+    """All completions of an optimizer step are generated at once; the loss takes log-probabilities from hidden states.
 
     Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
     """
@@ -23,18 +22,21 @@ def grpo(setup: Setup) -> MethodMemory:
     if settings is None:
         return supervised(setup)
     seq_len = settings.max_prompt_length + settings.max_completion_length
-    tokens = train.per_device_train_batch_size * seq_len
     second = recipe.lora is None and settings.beta > 0
     completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
     return MethodMemory(
         seq_len=seq_len,
-        loss_bytes=_trl_loss_bytes(tokens, setup.shape.hidden_size, setup.plan.compute_bytes),
+        loss_bytes=_loss_bytes(setup, train.per_device_train_batch_size * settings.max_completion_length),
         reference_bytes=setup.shape.parameters * setup.plan.parameter_bytes if second else 0,
         generation=Generation(completions, settings.max_prompt_length, seq_len),
     )
 
 
-def _trl_loss_bytes(tokens: int, hidden_size: int, element: int) -> int:
-    """TRL's fused head: one tile of logits, two copies of the hidden states and their float32 gradient."""
-    rows, columns = _TRL_TILE
-    return min(rows, tokens) * columns * 4 + tokens * hidden_size * (2 * element + 4)
+def _loss_bytes(setup: Setup, rows: int) -> int:
+    """The workspace of ``rows`` log-probabilities, and the head where it is cast for them."""
+    shape, element = setup.shape, setup.plan.compute_bytes
+    on_gpu = setup.device.kind == "cuda"
+    needed = log_prob_bytes(rows, shape.hidden_size, shape.vocab_size, element, on_gpu=on_gpu)
+    if setup.plan.parameter_bytes != element or (setup.plan.autocast and setup.head_is_trained):
+        needed += shape.vocab_size * shape.hidden_size * element
+    return needed

@@ -88,7 +88,7 @@ class Setup:
     @cached_property
     def execution(self) -> Execution:
         """What runs where."""
-        return execution_of(self.recipe, self.facts, self.plan, self.device, work=self.work, method=self.method)
+        return execution_of(self.recipe, self.facts, self.plan, self.device, work=self.work)
 
     @cached_property
     def why_no_graphs(self) -> str | None:
@@ -176,14 +176,6 @@ class Setup:
         """
         batches = self.execution.batches
         return (1, batches.most_tokens(rows, longest)) if batches.layout == "unpadded" else (rows, longest)
-
-    @property
-    def padded(self) -> bool:
-        """Whether attention gets a padding mask in training.
-
-        Supervised rows need none: they are padded on the right, and attention is causal.
-        """
-        return self.method.pads_left and self.rows > 1
 
     @property
     def head_is_trained(self) -> bool:

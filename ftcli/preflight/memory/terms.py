@@ -137,7 +137,7 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
 
 def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     tokens, on_kernels = setup.tokens, setup.execution.on_kernels
-    setting = setup.setting(setup.largest[1], padded=setup.padded or _masked_densely(setup))
+    setting = setup.setting(setup.largest[1], padded=_masked_densely(setup))
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
     states = _hidden_states(setup, tokens, setting)
     # What backward begins with is there before any of the kernels' layers.
@@ -159,7 +159,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
-    if loss_of_method is None and setup.head_is_trained:
+    if setup.head_is_trained:
         yield Term("head gradient", 4 * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(setup):
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
@@ -290,7 +290,7 @@ def _masked_densely(setup: Setup) -> bool:
 
 def _shared(setup: Setup) -> int:
     """What training makes once for all layers."""
-    return _made_once(setup, *setup.largest, padded=setup.padded or _masked_densely(setup))
+    return _made_once(setup, *setup.largest, padded=_masked_densely(setup))
 
 
 def _made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:

@@ -1,0 +1,159 @@
+"""Before GRPO's first step: the log-probabilities that it trains on, held against the model's own and the sampler's.
+
+A policy gradient is wrong without a sign of it where the two sides of a ratio come from different arithmetic: another
+mask, other positions, a cap or a temperature that one side does not know. So a few completions of the first batch go
+through transformers' own layers and head, with all of their logits, and what the sampler said of its tokens is compared
+where it said something.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.backbone import base_of, compute_context, rotation_kept
+from ftcli.model.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from ftcli.trainers.grpo import GrpoTrainer
+
+#: Rows that are looked at, and completion tokens of each.
+ROWS, LONGEST = 2, 64
+#: Largest mean difference of a token's log-probability in nats, by compute dtype: two ways through the layers that
+#: round in different places. A mask, a position or a factor that is wrong shows as whole nats.
+_ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+#: Products that are coarser than the compute dtype leave this much.
+_ALLOWED_COARSE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Mean and largest absolute difference of log-probabilities in nats, over ``tokens`` of ``rows`` completions.
+
+    ``sampler_*`` are None where the sampler does not say what it sampled with.
+    """
+
+    rows: int
+    tokens: int
+    plain_mean: float
+    plain_max: float
+    sampler_mean: float | None
+    sampler_max: float | None
+    allowed_mean: float
+
+    def summary(self) -> str:
+        """One line for people."""
+        text = f"log-probabilities: {self.plain_mean:.1e} nats from the model's own a token"
+        if self.sampler_mean is not None:
+            text += f", {self.sampler_mean:.1e} from the sampler's"
+        return f"{text} (mean of {self.tokens} tokens; at most {self.allowed_mean:g} is let pass)"
+
+
+@torch.no_grad()
+def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor]) -> Parity:
+    """Compares on a few rows of ``inputs``, a micro-batch as TRL makes it; the model leaves as it came.
+
+    Raises:
+        FtcliError: FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
+            (exit 1) when they are not those that completions were sampled with.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    plan, device = trainer.plan, trainer.accelerator.device
+    chosen = _chosen(inputs["completion_mask"])
+    prompts, prompt_mask = inputs["prompt_ids"][chosen], inputs["prompt_mask"][chosen]
+    ids, mask = inputs["completion_ids"][chosen, :LONGEST], inputs["completion_mask"][chosen, :LONGEST]
+    training = model.training
+    model.eval()
+    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
+        ours, _, _ = trainer._get_per_token_logps_and_entropies(
+            model, torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1), ids.shape[1]
+        )
+        rows = zip(prompts, prompt_mask.bool(), ids, mask.bool(), strict=True)
+        plain = [_plain(model, p[pm], c[cm], trainer.temperature) for p, pm, c, cm in rows]
+    model.train(training)
+    mine = ours[mask.bool()]
+    if not bool(torch.isfinite(mine).all()):
+        return Parity(len(chosen), len(mine), 0.0, 0.0, None, None, allowed(model, plan))  # FT702 names it
+    sampled = inputs.get("sampling_per_token_logps")
+    theirs = None if sampled is None else sampled[chosen, :LONGEST][mask.bool()]
+    found = _compared(len(chosen), mine, torch.cat([*plain, mine[:0]]), theirs, allowed(model, plan))
+    _require(found)
+    return found
+
+
+def allowed(model: nn.Module, plan: DtypePlan) -> float:
+    """The largest mean difference that passes, in nats."""
+    coarse = any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
+    return max(_ALLOWED[plan.compute], _ALLOWED_COARSE if coarse else 0.0)
+
+
+def _chosen(completion_mask: Tensor) -> list[int]:
+    """The rows with the longest completions, of those that have one."""
+    lengths = completion_mask.sum(1).tolist()
+    return [row for row in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:ROWS] if lengths[row]]
+
+
+def _plain(model: Any, prompt: Tensor, completion: Tensor, temperature: float) -> Tensor:
+    """(C,) float32: log-probabilities of the completion out of the model's own logits.
+
+    A cache is asked for: with one, layers on our kernels hand on to the original ones.
+    """
+    ids = torch.cat([prompt, completion])[None]
+    count = completion.shape[0]
+    fewer = "logits_to_keep" in inspect.signature(base_of(model).forward).parameters
+    given = {"logits_to_keep": count + 1} if fewer else {}
+    logits = model(input_ids=ids, use_cache=True, **given).logits[0, -count - 1 : -1].float()
+    log_probs = torch.log_softmax(logits / temperature, -1)
+    return log_probs.gather(1, completion[:, None]).squeeze(1)
+
+
+def _compared(rows: int, ours: Tensor, plain: Tensor, sampler: Tensor | None, most: float) -> Parity:
+    if not len(ours):
+        return Parity(rows, 0, 0.0, 0.0, None, None, most)
+    own = (ours - plain).abs()
+    said = None if sampler is None else (ours - sampler.float()).abs()
+    return Parity(
+        rows,
+        len(ours),
+        float(own.mean()),
+        float(own.max()),
+        None if said is None else float(said.mean()),
+        None if said is None else float(said.max()),
+        most,
+    )
+
+
+def _require(found: Parity) -> None:
+    for code, whose, mean, largest, help in (
+        (
+            "FT707",
+            "the model's own",
+            found.plain_mean,
+            found.plain_max,
+            "train with model.kernels: off and data.padding_free: false, and report this with the run's manifest.json",
+        ),
+        (
+            "FT708",
+            "those that completions were sampled with",
+            found.sampler_mean,
+            found.sampler_max,
+            "report this with the run's manifest.json: training would weigh its completions by ratios that are wrong",
+        ),
+    ):
+        if mean is None or mean <= found.allowed_mean:  # NaN fails
+            continue
+        raise FtcliError.single(
+            code,
+            f"the log-probabilities that training works with are not {whose}: they differ by {mean:.2g} nats a token "
+            f"on average, {largest:.2g} at most, over {found.tokens} tokens of {found.rows} completions; "
+            f"{found.allowed_mean:g} is let pass",
+            exit_code=ExitCode.BUG,
+            help=help,
+        )

@@ -1,0 +1,280 @@
+"""GRPO's training pass on our layers and our head, held against TRL's own loss on plain log-probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.errors import FtcliError
+from ftcli.facts.batches import Batches
+from ftcli.facts.precision import DtypePlan
+from ftcli.model import attention
+from ftcli.model.patch import Patch, patch
+from ftcli.model.stack import stack_of
+from ftcli.model.tokenizer import load_tokenizer
+from ftcli.trainers.grpo import GrpoTrainer, without_spread
+from ftcli.trainers.parity import check_parity
+from ftcli.trainers.policy import Scored
+from tests.quantised import load
+
+KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
+LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")
+
+
+class PlainTrainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's loss; log-probabilities out of all the logits of transformers' own forward pass."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, None]:
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        log_p = torch.log_softmax(logits[:, -logits_to_keep - 1 : -1].float() / self.temperature, -1)
+        chosen = log_p.gather(2, input_ids[:, -logits_to_keep:, None]).squeeze(2)
+        return chosen, -(log_p.exp() * log_p).sum(-1), None
+
+
+@dataclass
+class Both:
+    """Our trainer and TRL's over one model."""
+
+    model: Any
+    ours: GrpoTrainer
+    theirs: PlainTrainer
+    trains_base: bool
+
+    def set(self, **settings: Any) -> None:
+        for trainer in (self.ours, self.theirs):
+            for name, value in settings.items():
+                setattr(trainer, name, value)
+
+    def results(self, inputs: dict[str, Tensor], layout: str) -> list[tuple[Tensor, dict[str, Tensor], float]]:
+        """Loss, gradients and mean entropy of both: ours on the kernels' torch form, TRL's as transformers built it."""
+        found = []
+        for trainer in (self.ours, self.theirs):
+            done = Patch([]) if trainer is self.theirs else patch(self.model, "reference")
+            if trainer is self.ours:
+                stack = stack_of(self.model, torch.float32)
+                self.ours.stack = None if isinstance(stack, str) else stack
+                self.ours.batches = Batches(layout, "a test")  # type: ignore[arg-type]
+            self.model.zero_grad(set_to_none=True)
+            loss = trainer._compute_loss(self.model, dict(inputs))
+            loss.backward()
+            done.undo()
+            gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+            found.append((loss.detach(), gradients, trainer._metrics["train"]["entropy"][-1]))
+        return found
+
+
+def trainer_of(kind: type, model: Any, folder: Path) -> Any:
+    args = GRPOConfig(
+        output_dir=str(folder), per_device_train_batch_size=6, num_generations=3, max_completion_length=7,
+        temperature=0.7, report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True)
+    return kind(
+        model=model, reward_funcs=[lambda completions, **_: [0.0] * len(completions)], args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 6}), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    attention.register()
+    torch.manual_seed(0)
+    model = load(settings=QuantizationConfig(method=KINDS[request.param]))
+    if request.param != "full":
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules="all-linear", exclude_modules="lm_head", task_type="CAUSAL_LM")
+        )
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    model.train()
+    folder = tmp_path_factory.mktemp("trainers")
+    theirs = trainer_of(PlainTrainer, model, folder)
+    ours = trainer_of(GrpoTrainer, model, folder)
+    ours.plan, ours.pad_token_id, ours.stack = PLAN, 0, None
+    for trainer in (ours, theirs):
+        trainer.current_gradient_accumulation_steps = 1
+    return Both(model, ours, theirs, request.param == "full")
+
+
+def batch(*, old: bool = True, silent: bool = True) -> dict[str, Tensor]:
+    """Six completions as TRL pads them, from a policy that was a little different, the third and fourth without
+    advantage.
+    """
+    torch.manual_seed(1)
+    prompts, answers = [3, 5, 2, 4, 1, 5], [7, 2, 5, 1, 4, 6]
+    ids = torch.randint(5, 250, (6, 12))
+    mask = torch.zeros(6, 12, dtype=torch.int64)
+    for row, (p, c) in enumerate(zip(prompts, answers, strict=True)):
+        mask[row, 5 - p : 5 + c] = 1
+    inputs = {
+        "prompt_ids": ids[:, :5], "prompt_mask": mask[:, :5],
+        "completion_ids": ids[:, 5:], "completion_mask": mask[:, 5:],
+        "advantages": torch.tensor([1.2, -0.8, 0.0, 0.0, -1.5, 0.3]) if silent else torch.randn(6),
+        "num_items_in_batch": mask[:, 5:].sum(),
+    }  # fmt: skip
+    if old:
+        inputs["old_per_token_logps"] = -5.0 + 0.3 * torch.randn(6, 7)
+        inputs["ref_per_token_logps"] = -5.0 + 0.3 * torch.randn(6, 7)
+    return inputs
+
+
+def same(both: Both, inputs: dict[str, Tensor], layout: str, entropy: bool = True) -> None:
+    (loss, gradients, mean), (wanted, expected, wanted_mean) = both.results(inputs, layout)
+    coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
+    torch.testing.assert_close(loss, wanted, rtol=2e-2 if coarse else 2e-5, atol=1e-2 if coarse else 1e-6)
+    assert gradients.keys() == expected.keys()
+    assert max(float(g.norm()) for g in expected.values()) > 1e-4
+    off = sum(float((gradients[n] - g).norm() ** 2) for n, g in expected.items()) ** 0.5
+    size = sum(float(g.norm() ** 2) for g in expected.values()) ** 0.5
+    assert off <= (0.1 if coarse else 1e-4) * size
+    if entropy:
+        assert mean == pytest.approx(wanted_mean, rel=2e-2 if coarse else 1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_trls_own(both: Both, loss: str, level: str) -> None:
+    both.set(loss_type=loss, importance_sampling_level=level, beta=0.0, epsilon_high=5.0 if loss == "cispo" else 0.28)
+    # Rows without advantage are left out of ours, and their entropy with them: the mean is that of other rows.
+    same(both, batch(), "unpadded", entropy=False)
+    both.set(beta=0.04)
+    same(both, batch(), "padded")
+
+
+@pytest.mark.parametrize("layout", ["padded", "unpadded"])
+def test_on_policy_as_well(both: Both, layout: str) -> None:
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    same(both, batch(old=False, silent=False), layout)
+
+
+def test_the_entropy_bonus_has_its_gradient(both: Both) -> None:
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    both.set(_entropy_bonus_enabled=True, entropy_coef=0.5, use_adaptive_entropy=False)
+    same(both, batch(), "unpadded")
+    both.set(_entropy_bonus_enabled=False, entropy_coef=0.0)
+
+
+def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    documents: list[int] = []
+    scores = GrpoTrainer._scores
+
+    def counting(self: GrpoTrainer, model: Any, scored: Scored) -> Any:
+        documents.append(len(scored.documents))
+        return scores(self, model, scored)
+
+    monkeypatch.setattr(GrpoTrainer, "_scores", counting)
+    inputs = batch()
+    (_, _, mean), _ = both.results(inputs, "padded")
+    kept = [0, 1, 4, 5]
+    (_, _, alone), _ = both.results({n: v if v.dim() == 0 else v[kept] for n, v in inputs.items()}, "padded")
+    both.set(beta=0.1)  # the reference pulls at every row
+    both.results(inputs, "padded")
+    assert documents == [4, 4, 6]
+    assert mean == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_batch_without_any_advantage_steps_with_zero_gradients(both: Both) -> None:
+    both.set(loss_type="grpo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    inputs = {**batch(), "advantages": torch.zeros(6)}
+    before = len(both.ours._metrics["train"]["entropy"])
+    both.ours.batches = Batches("padded", "a test")
+    both.model.zero_grad(set_to_none=True)
+    loss = both.ours._compute_loss(both.model, inputs)
+    loss.backward()
+    assert loss.item() == 0.0
+    trained = [p for p in both.model.parameters() if p.requires_grad]
+    assert all(p.grad is not None and not p.grad.any() for p in trained)
+    assert len(both.ours._metrics["train"]["entropy"]) == before  # there is none to tell
+
+
+def test_the_reference_of_adapters_is_the_model_without_them(both: Both) -> None:
+    if both.trains_base:
+        pytest.skip("its reference is a second model")
+    inputs = batch()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    with torch.no_grad(), both.model.disable_adapter():
+        wanted, _, _ = both.theirs._get_per_token_logps_and_entropies(both.model, ids, mask, 7)
+        done = patch(both.model, "reference")
+        both.ours.batches = Batches("unpadded", "a test")
+        found, _, _ = both.ours._get_per_token_logps_and_entropies(both.model, ids, mask, 7, batch_size=4)
+        done.undo()
+    real = inputs["completion_mask"].bool()
+    coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
+    torch.testing.assert_close(found[real], wanted[real], rtol=0, atol=0.1 if coarse else 1e-4)
+    assert not found[~real].any()
+
+
+def test_log_probabilities_agree_before_the_first_step(both: Both) -> None:
+    inputs = batch()
+    real = inputs["completion_mask"].bool()
+    done = patch(both.model, "reference")
+    both.ours.batches = Batches("unpadded", "a test")
+    found = check_parity(both.ours, inputs)
+    assert (found.rows, found.tokens, found.sampler_mean) == (2, 13, None)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    both.model.eval()
+    with torch.no_grad():
+        said, _, _ = both.ours._get_per_token_logps_and_entropies(both.model, ids, mask, 7)
+    both.model.train()
+    assert check_parity(both.ours, {**inputs, "sampling_per_token_logps": said}).sampler_mean < 1e-5
+    with pytest.raises(FtcliError, match="completions were sampled with") as error:
+        check_parity(both.ours, {**inputs, "sampling_per_token_logps": said + real * 0.5})
+    assert error.value.findings[0].code == "FT708"
+    assert both.model.training
+    done.undo()
+
+
+@pytest.mark.parametrize("fault", ["temperature", "neighbours"])
+def test_a_fault_in_the_training_pass_stops_the_run(both: Both, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftcli.trainers import policy
+
+    real = policy.next_token_log_probs if fault == "temperature" else policy.hidden_states
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if fault == "temperature":
+            return real(*args, **{**kwargs, "temperature": 1.0})
+        model, inputs, stack = args
+        return real(model, {"input_ids": inputs["input_ids"]}, stack)
+
+    monkeypatch.setattr(policy, "next_token_log_probs" if fault == "temperature" else "hidden_states", broken)
+    both.ours.batches = Batches("unpadded", "a test")
+    with pytest.raises(FtcliError, match="not the model's own") as error:
+        check_parity(both.ours, batch())
+    assert error.value.findings[0].code == "FT707"
+
+
+def test_groups_without_spread_are_found() -> None:
+    nothing = float("nan")
+    alike, other, whole = [0.1, 1.0], [0.1, 0.0], [0.7, nothing]
+    groups = [[alike] * 3, [other, alike, alike], [whole, [nothing] * 2, whole], [[nothing] * 2] * 3]
+    rewards = torch.tensor(groups).view(12, 2)
+    assert without_spread(rewards, torch.tensor([1.0, 0.5]), 3).tolist() == [True, False, True, True]
+    assert without_spread(rewards, torch.tensor([1.0, 0.0]), 3).tolist() == [True, True, True, True]
+
+
+def test_a_completion_without_a_prompt_is_scored_from_its_second_token() -> None:
+    ids = torch.arange(8).view(1, 8) + 5
+    mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0]])
+    scored = Scored.of(ids, mask, 4, [False])
+    assert scored.where.tolist() == [[False, True, True, False]]
+    for layout in ("padded", "unpadded"):
+        made = scored.batch(Batches(layout, "a test"), 0)  # type: ignore[arg-type]
+        assert (made["labels"][:, 1:] != -100).sum() == 2
