@@ -160,7 +160,12 @@ class GrpoConfig(Section):
     epsilon_high: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="Upper clip of the ratio; `epsilon` when absent."
     )
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = Field(default="dapo", description="Loss normalisation.")
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
+        default="dapo", description="TRL's losses: how ratios are clipped or weighed, and what the sum is divided by."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Whether each token has a ratio of its own, or each completion one (GSPO)."
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group", description="Over what the advantages' deviation is taken."
     )

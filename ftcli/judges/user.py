@@ -7,13 +7,13 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftcli.config import Recipe
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges.contained import UserCodeFailed, contained
 from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap
@@ -22,6 +22,14 @@ from ftcli.tables import layouts
 
 #: Integers from here on are told in words: Python refuses to write out those of more than 4,300 digits.
 _MOST_SHOWN = 10**40
+
+#: Arguments that judges get beside columns; no column may have such a name.
+RESERVED = frozenset(
+    (
+        *("prompt", "prompts", "completion", "completions", "completion_ids"),
+        *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
+    )
+)
 
 #: What a file defines: ``function(completions, prompts, **columns)`` gives a number, or None, for each completion.
 Function = Callable[..., Any]
@@ -103,6 +111,15 @@ def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     if "answer" not in columns and all(prompt.reference is not None for prompt in prompts):
         columns["answer"] = [prompt.reference for prompt in prompts]
     return columns
+
+
+def reserved_column(columns: Collection[str]) -> Finding | None:
+    """FT454 for a column that a reward could not be handed, since GRPO uses its name itself."""
+    clash = sorted(RESERVED & (set(columns) - layouts.conversation_columns()))
+    if not clash:
+        return None
+    message = f"the data has a column named {clash[0]!r}, which GRPO uses itself"
+    return Finding("FT454", message, help="rename it in the file")
 
 
 def judges_of(recipe: Recipe) -> dict[str, Function]:

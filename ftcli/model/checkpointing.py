@@ -14,7 +14,8 @@ All give the same bits. ``true`` and ``false`` are transformers' own setting, ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ from ftcli.tables.policies import PolicyName
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+#: Where transformers' layers have the function that runs them again.
+_FUNCTION = "_gradient_checkpointing_func"
 
 
 def use_checkpointing(
@@ -91,3 +95,19 @@ def _checkpoint_with(layer: Any, function: Any) -> None:
     if isinstance(layer, GradientCheckpointingLayer):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function
+
+
+@contextmanager
+def checkpointing_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """Puts back what transformers' switches make of layers inside: one that is switched off and on again has
+    transformers' own form of checkpointing, whatever form it had.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    kept = [(layer, layer.gradient_checkpointing, getattr(layer, _FUNCTION, None)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, on, function in kept:
+            layer.gradient_checkpointing = on
+            if function is not None:
+                setattr(layer, _FUNCTION, function)

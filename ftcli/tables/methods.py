@@ -31,7 +31,6 @@ class Method:
             that it trains on (:mod:`ftcli.preflight.checks.data`); None: the common ones.
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         scores_tasks: `eval.tasks` are scored before and after training.
-        takes_quantized: It can train adapters on a quantised base.
         packs: It supports ``data.packing`` and weights of sources.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
@@ -50,7 +49,6 @@ class Method:
     row_rules: str | None = None
     from_prompts: bool = False
     scores_tasks: bool = False
-    takes_quantized: bool = True
     packs: bool = True
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
@@ -102,7 +100,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             row_rules="ftcli.preflight.checks.grpo:check_rows",
             from_prompts=True,
             scores_tasks=True,
-            takes_quantized=False,
             packs=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
@@ -110,8 +107,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),
-                    # TRL switches checkpointing off for generation, and back on in transformers' form.
-                    "train.gradient_checkpointing": ("auto", True, False),
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),

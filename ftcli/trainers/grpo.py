@@ -19,6 +19,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.backbone import compute_context
+from ftcli.model.checkpointing import checkpointing_kept, use_checkpointing
 from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
@@ -60,7 +61,10 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self.phase = GENERATION
         self.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
         try:
-            with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
+            with (
+                checkpointing_kept(self.accelerator.unwrap_model(self.model)),
+                compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast),
+            ):
                 output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         except NotFinite as error:
             raise FtcliError.single(
@@ -200,6 +204,10 @@ def build_grpo_trainer(
     columns = columns_of([one.prompt for one in asked])
     rewards = build_rewards(grpo.rewards, columns)
     args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
+    train = job.recipe.train
+    use_checkpointing(
+        model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
+    )
     use_one_gpu(args, job.reporter)
     with config_kept(model):
         trainer = GrpoTrainer(
@@ -216,7 +224,7 @@ def build_grpo_trainer(
     trainer.aux_loss_enabled = False  # as in supervised training (FT318)
     trainer.tell_parity = tell_parity
     trainer.control_seed = job.recipe.run.seed if grpo.shuffle_rewards else None
-    trainer.bind(hooks, job.recipe.train)
+    trainer.bind(hooks, train)
     return trainer
 
 
@@ -246,6 +254,7 @@ def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence
         "epsilon": grpo.epsilon,
         "epsilon_high": grpo.epsilon_high,
         "loss_type": grpo.loss_type,
+        "importance_sampling_level": grpo.importance_sampling_level,
         "scale_rewards": grpo.scale_rewards,
         "num_iterations": grpo.num_iterations,
         "mask_truncated_completions": grpo.mask_truncated_completions,

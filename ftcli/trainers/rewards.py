@@ -8,17 +8,10 @@ from typing import Any
 
 from ftcli.config import RewardConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.judges import UserJudge, built_in, load_function, missing_answer
+from ftcli.judges import RESERVED, UserJudge, built_in, load_function, missing_answer, reserved_column
 from ftcli.tables import judges
 
 Score = Callable[..., list[float | None]]
-#: Arguments that TRL itself passes to a reward; no column may have such a name.
-RESERVED = frozenset(
-    (
-        *("prompt", "prompts", "completion", "completions", "completion_ids"),
-        *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +34,9 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
             column that the data lacks; FT454 (exit 4) for columns with reserved names. The functions raise FT455 (exit
             4) when a user's function does not return one number, or None, for each completion.
     """
-    clash = sorted(RESERVED & set(columns))
-    if clash:
-        raise FtcliError.single(
-            "FT454",
-            f"the data has a column named {clash[0]!r}, which GRPO uses itself",
-            exit_code=ExitCode.DATA,
-            help="rename it in the file",
-        )
+    taken = reserved_column(columns)
+    if taken is not None:
+        raise FtcliError([taken], ExitCode.DATA)
     built: list[Reward] = []
     for config in rewards:
         name = config.use or str(config.file).rpartition(":")[2]

@@ -32,6 +32,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
         "lora": {"r": 4, "init_lora_weights": "pissa"},
     },
+    "QLoRA, ratios of completions": {
+        "quantization": {"method": "nf4"},
+        "grpo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.02},
+    },
+    "fp8, on the kernels' torch form, few kept": {
+        "quantization": {"method": "fp8"},
+        "model": {"kernels": "reference"},
+        "train": {"gradient_checkpointing": "selective", "uncheckpointed_layers": 1},
+        "grpo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    },
+    "full": {"lora": None, "grpo": {"loss_type": "grpo"}, "train": {"gradient_checkpointing": "offload"}},
     "DoRA on a few layers, plateau": {
         "train": {
             "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -46,8 +57,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
     change = dict(SETTINGS[name])
-    train = {"max_steps": 5, "gradient_accumulation_steps": 1, **change.pop("train")}
-    recipe = user.recipe("r", train=train, grpo=GRPO, data=DATA, checkpoint={"every_steps": 3}, **change)
+    train = {"max_steps": 5, "gradient_accumulation_steps": 1, **change.pop("train", {})}
+    grpo = {**GRPO, **change.pop("grpo", {})}
+    recipe = user.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3}, **change)
     user.done("grpo", recipe)
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     if "lr_scheduler_kwargs" in train:
@@ -61,6 +73,10 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
     [
         ({"lora": {"init_lora_weights": "pissa"}, "grpo": {**GRPO, "beta": 0.1}}, "FT274", "without adapters"),
         ({"train": {"neftune_noise_alpha": 5.0}}, "FT250", "not supported by GRPO"),
+        ({"grpo": {**GRPO, "top_p": 0.9}}, "FT277", "grpo.top_p: 0.9 cuts tokens off"),
+        ({"grpo": {**GRPO, "top_k": 20}}, "FT277", "grpo.top_k: 20 cuts tokens off"),
+        ({"grpo": {**GRPO, "loss_type": "cispo"}}, "FT276", "which is not set"),
+        ({"grpo": {**GRPO, "loss_type": "sapo", "epsilon": 0.1}}, "FT276", "grpo.epsilon is not read"),
         ({"train": {"train_sampling_strategy": "group_by_length"}}, "FT250", "not supported by GRPO"),
         (
             {"train": {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"min_lr": 0.0, "max_lr": 1.0}},

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
-from ftcli.judges import missing_answer
+from ftcli.judges import missing_answer, reserved_column
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.crossfield import extract_findings, pattern_findings
 from ftcli.preflight.checks.data import FirstRows
@@ -16,7 +16,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265, FT270 and FT274, and FT451 and FT452 for reward files."""
+    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277; and FT451, FT452 for reward files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return
@@ -38,6 +38,8 @@ def check(context: Context) -> Findings:
             f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}",
             help="clip-higher means an upper clip above the lower one, such as 0.28 over 0.2",
         )
+    yield from _clips(context, grpo)
+    yield from _sampling(context, grpo)
     if not grpo.rewards:
         yield context.error(
             "FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help="add `- use: exact_match`"
@@ -47,11 +49,16 @@ def check(context: Context) -> Findings:
 
 
 def check_rows(context: Context, first: FirstRows) -> Findings:
-    """FT453 for rewards that compare with a column which the rows of ``data.train`` do not have."""
+    """FT453 for rewards that compare with a column which the rows of ``data.train`` do not have; FT454 for columns of
+    names that are taken.
+    """
     grpo = context.recipe.grpo
     if grpo is None:
         return
     columns = set.intersection(*(set(row.fields) for row in first.rows))
+    taken = reserved_column(columns)
+    if taken is not None:
+        yield replace(taken, origin=first.rows[0].origin)
     if first.layout is not None and layouts.row(first.layout).asks:
         columns.add("answer")  # judges get the row's answer under this name
     for reward in grpo.rewards:
@@ -96,6 +103,52 @@ def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
             f"{grpo.max_completion_length} = {total} exceeds data.max_seq_len {longest}",
             help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
         )
+
+
+#: Losses that clip no ratio, and the keys that they do not read.
+_UNREAD_CLIPS = {
+    "cispo": ("epsilon",),
+    "sapo": ("epsilon", "epsilon_high"),
+    "vespo": ("epsilon", "epsilon_high", "importance_sampling_level"),
+}
+
+
+def _clips(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT276. TRL 1.16, GRPOTrainer._compute_loss."""
+    loss = grpo.loss_type
+    for name in _UNREAD_CLIPS.get(loss, ()):
+        if context.says(f"grpo.{name}"):
+            message = f"grpo.{name} is not read by grpo.loss_type: {loss}"
+            yield context.error("FT276", f"grpo.{name}", message, help="remove it")
+    if loss == "cispo" and (grpo.epsilon_high is None or grpo.epsilon_high < 1):
+        yield context.error(
+            "FT276",
+            "grpo.epsilon_high",
+            "grpo.loss_type: cispo cuts the ratio itself at grpo.epsilon_high, "
+            + ("which is not set" if grpo.epsilon_high is None else f"and {grpo.epsilon_high:g} is below every ratio"),
+            help="use grpo.epsilon_high: 5.0",
+        )
+    if loss == "luspo" and grpo.importance_sampling_level == "token":
+        yield context.warning(
+            "FT276",
+            "grpo.importance_sampling_level",
+            "grpo.loss_type: luspo was described for ratios of whole completions, and here each token has its own",
+            help="use grpo.importance_sampling_level: sequence",
+        )
+
+
+def _sampling(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT277: completions from a distribution that the log-probabilities of training are not those of."""
+    for name, on in (("top_p", grpo.top_p < 1), ("top_k", grpo.top_k > 0)):
+        if on:
+            value = f"grpo.{name}: {getattr(grpo, name):g}"
+            yield context.error(
+                "FT277",
+                f"grpo.{name}",
+                f"{value} cuts tokens off when completions are sampled, and the log-probabilities that are trained on "
+                "know nothing of it: ratios and gradients would be those of another policy",
+                help=f"remove grpo.{name}; grpo.temperature counts in both",
+            )
 
 
 def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:

@@ -61,9 +61,6 @@ def _method(context: Context) -> Findings:
         if value not in usable:
             help = "remove it" if usable == (None,) else f"use {', '.join(shown(v) for v in usable)}"
             yield context.error("FT250", path, f"{path}: {shown(value)} is not supported by {method.title}", help)
-    if not method.takes_quantized and quantizations.row(recipe.quantization.method).freezes_base:
-        usable = quantizations.supported(freezes_base=False)
-        yield _not_yet(context, "quantization.method", recipe.quantization.method, usable)
 
 
 def _processes(launch: LaunchConfig) -> tuple[int, ...]:

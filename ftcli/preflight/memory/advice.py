@@ -173,10 +173,10 @@ def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
 
 def _smallest_base(setup: Setup) -> Settings:
     """Adapters on the quantised base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
-    is quantised already, or the method trains none.
+    is quantised already.
     """
     now = quantizations.row(setup.recipe.quantization.method)
-    if setup.device.kind != "cuda" or now.freezes_base or not setup.method.takes_quantized:
+    if setup.device.kind != "cuda" or now.freezes_base:
         return {}
     sizes = {}
     for name in quantizations.supported(freezes_base=True):

@@ -220,15 +220,6 @@ def test_leaving_out_fewer_layers_is_proposed(case: Callable[..., Case]) -> None
     assert any("train.uncheckpointed_layers=0" in text and "max_seq_len" not in text for text in helps), helps
 
 
-def test_grpo_runs_whole_layers_again_or_none(case: Callable[..., Case]) -> None:
-    made = case("model: {name_or_path: mistralai/Mistral-7B-v0.3}\n" + GRPO)
-    estimate = made.estimate(False, work="grpo")
-    needed = max(estimate.phase_bytes(phase) for phase in estimate.phases if phase != "generation")
-    assert made.choice(with_room_for(needed), "grpo").policy is False
-    assert made.choice(just_short_of(needed), "grpo").policy is True
-    assert made.choice(with_room_for(needed // 100), "grpo").policy is True
-
-
 def test_a_cpu_recomputes_only_what_it_has_no_room_for(case: Callable[..., Case]) -> None:
     made = case("lora: {r: 4}\n" + "data: {train: [a], max_seq_len: 2048}\n")
     cpu = replace(named_device("cpu"), memory_bytes=2**37, free_bytes=2**37)

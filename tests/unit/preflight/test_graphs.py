@@ -46,7 +46,6 @@ def test_small_micro_batches_run_as_graphs(setup: Callable[..., Setup]) -> None:
         (("model.kernels=off",), "h100", "train", "the layers are not on Triton kernels"),
         (("lora=null",), "h100", "train", "the layers are not on Triton kernels"),
         ((), "cpu", "train", "the layers are not on Triton kernels"),
-        ((), "h100", "grpo", "the layers are not on Triton kernels"),
         ((), "h100", "eval", "nothing is trained"),
     ],
 )

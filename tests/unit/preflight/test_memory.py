@@ -92,7 +92,7 @@ def test_only_capped_scores_without_a_kernel_grow_with_the_square_of_the_length(
         ("google/gemma-2-9b", LORA + "#kernels: off", "h100", "train", ("transformers", "eager")),
         ("google/gemma-2-9b", LORA + "#kernels: reference", "cpu", "train", ("reference", "eager")),
         ("meta-llama/Llama-3.1-8B", LORA, "h100", "train", ("fused", "sdpa")),
-        ("meta-llama/Llama-3.1-8B", LORA, "h100", "grpo", ("transformers", "sdpa")),
+        ("meta-llama/Llama-3.1-8B", LORA, "h100", "grpo", ("fused", "sdpa")),
         ("microsoft/bitnet-b1.58-2B-4T", LORA, "h100", "train", ("transformers", "sdpa")),
     ],
 )
@@ -176,7 +176,7 @@ def test_full_fine_tuning_ends_its_backward_with_the_embeddings(case: Callable[.
         ("h200", "auto", "train", 4, 32),
         ("h200", "off", "train", 2, 32),
         ("h200", "auto", "eval", 2, 32),
-        ("h200", "auto", "grpo", 2, 32),
+        ("h200", "auto", "grpo", 4, 32),
         ("a100-80gb", "auto", "train", 4, 8.125),
         ("b200", "auto", "train", 4, 8.125),
         ("cpu", "auto", "train", 0, 0),

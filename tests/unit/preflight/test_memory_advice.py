@@ -80,7 +80,7 @@ def test_then_checkpointing_then_length(case: Callable[..., Case]) -> None:
         ("offload", "auto", "h100", "train", ()),
         ("false", "off", "h100", "train", (True, "offload")),
         ("selective", "off", "h100", "train", ("offload",)),
-        ("false", "auto", "h100", "grpo", (True,)),
+        ("false", "auto", "h100", "grpo", ("selective", "offload")),
         ("false", "auto", "cpu", "train", (True,)),
         ("true", "auto", "cpu", "train", ()),
     ],
