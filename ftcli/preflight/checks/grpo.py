@@ -16,7 +16,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277; and FT451, FT452 for reward files."""
+    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277; FT451, FT452 for reward files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return

@@ -172,7 +172,7 @@ def graph_pool(setup: Setup, settled: Settled) -> int:
     """What CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
     if not setup.graphed:
         return 0
-    setting = setup.setting(setup.largest[1], padded=setup.padded or _masked_densely(setup))
+    setting = setup.setting(setup.largest[1], padded=_masked_densely(setup))
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
     a_token = max(layer.workspace, whole.workspace) + (_kept(setup, layer, whole) + _shared(setup)) / setup.tokens
     return int(setup.graph_tokens * a_token) + _dequantized(setup, settled)
