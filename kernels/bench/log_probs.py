@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=20_000)
     parser.add_argument("--tiles", nargs="*", default=[], metavar="ROWSxCOLUMNS")
+    parser.add_argument("--against", nargs="*", default=["TRL", "Liger"], help="beginnings of contenders' names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that everything runs")
@@ -166,7 +167,8 @@ def main() -> None:
     sizes = (3, 40, 64, 1000) if arguments.tiny else (arguments.rows, arguments.length, shape.hidden, shape.vocabulary)
     batch = Batch.random(*sizes, device)
     tiles = [tuple(int(part) for part in text.split("x")) for text in arguments.tiles]
-    named = contenders(batch, tiles)  # type: ignore[arg-type]
+    made = contenders(batch, tiles)  # type: ignore[arg-type]
+    named = {name: loss for name, loss in made.items() if name.startswith(("ours", *arguments.against))}
     usable = {name: loss for name, loss in named.items() if _runs(batch, name, loss)}
     result: dict[str, Any] = {"accuracy": accuracy(batch), "gradient": agree(batch, usable)}
     result["peak_gib"] = {name: peak(batch, loss) / 2**30 for name, loss in usable.items()}
