@@ -81,9 +81,13 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: None, *_: Any, **__: Any
-    ) -> tuple[list[list[int]], None]:
-        """Tokens of one completion for each prompt, by our engine in place of TRL's call of ``generate``."""
-        return self.rollouts.complete(prompt_ids, self.state.global_step), None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Tokens of one completion for each prompt, by our engine in place of TRL's call of ``generate``, and their
+        log-probabilities where the engine knows them all.
+        """
+        found = self.rollouts.complete(prompt_ids, self.state.global_step)
+        known = all(len(one.logprobs) == len(one.tokens) for one in found)
+        return [one.tokens for one in found], [one.logprobs for one in found] if known else None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)

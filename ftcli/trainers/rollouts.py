@@ -12,7 +12,7 @@ from ftcli.config import GrpoConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.generation.forward import cache_shape, product_dtype
 from ftcli.generation.opening import Opened, open_generator
-from ftcli.generation.requests import Request, Stops
+from ftcli.generation.requests import Completion, Request, Stops
 from ftcli.generation.stopping import Stopping
 from ftcli.job import Job
 from ftcli.preflight.memory.terms import GENERATION
@@ -40,7 +40,7 @@ class Rollouts:
         self._step = -1
         self._in_step = 0
 
-    def complete(self, prompts: Sequence[Sequence[int]], step: int) -> list[list[int]]:
+    def complete(self, prompts: Sequence[Sequence[int]], step: int) -> list[Completion]:
         """One completion for each prompt, its stop token included. Equal neighbours are computed once.
 
         Args:
@@ -62,7 +62,7 @@ class Rollouts:
         opened = self._open(min(len(prompts), MOST_ROWS))
         stopping = Stopping(Stops(frozenset(self._job.stops)), None)
         completions = opened.generator.complete(requests, sampling, stopping)
-        return [one.tokens for each in completions for one in each]
+        return [one for each in completions for one in each]
 
     def _open(self, rows: int) -> Opened:
         if self._opened is not None:
