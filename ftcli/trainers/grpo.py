@@ -52,6 +52,8 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     control_seed: int | None = None
     #: Is told how well log-probabilities agree, before the first step of this process; None once that is known.
     tell_parity: Callable[[Parity], None] | None = None
+    #: The step whose weights the completions in use were sampled with, where it was this process.
+    _sampled_at: int | None = None
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
@@ -75,6 +77,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
                 help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
             ) from error
         self.phase = FORWARD
+        self._sampled_at = self.state.global_step
         # Equal rewards leave rounding in the advantages, which a division by no spread at all makes larger.
         output["advantages"] = output["advantages"].masked_fill(self._own_rows(self._alike), 0.0)
         return output
@@ -161,7 +164,8 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         """TRL's loss under our precision plan, watched for NaN."""
         self.count_tokens(inputs["completion_mask"])
         if self.tell_parity is not None:
-            self.tell_parity(check_parity(self, inputs))
+            fresh = self._sampled_at == self.state.global_step  # weights have moved since others were sampled
+            self.tell_parity(check_parity(self, inputs, inputs.get("sampling_per_token_logps") if fresh else None))
             self.tell_parity = None
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -58,8 +58,12 @@ class Parity:
 
 
 @torch.no_grad()
-def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor]) -> Parity:
+def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor], sampled: Tensor | None) -> Parity:
     """Compares on a few rows of ``inputs``, a micro-batch as TRL makes it; the model leaves as it came.
+
+    Args:
+        sampled: (B, C), the log-probabilities that the sampler says its tokens had under the weights as they are now;
+            None where it is not known.
 
     Raises:
         FtcliError: FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
@@ -82,7 +86,6 @@ def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor]) -> Parity:
     mine = ours[mask.bool()]
     if not bool(torch.isfinite(mine).all()):
         return Parity(len(chosen), len(mine), 0.0, 0.0, None, None, allowed(model, plan))  # FT702 names it
-    sampled = inputs.get("sampling_per_token_logps")
     theirs = None if sampled is None else sampled[chosen, :LONGEST][mask.bool()]
     found = _compared(len(chosen), mine, torch.cat([*plain, mine[:0]]), theirs, allowed(model, plan))
     _require(found)

@@ -226,7 +226,7 @@ def test_log_probabilities_agree_before_the_first_step(both: Both) -> None:
     real = inputs["completion_mask"].bool()
     done = patch(both.model, "reference")
     both.ours.batches = Batches("unpadded", "a test")
-    found = check_parity(both.ours, inputs)
+    found = check_parity(both.ours, inputs, None)
     assert (found.rows, found.tokens, found.sampler_mean) == (2, 13, None)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -234,9 +234,9 @@ def test_log_probabilities_agree_before_the_first_step(both: Both) -> None:
     with torch.no_grad():
         said, _, _ = both.ours._get_per_token_logps_and_entropies(both.model, ids, mask, 7)
     both.model.train()
-    assert check_parity(both.ours, {**inputs, "sampling_per_token_logps": said}).sampler_mean < 1e-5
+    assert check_parity(both.ours, inputs, said).sampler_mean < 1e-5
     with pytest.raises(FtcliError, match="completions were sampled with") as error:
-        check_parity(both.ours, {**inputs, "sampling_per_token_logps": said + real * 0.5})
+        check_parity(both.ours, inputs, said + real * 0.5)
     assert error.value.findings[0].code == "FT708"
     assert both.model.training
     done.undo()
@@ -257,7 +257,7 @@ def test_a_fault_in_the_training_pass_stops_the_run(both: Both, fault: str, monk
     monkeypatch.setattr(policy, "next_token_log_probs" if fault == "temperature" else "hidden_states", broken)
     both.ours.batches = Batches("unpadded", "a test")
     with pytest.raises(FtcliError, match="not the model's own") as error:
-        check_parity(both.ours, batch())
+        check_parity(both.ours, batch(), None)
     assert error.value.findings[0].code == "FT707"
 
 
