@@ -19,6 +19,7 @@ from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, Stopped
 from ftcli.data.presence import PROBE, Part, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Example, Message, Row, Switches, data_error, surrogate
@@ -118,13 +119,7 @@ class Renderer:
         Raises FtcliError: FT421 no template, FT422 with the template's own words, FT425 for a role that it lacks.
         """
         if not self._template and not self._tokenizer.chat_template:
-            raise FtcliError.single(
-                "FT421",
-                "the tokenizer has no chat template, so a conversation has no defined text",
-                exit_code=ExitCode.DATA,
-                origin=row.origin,
-                help="name one with data.chat_template, or train on rows of format prompt_completion or text",
-            )
+            raise FtcliError([no_template_finding(row.origin)], ExitCode.DATA)
         try:
             return self.apply(messages, tools, generation_prompt)
         except REFUSALS as error:

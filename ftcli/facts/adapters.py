@@ -194,3 +194,24 @@ _NAMES = "use the end of a module's path, such as q_proj or layers.0.self_attn.q
 def problem_finding(problem: Problem, origin: Origin | None) -> Finding:
     """FT338 for a setting that means nothing for a model, FT264 for an expression that takes too long."""
     return Finding(problem.code, f"lora.{problem.key}: {problem.message}", origin, problem.help)
+
+
+def head_finding(target: str, origin: Origin | None = None) -> Finding:
+    """FT312 for a name in ``lora.target_modules`` that is the head's or the embedding's."""
+    message = f"adapters on {target} are not supported: the loss reads the head's weight itself"
+    return Finding("FT312", message, origin, "train it whole with lora.modules_to_save")
+
+
+def no_module_finding(name: str, ends: Sequence[str], origin: Origin | None = None) -> Finding:
+    """FT313 for a name in ``lora.modules_to_save``; ``ends`` are the names of embedding and head."""
+    message = f"lora.modules_to_save: no module of the language model has a name that ends in {name}"
+    return Finding("FT313", message, origin, f"use some of: {', '.join(ends)}, norm")
+
+
+def half_of_a_pair_finding(name: str, origin: Origin | None = None) -> Finding:
+    """FT314 for one side of tied embeddings in ``lora.modules_to_save``."""
+    message = (
+        f"the model shares one matrix between embedding and head: a trained copy of {name} alone would part them, and "
+        "no export could join them again"
+    )
+    return Finding("FT314", message, origin, "remove it from lora.modules_to_save, or fine-tune fully")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import Origin
+from ftcli.errors import Finding, Origin
 from ftcli.facts.config_file import preflight_error, read_json
 
 _MAX_TOKENIZER_BYTES = 256 * 2**20
@@ -73,3 +73,19 @@ def _size(path: Path, origin: Origin | None) -> int | None:
 def _text(value: Any) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
+
+
+def no_stop_finding(where: str, origin: Origin | None = None) -> Finding:
+    """FT322 for a tokenizer without an end-of-sequence token; ``where`` it is, as words for people."""
+    message = f"the tokenizer {where} has no end-of-sequence token, so a model could never learn to stop"
+    return Finding("FT322", message, origin, "set eos_token in its tokenizer_config.json")
+
+
+def no_template_finding(origin: Origin | None) -> Finding:
+    """FT421 for conversations under a tokenizer without a chat template."""
+    return Finding(
+        "FT421",
+        "the tokenizer has no chat template, so a conversation has no defined text",
+        origin,
+        "name one with data.chat_template, or train on rows of format prompt_completion or text",
+    )

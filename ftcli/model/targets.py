@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.adapters import Choice, Problem, problem_finding, problems
+from ftcli.facts.adapters import (
+    Choice,
+    Problem,
+    half_of_a_pair_finding,
+    head_finding,
+    no_module_finding,
+    problem_finding,
+    problems,
+)
 from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
 
@@ -157,9 +165,10 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
         everywhere = [name for name, _ in model.named_modules() if name.endswith(target)]
         meant = [name for name in everywhere if name in own]
         if not meant:
-            raise _no_such_module(model, target)
+            ends = [name.rpartition(".")[2] for name in _ends(model)]
+            raise FtcliError([no_module_finding(target, ends)], ExitCode.PREFLIGHT)
         if _is_tied(model) and set(meant) & set(_ends(model)):
-            raise _half_of_a_pair(target)
+            raise FtcliError([half_of_a_pair_finding(target)], ExitCode.PREFLIGHT)
         names += [target] if meant == everywhere else meant
     return names
 
@@ -291,12 +300,7 @@ def _names(target: str, name: str) -> bool:
 
 def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) -> FtcliError:
     if any(_names(target, end) for end in _ends(model)):
-        return FtcliError.single(
-            "FT312",
-            f"adapters on {target} are not supported: the loss reads the head's weight itself",
-            exit_code=ExitCode.PREFLIGHT,
-            help="train it whole with lora.modules_to_save",
-        )
+        return FtcliError([head_finding(target)], ExitCode.PREFLIGHT)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     close = get_close_matches(target, leaves, 1)
     listed = f"the language model of this {model.config.model_type} has: {', '.join(leaves)}"
@@ -305,23 +309,4 @@ def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) ->
         f"lora.target_modules: no linear layer of the language model is named {target}",
         exit_code=ExitCode.PREFLIGHT,
         help=f"did you mean {close[0]}? {listed}" if close else f"use all-linear; {listed}",
-    )
-
-
-def _no_such_module(model: PreTrainedModel, target: str) -> FtcliError:
-    return FtcliError.single(
-        "FT313",
-        f"lora.modules_to_save: no module of the language model has a name that ends in {target}",
-        exit_code=ExitCode.PREFLIGHT,
-        help=f"use some of: {', '.join(name.rpartition('.')[2] for name in _ends(model))}, norm",
-    )
-
-
-def _half_of_a_pair(target: str) -> FtcliError:
-    return FtcliError.single(
-        "FT314",
-        f"the model shares one matrix between embedding and head: a trained copy of {target} alone would part them, "
-        "and no export could join them again",
-        exit_code=ExitCode.PREFLIGHT,
-        help="remove it from lora.modules_to_save, or fine-tune fully",
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ftcli.assets import asset, bundled
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, FtcliError, Unwinding, first_line
+from ftcli.facts.tokenizer import no_stop_finding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,12 +46,7 @@ def load_tokenizer(model: ModelConfig, *, offline: bool) -> PreTrainedTokenizerB
 def require_stop(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Raises FtcliError FT322 (exit 3) for a tokenizer without an end-of-sequence token."""
     if tokenizer.eos_token_id is None:
-        raise FtcliError.single(
-            "FT322",
-            f"the tokenizer of {source} has no end-of-sequence token, so a model could never learn to stop",
-            exit_code=ExitCode.PREFLIGHT,
-            help="set eos_token in its tokenizer_config.json",
-        )
+        raise FtcliError([no_stop_finding(f"of {source}")], ExitCode.PREFLIGHT)
 
 
 def read_tokenizer(source: str, *, revision: str | None = None, offline: bool) -> PreTrainedTokenizerBase:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Severity
 from ftcli.facts.model import ModelFacts
+from ftcli.facts.tokenizer import no_template_finding
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.prompted import asked, is_bare
@@ -181,12 +182,7 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
         yield from code_of(context.method.row_rules)(context, first)
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if first.is_chat and not templated and context.recipe.data.chat_template is None:
-        yield Finding(
-            "FT421",
-            "the tokenizer has no chat template, so a conversation has no defined text",
-            origin,
-            "name one with data.chat_template, or train on rows of format prompt_completion or text",
-        )
+        yield no_template_finding(origin)
 
 
 def _has_loss(first: FirstRows, loss_on: str) -> bool:

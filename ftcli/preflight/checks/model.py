@@ -5,10 +5,18 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ftcli.errors import Finding
-from ftcli.facts.adapters import problem_finding, problems, targets_of
+from ftcli.facts.adapters import (
+    half_of_a_pair_finding,
+    head_finding,
+    no_module_finding,
+    problem_finding,
+    problems,
+    targets_of,
+)
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.quantization import stored_method
 from ftcli.facts.shape import ModelShape
+from ftcli.facts.tokenizer import no_stop_finding
 from ftcli.facts.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
@@ -182,12 +190,7 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
 
 def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
     if target in TABLES:
-        yield context.error(
-            "FT312",
-            path,
-            f"adapters on {target} are not supported: the loss reads the head's weight itself",
-            help="train it whole with lora.modules_to_save",
-        )
+        yield head_finding(target, context.origins.at(path))
     elif not shape.adapted((target,)):
         leaves = [linear.leaf for linear in shape.linears]
         close = get_close_matches(target, leaves, 1)
@@ -203,20 +206,9 @@ def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, t
 def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: str, name: str) -> Findings:
     method = context.recipe.quantization.method
     if name in TABLES and shape.tied:
-        yield context.error(
-            "FT314",
-            path,
-            f"{facts.name} shares one matrix between embed_tokens and lm_head: a trained copy of {name} alone would "
-            "part them, and no export could join them again",
-            help="remove it from lora.modules_to_save, or fine-tune fully",
-        )
+        yield half_of_a_pair_finding(name, context.origins.at(path))
     elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
-        yield context.error(
-            "FT313",
-            path,
-            f"lora.modules_to_save: {facts.name} has no module {name}",
-            help=f"use some of: {', '.join(TABLES)}, norm",
-        )
+        yield no_module_finding(name, TABLES, context.origins.at(path))
     elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
         yield context.error(
             "FT271",
@@ -254,12 +246,7 @@ def _tokenizer(context: Context, facts: ModelFacts, path: str) -> Findings:
             help="use the tokenizer that belongs to the model",
         )
     if tokenizer.eos_token is None:
-        yield context.error(
-            "FT322",
-            path,
-            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token, so a model could never learn to stop",
-            help="set eos_token in its tokenizer_config.json",
-        )
+        yield no_stop_finding(f"in {tokenizer.folder}", context.origins.at(path))
     elif tokenizer.pad_token is None or tokenizer.pad_token == tokenizer.eos_token:
         yield context.note(
             "FT324",

@@ -165,3 +165,17 @@ def test_hub_front_matter_is_valid_for_the_hub(run: RunDirectory) -> None:
     assert card.data.base_model == "google/gemma-2-9b"
     assert card.data.library_name == "peft"
     assert card.data.license == "gemma"
+
+
+def test_every_setting_that_a_card_names_is_one() -> None:
+    """The card chooses by name what everybody looks for: a key that is renamed must not vanish from it in silence."""
+    from ftcli.config.schema import RecipeSchema
+    from ftcli.run.card import settings
+
+    keys = list(RecipeSchema().keys())
+    sections = {key.partition(".")[0] for key in keys}
+    assert {*settings._ALWAYS, *settings._ELSEWHERE} <= set(keys)
+    assert set(settings._SECTIONS) <= sections
+    assert {name.partition(".")[0] for name in settings._ALWAYS} <= set(settings._SECTIONS)
+    not_of_training = {"run", "model", "eval", "export", "checkpoint", "logging", "launch"}
+    assert sections - {"version", "extends"} == set(settings._SECTIONS) | not_of_training, "a new section: in the card?"
