@@ -135,11 +135,26 @@ class RewardConfig(Section):
         default=None,
         description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
     )
-    answer: str = Field(default="answer", description="exact_match, contains: the column with the right answer.")
+    answer: str = Field(
+        default="answer",
+        description="exact_match, contains: the column with the right answer; python_tests: with tests.",
+    )
     extract: str | None = Field(
         default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
     )
     pattern: str | None = Field(default=None, description="regex: 1 where the completion matches, else 0.")
+    min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
+        default=None, description="length: fewest characters that pass; 0 when absent."
+    )
+    max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
+        default=None, description="length: most characters that pass."
+    )
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        default=None, description="python_tests: seconds of each program; 5 when absent."
+    )
+    memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
+        default=None, description="python_tests: MiB of address space of each program; 512 when absent."
+    )
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
     args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
 

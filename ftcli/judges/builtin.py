@@ -1,10 +1,10 @@
-"""Judges that need no code of the user's. Completions are untrusted text: they are compared, never run."""
+"""Judges that need no code of the user's. Completions are untrusted text: they are compared, and not run here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ftcli.config import RewardConfig, TaskConfig
 from ftcli.errors import Finding
@@ -19,7 +19,7 @@ class BuiltIn(Protocol):
     ``answers`` has one known answer for each completion.
     """
 
-    def __call__(self, completions: Sequence[str], answers: Sequence[str], **options: str) -> list[float | None]: ...
+    def __call__(self, completions: Sequence[str], answers: Sequence[str], **options: Any) -> list[float | None]: ...
 
 
 class Bound(Protocol):
@@ -66,6 +66,13 @@ def regex(completions: Sequence[str], answers: Sequence[str], pattern: str) -> l
     """Passes where ``pattern`` is found (:meth:`ftcli.judges.patterns.Pattern.search`)."""
     expression = Pattern(pattern)
     return [_found(text, expression) for text in completions]
+
+
+def length(
+    completions: Sequence[str], answers: Sequence[str], max_chars: int, min_chars: int = 0
+) -> list[float | None]:
+    """Passes for at least ``min_chars`` and at most ``max_chars`` characters, surrounding space aside."""
+    return [float(min_chars <= len(text.strip()) <= max_chars) for text in completions]
 
 
 def json_valid(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -31,7 +33,8 @@ RESERVED = frozenset(
     )
 )
 
-#: What a file defines: ``function(completions, prompts, **columns)`` gives a number, or None, for each completion.
+#: What a file defines: ``function(completions, prompts, **columns)`` gives a number, or None, for each completion. It
+#: may be ``async``.
 Function = Callable[..., Any]
 
 
@@ -64,6 +67,8 @@ class UserJudge:
         try:
             with contained():
                 result = self.function(completions=list(completions), prompts=list(prompts), **given)
+                if inspect.iscoroutine(result):
+                    result = asyncio.run(result)
         except UserCodeFailed as error:
             first = completions[0][:200] if completions else ""
             raise self._bad(f"{error} (first completion: {first!r})") from error

@@ -38,6 +38,10 @@ TABLE: Mapping[str, Judge] = MappingProxyType(
         "contains": Judge("ftcli.judges.builtin:contains", compares=True),
         "regex": Judge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",)),
         "json_valid": Judge("ftcli.judges.builtin:json_valid"),
+        "length": Judge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
+        "python_tests": Judge(
+            "ftcli.judges.python_tests:python_tests", compares=True, options=("timeout", "memory_mb")
+        ),
     }
 )
 

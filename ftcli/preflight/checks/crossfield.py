@@ -102,6 +102,7 @@ def _tasks(context: Context) -> Findings:
             )
         yield from pattern_findings(context, path, task)
         yield from extract_findings(context, path, task)
+        yield from number_findings(context, path, task)
         yield from _judge(context, path, task)
 
 
@@ -139,6 +140,23 @@ def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardCon
         yield context.error("FT264", f"{path}.pattern", f"a pattern is only read by {readers}", help="remove it")
     elif judged.pattern is not None:
         yield from regex_findings(context, f"{path}.pattern", judged.pattern)
+
+
+#: Options with a number, which need no look at their value.
+_NUMBERS = ("min_chars", "max_chars", "timeout", "memory_mb")
+
+
+def number_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
+    """FT265: numbers that a judge does not read, or lacks."""
+    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
+    judge = judges.row(use) if use is not None and judged.file is None else None
+    for name in _NUMBERS:
+        given = getattr(judged, name) is not None
+        if given and (judge is None or name not in judge.reads):
+            readers = " and ".join(f"`use: {reader}`" for reader in judges.readers(name))
+            yield context.error("FT265", f"{path}.{name}", f"`{name}` is only read by {readers}", help="remove it")
+        elif judge is not None and name in judge.needs and not given:
+            yield context.error("FT265", path, f"`use: {use}` needs {name}", help=f"add `{name}:`")
 
 
 def extract_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:

@@ -92,3 +92,25 @@ def test_preflight_says_the_same_of_both(
 def test_a_task_that_does_not_read_extract_is_refused(context: Callable[..., Any]) -> None:
     ready = context("data: {eval: [e.jsonl]}\neval: {tasks: [{use: contains, extract: '(a)'}]}\n", command="eval")
     assert [f.code for f in crossfield.check(ready)] == ["FT767"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use": "length"}, "`use: length` needs max_chars"),
+        ({"use": "contains", "max_chars": 3}, "`max_chars` is only read by `use: length`"),
+        ({"use": "json_valid", "timeout": 3}, "`timeout` is only read by `use: python_tests`"),
+    ],
+)
+def test_numbers_belong_to_their_judges(options: dict[str, Any], said: str, context: Callable[..., Any]) -> None:
+    made = context("data: {train: [a.jsonl]}\n", command="grpo")
+    for kind in (RewardConfig, TaskConfig):
+        (finding,) = crossfield.number_findings(made, "eval.tasks.0", kind.model_validate(options))
+        assert (finding.code, finding.message) == ("FT265", said)
+
+
+def test_length_is_that_of_the_text_without_space_around() -> None:
+    options = {"use": "length", "min_chars": 2, "max_chars": 3}
+    (reward,) = build_rewards([RewardConfig.model_validate(options)], [])
+    texts = ["", " a ", "ab\n", "abc", "abcd", "ä🙂"]
+    assert reward.function(prompts=["p"] * 6, completions=texts) == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]

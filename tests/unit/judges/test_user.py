@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -100,3 +101,19 @@ def test_no_command_exits_0_without_its_result(tmp_path: Path, ending: str) -> N
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 4, done.stderr
     assert "error[FT765]" in done.stderr
+
+
+def test_a_function_may_be_async() -> None:
+    async def score(completions: list[str], prompts: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    assert UserJudge("a.py:score", score).scores(["a", "bc"], ["p", "p"], {}) == [1.0, 2.0]
+
+
+def test_what_an_async_function_raises_is_its_error() -> None:
+    async def score(completions: list[str], prompts: list[str]) -> list[float]:
+        raise KeyError("gone")
+
+    with pytest.raises(FtcliError, match="raised KeyError: 'gone'"):
+        UserJudge("a.py:score", score).scores(["a"], ["p"], {})
