@@ -52,7 +52,7 @@ class ModelConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """How the frozen base weights are stored."""
+    """How the base weights are stored or, by a method that trains them, rounded."""
 
     method: Annotated[str, Word(quantizations.names)] = Field(default="none", description="Storage format.")
     double_quant: bool = Field(default=True, description="NF4: quantise the scales as well.")
@@ -60,6 +60,11 @@ class QuantizationConfig(Section):
         default=False,
         description="NF4: hold the layers' numbers in the compute dtype, which takes a bf16 model's memory and saves "
         "dequantising; `auto` does so for as many layers as there is ample room for.",
+    )
+    lambda_warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="BitNet: steps over which training goes from exact to quantised values, in equal parts; about 1000 "
+        "for a model that was trained in bf16, 0 for one that was quantised before and from scratch.",
     )
 
 

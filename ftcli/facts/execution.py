@@ -230,6 +230,8 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if work == "export":
         return LayerChoice("transformers", "nothing is trained or evaluated")
     kernels, gpu = recipe.model.kernels, _cuda_gpu(device)
+    if quantizations.row(recipe.quantization.method).training is not None:
+        return LayerChoice("transformers", f"{recipe.quantization.method} rounds the input of each linear layer")
     choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
     if recipe.lora is not None and recipe.lora.use_dora and choice.code != "transformers":
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
+from ftkernels.limits import why_no_int8 as no_int8
 
 from ftcli.config import QuantizationConfig
 from ftcli.facts.device import DeviceFacts, gpu_of
@@ -24,12 +25,26 @@ _AMPLE = 0.8
 
 
 def weight_bytes(
-    quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, *, dequantized_layers: int = 0
+    quantization: QuantizationConfig,
+    shape: ModelShape,
+    parameter_bytes: int,
+    *,
+    dequantized_layers: int = 0,
+    trained: bool = False,
 ) -> int:
-    """Bytes of the base model in memory, when ``dequantized_layers`` of its decoder layers stay dequantised."""
-    reference = quantizations.row(quantization.method).stored_bytes
-    if reference is None:
+    """Bytes of the base model in memory, when ``dequantized_layers`` of its decoder layers stay dequantised.
+
+    ``trained``: the base weights are, so linear layers hold masters and, where the method rounds them, what it makes of
+    them.
+    """
+    method = quantizations.row(quantization.method)
+    reference = method.stored_bytes
+    if reference is None or (trained and method.training is None):
         return shape.parameters * parameter_bytes
+    if trained and method.training is not None:
+        more: Callable[[Linear, QuantizationConfig], int] = code_of(method.training.more_bytes)
+        beside = shape.num_layers * sum(more(linear, quantization) for linear in shape.linears)
+        return shape.parameters * parameter_bytes + beside
     stored_bytes: Callable[[Linear, QuantizationConfig], int] = code_of(reference)
     layer = sum(stored_bytes(linear, quantization) for linear in shape.linears)
     packed = shape.num_layers - dequantized_layers
@@ -75,6 +90,18 @@ def fp8_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     return 2 * linear.in_features * linear.out_features + 4 * (linear.in_features + linear.out_features)
 
 
+def ternary_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
+    """Bytes of one layer's ternary values, one each, and their float32 scale."""
+    return linear.in_features * linear.out_features + 4
+
+
+def why_no_int8(gpu: Gpu, dtype: str) -> str | None:
+    """Why int8 and ternary values are not multiplied on tensor cores for a result in ``dtype``, or None."""
+    if gpu.capability is None:
+        return "outside CUDA int8 values are multiplied in float32"
+    return no_int8(gpu)
+
+
 def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: DeviceFacts) -> str | None:
     """Why the stored weights are dequantised for each product, as one clause.
 
@@ -89,6 +116,8 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
     reason = why_not(gpu_of(device), plan.compute)
     if reason is not None or device.capability is None or device.probed:
         return reason or device.failed_products
+    if method.products.known is None:
+        return None
     known: Callable[[tuple[int, int]], str | None] = code_of(method.products.known)
     return known(device.capability)
 
@@ -96,7 +125,7 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
 def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -> DeviceFacts:
     """This machine, with what came of trying the method's products on it. Takes seconds, once a process."""
     products = quantizations.row(quantization.method).products
-    if products is None or not device.probed or device.capability is None:
+    if products is None or products.tried is None or not device.probed or device.capability is None:
         return device
     if device.capability < code_of(products.capability):
         return device
@@ -107,8 +136,12 @@ def with_products_tried(device: DeviceFacts, quantization: QuantizationConfig) -
 def dequantized_bytes(
     quantization: QuantizationConfig, shape: ModelShape, plan: DtypePlan, device: DeviceFacts, *, on_kernels: bool
 ) -> int:
-    """Bytes of the largest product's weights, dequantised; 0 where nothing is dequantised."""
-    if why_dequantized(quantization, plan, device) is None:
+    """Bytes of the largest product's weights, dequantised; 0 where nothing is dequantised.
+
+    A method that trains its weights takes the products of backward in the compute dtype, on every device.
+    """
+    trains = quantizations.row(quantization.method).training is not None
+    if not trains and why_dequantized(quantization, plan, device) is None:
         return 0
     return plan.compute_bytes * max(_elements(group) for group in _products(shape.linears, on_kernels))
 
@@ -125,10 +158,14 @@ def _elements(linears: Sequence[Linear]) -> int:
 
 
 def stored_method(config: JsonMap) -> str | None:
-    """The ``quantization.method`` whose packed files a config.json says that its model has; None for any other."""
+    """The ``quantization.method`` whose packed files, or masters, a config.json says that its model has; None for any
+    other.
+    """
     for name in quantizations.names():
         files = quantizations.row(name).packed_files
-        if files is not None and code_of(files.recognise)(config):
+        if files is None:
+            continue
+        if code_of(files.recognise)(config) or (files.masters is not None and code_of(files.masters)(config)):
             return name
     return None
 
@@ -140,3 +177,22 @@ def stores_nf4(config: JsonMap) -> bool:
         return False
     kind = stored.get("bnb_4bit_quant_type")
     return stored.get("quant_method") == "bitsandbytes" and bool(stored.get("load_in_4bit")) and kind == "nf4"
+
+
+def stores_ternary(config: JsonMap) -> bool:
+    """Whether a config.json says that linear layers are stored as ternary values, as transformers' `bitnet` packs them.
+
+    What it calls online is a checkpoint of master weights.
+    """
+    stored = config.get("quantization_config")
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
+        return False
+    return stored.get("quantization_mode", "offline") == "offline"
+
+
+def stores_masters(config: JsonMap) -> bool:
+    """Whether a config.json says of weights in full precision that they are rounded to ternary values when used."""
+    stored = config.get("quantization_config")
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
+        return False
+    return stored.get("quantization_mode", "offline") == "online"

@@ -41,6 +41,8 @@ def why_not_fused(layer: nn.Module) -> str | None:
             return "several adapters are active at once"
     if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear | DequantizedLinear):
         return f"its base is a {type(base).__name__}, not a plain linear layer"
+    if isinstance(base, QuantizedLinear) and base.rounds_input:
+        return f"its {base.method} products round activations to int8, which the fused layers do not"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "its base weight is trained (full fine-tuning)"
     return None

@@ -25,7 +25,7 @@ from ftcli.model.checkpoint import (
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
-from ftcli.tables import quantizations
+from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -43,12 +43,14 @@ def load_model(
     num_layers: int | None = None,
     quantization: QuantizationConfig | None = None,
     dequantized_layers: int = 0,
+    trained: bool = False,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
     Args:
         quantization: How linear layers are stored; they are quantised one by one while they are loaded or drawn.
         dequantized_layers: How many decoder layers, from the first on, are held dequantised.
+        trained: The base weights are trained, by a quantisation that can.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
 
@@ -62,17 +64,18 @@ def load_model(
     attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
     if quantization is not None and quantizations.row(quantization.method).quantize is not None:
-        holding = Holding(quantization, dtype, device, dequantized_layers)
+        holding = Holding(quantization, dtype, device, dequantized_layers, trained)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
-        return _random_model(config, dtype, attention, device, seed, holding)
+        return _declared(_random_model(config, dtype, attention, device, seed, holding), holding)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
         if holding is not None:
             config = read_config(name, revision=revision, offline=offline)
             attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
-            return _load_quantized(name, config, holding, attention, revision=revision, offline=offline)
+            loaded = _load_quantized(name, config, holding, attention, revision=revision, offline=offline)
+            return _declared(loaded, holding)
         return load_whole(
             name,
             revision=revision,
@@ -96,6 +99,15 @@ def load_model(
             exit_code=ExitCode.PREFLIGHT,
             help="check the name and the network, or build from the config alone with model.init: random",
         ) from error
+
+
+def _declared(model: PreTrainedModel, holding: Holding | None) -> PreTrainedModel:
+    """``model`` with a config that says how its weights are to be read, where they are trained quantised."""
+    if holding is not None and holding.trained:
+        training = quantizations.row(holding.settings.method).training
+        if training is not None:
+            code_of(training.declare)(model)
+    return model
 
 
 def _random_model(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.model.quantized import QuantizedLinear, unreadable
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap, JsonObject
 
 _PART = re.compile(
     r"(?P<layer>.+)\.weight\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
@@ -91,6 +91,9 @@ class BitsandbytesReader:
     A layer is stored as ``weight`` (the packed bytes) and ``weight.absmax``, ``weight.quant_map``,
     ``weight.nested_absmax``, ``weight.nested_quant_map`` and ``weight.quant_state.bitsandbytes__nf4``.
     """
+
+    def __init__(self, config: JsonMap) -> None:
+        """The files say all that there is to know."""
 
     def part_of(self, key: str) -> tuple[str, str] | None:
         """As :class:`ftcli.model.quantize.PackedReader` says."""

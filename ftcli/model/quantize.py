@@ -11,6 +11,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.model.targets import is_read_by_mixer, is_router
+from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
@@ -22,6 +23,18 @@ class QuantizeLinear(Protocol):
 
     def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
         """The layer with its weight (O, I) quantised, on the device where it is; the bias is shared.
+
+        Raises:
+            FtcliError: FT323 when the weight holds NaN or infinity.
+        """
+        ...
+
+
+class TrainQuantized(Protocol):
+    """``training.layer`` of a row of :mod:`ftcli.tables.quantizations`."""
+
+    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> nn.Linear:
+        """The layer with master weights in float32, made of ``linear``'s (O, I), on its device; the bias is shared.
 
         Raises:
             FtcliError: FT323 when the weight holds NaN or infinity.
@@ -88,24 +101,35 @@ def layers_to_quantize(model: PreTrainedModel) -> frozenset[str]:
     return found
 
 
-def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
+def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str, *, trained: bool = False) -> nn.Linear:
     """``linear``'s weight quantised by ``settings.method``, on the device where it is; its bias is shared.
+
+    ``trained``: with master weights, if the method trains them.
 
     Raises:
         ValueError: The method stores no quantised linear layers.
         FtcliError: FT323 when the weight holds NaN or infinity.
     """
-    reference = quantizations.row(settings.method).quantize
-    if reference is None:
+    method = quantizations.row(settings.method)
+    if trained and method.training is not None:
+        train: TrainQuantized = code_of(method.training.layer)
+        return train(linear, settings, name)
+    if method.quantize is None:
         raise ValueError(f"quantization.method {settings.method} does not quantise linear layers")
-    quantize: QuantizeLinear = code_of(reference)
+    quantize: QuantizeLinear = code_of(method.quantize)
     return quantize(linear, settings, name)
 
 
-def packed_reader(settings: QuantizationConfig) -> PackedReader | None:
-    """What reads the method's packed files; None where it has none."""
+def stores_packed(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """Whether a model of this config.json has files that are packed by ``settings.method``."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and bool(code_of(files.recognise)(config))
+
+
+def packed_reader(settings: QuantizationConfig, config: JsonMap) -> PackedReader | None:
+    """What reads the method's packed files, told what their config.json says of them; None where it has none."""
     files = quantizations.row(settings.method).packed_files
     if files is None:
         return None
-    reader: PackedReader = code_of(files.read)()
+    reader: PackedReader = code_of(files.read)(config)
     return reader

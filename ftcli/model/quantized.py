@@ -74,12 +74,14 @@ class QuantizedLinear(nn.Linear, ABC):
 
     Attributes:
         method: The recipe's name of the storage format.
+        rounds_input: Its products round their input as well, which the fused LoRA layers do not.
         tolerance: How far the start-up self-check lets a model with such layers be off; None: as any other model.
         layer_name: Where in the model the layer is.
         bias: A frozen parameter, or None.
     """
 
     method: ClassVar[str]
+    rounds_input: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance | None] = None
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None, name: str) -> None:
@@ -155,6 +157,18 @@ class QuantizedLinear(nn.Linear, ABC):
         )
 
 
+class TrainedQuantizedLinear(nn.Linear):
+    """A linear layer whose master weights are trained, and quantised for every product.
+
+    Attributes:
+        method: The recipe's name of the quantisation.
+        layer_name: Where in the model the layer is.
+    """
+
+    method: ClassVar[str]
+    layer_name: str
+
+
 class DequantizedLinear(nn.Linear):
     """A plain frozen linear layer that holds the numbers which a quantised one stands for, in the compute dtype.
 
@@ -201,11 +215,11 @@ def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
             module.layer_name,
             module.method,
             (module.out_features, module.in_features),
-            module.weight.nbytes if isinstance(module, DequantizedLinear) else module.stored_bytes,
+            module.stored_bytes if isinstance(module, QuantizedLinear) else module.weight.nbytes,
             isinstance(module, DequantizedLinear),
         )
         for module in model.modules()
-        if isinstance(module, QuantizedLinear | DequantizedLinear)
+        if isinstance(module, QuantizedLinear | DequantizedLinear | TrainedQuantizedLinear)
     ]
 
 

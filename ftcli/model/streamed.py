@@ -19,10 +19,17 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.errors import first_line
 from ftcli.model.checkpoint import hollow, weight_files
-from ftcli.model.quantize import PackedReader, can_be_packed, layers_to_quantize, packed_reader, quantize_linear
+from ftcli.model.quantize import (
+    PackedReader,
+    can_be_packed,
+    layers_to_quantize,
+    packed_reader,
+    quantize_linear,
+    stores_packed,
+)
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
 from ftcli.model.renaming import Renaming
-from ftcli.tables import quantizations
+from ftcli.tables import code_of, quantizations
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -34,16 +41,27 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 class Holding:
     """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
 
-    The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it.
+    The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
+    base weights are, if the method trains them.
     """
 
     settings: QuantizationConfig
     dtype: torch.dtype
     device: torch.device
     dequantized_layers: int = 0
+    trained: bool = False
+
+    def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
+        """The layer of full precision as it is held."""
+        layer = quantize_linear(linear, self.settings, name, trained=self.trained)
+        return self.held(layer) if isinstance(layer, QuantizedLinear) else layer
 
     def held(self, layer: QuantizedLinear) -> nn.Linear:
-        """The layer itself, or its numbers in ``dtype``."""
+        """The layer itself, or its numbers in ``dtype``; where it is trained, its masters."""
+        training = quantizations.row(self.settings.method).training
+        if self.trained and training is not None:
+            masters: nn.Linear = code_of(training.of_packed)(layer)
+            return masters
         found = _DECODER_LAYER.search(layer.layer_name)
         dequantized = found is not None and int(found[1]) < self.dequantized_layers
         if dequantized and quantizations.row(self.settings.method).holds_dequantized:
@@ -63,7 +81,7 @@ def random_quantized(config: PretrainedConfig, holding: Holding, attention: str,
         model._init_weights(module)
         if name in chosen:
             assert isinstance(module, nn.Linear)
-            model.set_submodule(name, holding.held(quantize_linear(module, holding.settings, name)))
+            model.set_submodule(name, holding.quantized(module, name))
             full = module._parameters.pop("weight")  # the list above holds the module
             shared = {hollow: given for hollow, given in shared.items() if given is not full}
             del full
@@ -81,12 +99,13 @@ def load_quantized(
         FtcliError: FT323 for tensors that are missing, of another shape, or that the model has no place for.
     """
     # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
-    stored_quantized = getattr(config, "quantization_config", None) is not None
+    raw = config.to_dict()
+    stored_quantized = stores_packed(raw, holding.settings)
     model = _hollow(config, holding.dtype, attention)
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
     chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
-    reader = packed_reader(holding.settings)
+    reader = packed_reader(holding.settings, raw)
     packed: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _tensors(source, revision, offline):
         found = None if reader is None else reader.part_of(key)
@@ -108,7 +127,7 @@ def load_quantized(
     _place_joined(model, renaming, holding, chosen)
     model.tie_weights()
     _require_complete(model)
-    model.requires_grad_(False)
+    model.requires_grad_(holding.trained)
     return model.eval()
 
 
@@ -196,7 +215,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, chosen
     elif leaf == "weight" and layer in chosen:
         assert isinstance(module, nn.Linear)
         module.weight = nn.Parameter(tensor.to(holding.device), requires_grad=False)
-        model.set_submodule(layer, holding.held(quantize_linear(module, holding.settings, layer)))
+        model.set_submodule(layer, holding.quantized(module, layer))
     else:
         placed = tensor.to(holding.device, holding.dtype)
         module._parameters[leaf] = nn.Parameter(placed, requires_grad=False)

@@ -279,6 +279,7 @@ def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: Benc
     products = quantizations.row(recipe.quantization.method).products
     if (
         products is None
+        or products.measure_rate is None
         or flops is None
         or why_dequantized(recipe.quantization, report.plan, report.device) is not None
     ):

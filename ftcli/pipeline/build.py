@@ -86,8 +86,10 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         offline=job.session.offline,
         source=str(weights) if weights is not None else None,
         num_layers=num_layers,
-        quantization=recipe.quantization if weights is None else None,
+        # A full fine-tune was never stored by a method that freezes the base.
+        quantization=recipe.quantization if weights is None or _trains_quantized(job) else None,
         dequantized_layers=_dequantized_layers(job),
+        trained=_trains_quantized(job),
     )
     align_special_tokens(model, job.tokenizer, job.stops)
     check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
@@ -111,10 +113,18 @@ def _dequantized_layers(job: Job) -> int:
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0
 
 
+def _trains_quantized(job: Job) -> bool:
+    """Whether the base weights are trained while every pass quantises them."""
+    recipe = job.recipe
+    return recipe.lora is None and quantizations.row(recipe.quantization.method).training is not None
+
+
 def _stored(job: Job) -> str:
     method, layers = job.recipe.quantization.method, _dequantized_layers(job)
     if quantizations.row(method).quantize is None:
         return ""
+    if _trains_quantized(job):
+        return f", linear layers trained in {method}"
     count = "all" if job.report.memory is None else layers
     held = "" if not layers else f" ({count} decoder layers held dequantized)"
     return f", linear layers in {method}{held}"

@@ -11,7 +11,7 @@ from types import MappingProxyType
 class StoredProducts:
     """Products of the weights as they are stored, where GPU and compute dtype allow it.
 
-    Elsewhere the weights are dequantised for each product. Every attribute names code.
+    Elsewhere the weights are dequantised for each product. Every attribute but the last names code.
 
     Attributes:
         capability: The lowest compute capability of a GPU that has such products, (major, minor).
@@ -19,26 +19,49 @@ class StoredProducts:
         known: A function of a GPU's compute capability: why such products are not to be relied on there, or None.
         tried: The same of this machine's GPU, by trying them.
         measure_rate: A function of a torch device that measures how many operations a second such products do.
+        exact: What a product gives does not depend on where it is taken, so people need not be warned.
     """
 
     capability: str
     why_not: str
-    known: str
-    tried: str
-    measure_rate: str
+    known: str | None = None
+    tried: str | None = None
+    measure_rate: str | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFiles:
-    """Weight files that hold the weights quantised already. Both attributes name code.
+    """Weight files that hold the weights quantised already. Every attribute names code.
 
     Attributes:
         recognise: A function of a config.json's content that answers whether the model's files are of this kind.
-        read: A :class:`ftcli.model.quantize.PackedReader`, made without arguments.
+        read: A function of that content that makes a :class:`ftcli.model.quantize.PackedReader`.
+        masters: As ``recognise``, for files in full precision that are meant for this method and no other.
     """
 
     recognise: str
     read: str
+    masters: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTraining:
+    """Full training of weights that every forward pass quantises. Every attribute names code.
+
+    Attributes:
+        layer: A :class:`ftcli.model.quantize.TrainQuantized`: a linear layer with master weights.
+        of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
+        more_bytes: A function of a :class:`ftcli.facts.shape.Linear`: bytes that a layer holds beside its masters.
+        declare: A function of a model that notes in its config how its weights are to be read.
+        share: A function of a model and of how far its values go from exact (0) to quantised (1) in training.
+    """
+
+    layer: str
+    of_packed: str
+    more_bytes: str
+    declare: str
+    share: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +78,7 @@ class Quantization:
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantised for each product, on every device.
         packed_files: None: weights are only read in full precision.
+        training: How the weights are trained where a recipe has no adapters; None where they cannot be.
     """
 
     supported: bool = True
@@ -64,6 +88,7 @@ class Quantization:
     stored_bytes: str | None = None
     products: StoredProducts | None = None
     packed_files: PackedFiles | None = None
+    training: QuantizedTraining | None = None
 
     @property
     def holds_dequantized(self) -> bool:
@@ -93,7 +118,29 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 measure_rate="ftcli.trainers.bench:measure_fp8_rate",
             ),
         ),
-        "bitnet": Quantization(supported=False, freezes_base=False),
+        "bitnet": Quantization(
+            freezes_base=False,
+            reads=("lambda_warmup_steps",),
+            quantize="ftcli.model.bitnet:ternary_linear",
+            stored_bytes="ftcli.facts.quantization:ternary_bytes",
+            products=StoredProducts(
+                capability="ftkernels.limits:PRODUCTS_CAPABILITY",
+                why_not="ftcli.facts.quantization:why_no_int8",
+                exact=True,
+            ),
+            packed_files=PackedFiles(
+                recognise="ftcli.facts.quantization:stores_ternary",
+                read="ftcli.model.bitnet:PackedTernaryReader",
+                masters="ftcli.facts.quantization:stores_masters",
+            ),
+            training=QuantizedTraining(
+                layer="ftcli.model.bitnet:bit_linear_of",
+                of_packed="ftcli.model.bitnet:masters_of",
+                more_bytes="ftcli.facts.quantization:ternary_bytes",
+                declare="ftcli.model.bitnet:declare_masters",
+                share="ftcli.model.bitnet:set_share",
+            ),
+        ),
     }
 )
 
@@ -113,9 +160,14 @@ def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
+def plain() -> tuple[str, ...]:
+    """Methods that leave weights as they are."""
+    return tuple(name for name, each in TABLE.items() if each.supported and each.quantize is None)
+
+
 def multiplied_as_stored() -> tuple[str, ...]:
-    """Methods whose weights are multiplied as they are stored, where the GPU can."""
-    return tuple(name for name, each in TABLE.items() if each.products is not None)
+    """Methods whose weights are multiplied as they are stored, where the GPU can, at a rate that is measured."""
+    return tuple(name for name, each in TABLE.items() if each.products is not None and each.products.measure_rate)
 
 
 def reading(setting: str) -> tuple[str, ...]:

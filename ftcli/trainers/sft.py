@@ -26,6 +26,7 @@ from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
 from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.optimisation import Arguments
+from ftcli.trainers.quantised import warm_up
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.view import TrainedView
 from ftcli.trainers.watch import ROWS_KEY
@@ -201,5 +202,6 @@ def build_sft_trainer(
     trainer.epochs = epochs
     trainer.stack, trainer.graphs = use_stack(job, model)
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
+    warm_up(trainer, job.recipe.quantization)
     trainer.bind(hooks, train, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
     return trainer

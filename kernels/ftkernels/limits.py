@@ -135,6 +135,11 @@ def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
     return None if dtype == "bfloat16" else f"fp8 products are written in bfloat16, not {dtype}"
 
 
+def why_no_int8(gpu: Gpu) -> str | None:
+    """Why int8 operands are not multiplied as they are, or None."""
+    return _why_no_tensor_cores(gpu)
+
+
 def packed_rank(rank: int) -> int:
     """Columns that adapters of at most this rank take in the kernels' layout: a power of two; 0 without adapters."""
     return max(SMALLEST_PACKED_RANK, 1 << (rank - 1).bit_length()) if rank else 0

@@ -69,7 +69,7 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
         missing = f"it needs compute capability {version(needed)}, {device.name} has {version(device.capability)}"
         others = " or ".join(name for name in quantizations.supported() if quantizations.row(name).products is None)
         yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
-    elif dequantized is not None:
+    elif dequantized is not None and not products.exact:
         yield context.warning(
             "FT508",
             path,
@@ -81,7 +81,8 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
 def not_made(context: Context, device: DeviceFacts) -> list[NotMade]:
     """What only the machine itself can tell."""
     method = context.recipe.quantization.method
-    if quantizations.row(method).products is None or device.probed or device.kind != "cuda":
+    products = quantizations.row(method).products
+    if products is None or products.tried is None or device.probed or device.kind != "cuda":
         return []
     return [NotMade(f"products of {method} weights", "they are tried on the machine itself, before a run begins")]
 

@@ -27,7 +27,7 @@ TARGETS_CHECK = "lora.target_modules against the model's layers"
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT747, FT756."""
+    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -54,6 +54,9 @@ def check(context: Context, facts: ModelFacts) -> Findings:
 
 def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     """Packed weights are read by the method that stores them so; anything else is refused."""
+    method, merges = context.recipe.quantization.method, _merging(context)
+    if context.recipe.lora is not None and quantizations.row(method).training is not None and merges:
+        yield from _merged_with_rounded(context, method)
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
@@ -71,7 +74,9 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             f"{facts.name} is stored in {stored}",
             help=f"set quantization.method: {stored}, or name it in bfloat16",
         )
-    elif context.work != "eval" and any(exports.row(name).merges for name in context.recipe.export.formats):
+    elif quantizations.row(stored).training is not None:
+        return  # masters are written as they are, and what adapters are merged into is said above
+    elif merges:
         tell = context.error if context.command == "export" else context.note  # known before anything is trained
         yield tell(
             "FT316",
@@ -79,6 +84,22 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
             help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
         )
+
+
+def _merging(context: Context) -> bool:
+    return context.work != "eval" and any(exports.row(name).merges for name in context.recipe.export.formats)
+
+
+def _merged_with_rounded(context: Context, method: str) -> Findings:
+    """FT339: the sum of rounded weights and an adapter is not what either of them would be rounded to."""
+    tell = context.error if context.command == "export" else context.note  # known before anything is trained
+    yield tell(
+        "FT339",
+        "export.formats",
+        f"an adapter on {method} weights cannot be merged: their sum is not {method}, and rounding it again would be "
+        "another model",
+        help=f"use export.formats: [{', '.join(exports.supported(merges=False))}], or train without `lora`",
+    )
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:

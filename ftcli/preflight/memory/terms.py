@@ -203,7 +203,8 @@ def _weights(setup: Setup, settled: Settled) -> int:
     if setup.work == "export":
         return setup.shape.parameters * setup.plan.parameter_bytes
     stored, element = setup.recipe.quantization, setup.plan.parameter_bytes
-    return weight_bytes(stored, setup.shape, element, dequantized_layers=settled.dequantized_layers)
+    layers, trained = settled.dequantized_layers, setup.recipe.lora is None
+    return weight_bytes(stored, setup.shape, element, dequantized_layers=layers, trained=trained)
 
 
 def _dequantized(setup: Setup, settled: Settled) -> int:

@@ -18,7 +18,6 @@ GRPO = "data: {train: [bundled:smoke-grpo-train], max_seq_len: 64}\n"
 CASES = [
     # settings that no code carries out, or that contradict one another
     ("split", "data: {train: [{path: bundled:smoke-train, split: test}]}\n", "FT257", "3:51", "remove split", 2),
-    ("quantized", DATA + "lora: {}\nquantization: {method: bitnet}\n", "FT250", "5:24", "use none", 2),
     ("quantized whole", DATA + "quantization: {method: fp8}\n", "FT251", "4:24", "lora", 2),
     ("two processes", DATA + "launch: {num_processes: 2}\n", "FT250", "4:25", "use 1", 2),
     ("fp8 export", DATA + "lora: {}\nexport: {formats: [fp8]}\n", "FT250", "5:20", "safetensors", 2),

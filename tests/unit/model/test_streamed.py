@@ -60,11 +60,11 @@ def test_one_full_precision_matrix_is_alive_at_a_time(monkeypatch: pytest.Monkey
     most = 0
     plain = streamed.quantize_linear
 
-    def watching(linear: nn.Linear, settings: QuantizationConfig, name: str) -> Any:
+    def watching(linear: nn.Linear, settings: QuantizationConfig, name: str, *, trained: bool = False) -> Any:
         nonlocal most
         alive.append(weakref.ref(linear.weight))
         most = max(most, sum(ref() is not None for ref in alive))
-        return plain(linear, settings, name)
+        return plain(linear, settings, name, trained=trained)
 
     monkeypatch.setattr(streamed, "quantize_linear", watching)
     for change in ({}, {"init": "random"}):

@@ -35,7 +35,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
-        "quantization.method=bitnet",
         "launch.num_processes=2",
         "launch.engine=ddp",
         "launch.engine=fsdp",
@@ -67,7 +66,7 @@ def test_a_format_without_its_package_is_refused_before_training(context: Callab
 
 @pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
 def test_the_refusal_does_not_depend_on_the_command(command: str, context: Callable[..., Any]) -> None:
-    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "quantization.method=bitnet", command=command)))
+    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "launch.num_processes=2", command=command)))
 
 
 @pytest.mark.parametrize(("command", "expected"), [("eval", ["FT253"]), ("check", ["FT253"]), ("train", [])])

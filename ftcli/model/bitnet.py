@@ -1,0 +1,179 @@
+"""Linear layers of BitNet b1.58: trained from float32 masters, or frozen as ternary values. ``ftkernels.bitlinear`` has
+the formulas and where they come from.
+
+In training the quantised values may be mixed with the exact ones (``share``, the lambda of a conversion). Evaluation
+and generation always have the quantised ones, which is what a saved model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, quantize
+from ftkernels.ternary import Ternary, remaster, ternarise, unpack
+from torch import Tensor, nn
+
+from ftcli.config import QuantizationConfig
+from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable
+from ftcli.plain import JsonMap, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_METHOD = "bitnet"
+
+
+class BitLinear(TrainedQuantizedLinear):
+    """A trained linear layer (O, I): float32 masters in ``weight``, ternarised once for each of their values.
+
+    Attributes:
+        share: How far training goes from exact to quantised values, 0 to 1.
+    """
+
+    method = _METHOD
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, name: str) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would draw a weight
+        self.out_features, self.in_features = weight.shape
+        self.layer_name = name
+        self.share = 1.0
+        self.weight = nn.Parameter(weight.detach().float())
+        self.register_parameter("bias", bias)
+        self._ternary: Ternary | None = None
+        self._made_of: tuple[int, int] | None = None
+
+    @property
+    def ternary(self) -> Ternary:
+        """What the masters are rounded to; made again when an optimizer, or anyone else, has written to them."""
+        now = (self.weight._version, self.weight.data_ptr())
+        if self._ternary is None or self._made_of != now:
+            self._ternary, self._made_of = ternarise(self.weight), now
+        return self._ternary
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:  # type: ignore[override]
+        """(..., I) -> (..., O), in autocast's dtype or x's."""
+        if isinstance(x, QuantizedRows):
+            return bit_linear(x, self.weight, self.ternary, self.bias)
+        if self.training and self.share < 1.0:
+            return mixed_linear(x, self.weight, self.ternary, self.bias, self.share)
+        return bit_linear(quantize(x), self.weight, self.ternary, self.bias)
+
+    def extra_repr(self) -> str:
+        """For printing the model."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
+
+
+class TernaryLinear(QuantizedLinear):
+    """A frozen linear layer of ternary values, a byte each, which adapters are trained on. The gradient flows to x."""
+
+    method = _METHOD
+    rounds_input = True
+
+    def __init__(self, weight: Ternary, bias: Tensor | None, name: str) -> None:
+        super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
+        self.register_buffer("ternary", weight.data)
+        self.register_buffer("scale", weight.scale)
+
+    def frozen_weight(self) -> Ternary:
+        """As the base class says; nothing is copied."""
+        data, scale = self._buffers.get("ternary"), self._buffers.get("scale")
+        if data is None or scale is None:
+            raise self.state_lost("ternary values or scale gone")
+        try:
+            weight = Ternary(data, scale)
+        except ValueError as error:
+            raise self.state_lost(str(error)) from error
+        if weight.shape != (self.out_features, self.in_features):
+            raise self.state_lost(f"its values have shape {tuple(weight.shape)}")
+        return weight
+
+    def check_state(self) -> None:
+        """As the base class says: three values, and a finite scale."""
+        weight = self.frozen_weight()
+        if weight.data.numel() and int(weight.data.abs().max()) > 1:
+            raise self.state_lost("its values are not -1, 0 and 1, so their memory was never written")
+        if not bool(torch.isfinite(weight.scale)):
+            raise self.state_lost("its scale is not finite")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O), in autocast's dtype or x's."""
+        return bit_linear(quantize(x), None, self.frozen_weight(), self.bias)
+
+
+def bit_linear_of(linear: nn.Linear, settings: QuantizationConfig, name: str) -> BitLinear:
+    """``linear`` with float32 masters; a float32 weight is shared. Raises FtcliError FT323 for NaN or infinity."""
+    _require_finite(linear, name)
+    return BitLinear(linear.weight, linear.bias, name)
+
+
+def ternary_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> TernaryLinear:
+    """``linear``'s weight rounded to ternary values. Raises FtcliError FT323 for NaN or infinity."""
+    _require_finite(linear, name)
+    return TernaryLinear(ternarise(linear.weight), linear.bias, name)
+
+
+def masters_of(layer: TernaryLinear) -> BitLinear:
+    """Masters that are rounded to just the layer's values and scale."""
+    weight = layer.frozen_weight()
+    bias = None if layer.bias is None else nn.Parameter(layer.bias.detach())
+    return BitLinear(remaster(weight.data, float(weight.scale)), bias, layer.layer_name)
+
+
+def declare_masters(model: PreTrainedModel) -> None:
+    """Notes in the model's config that its linear layers are rounded whenever they are used, as transformers reads it.
+
+    Without that transformers would take the masters for ordinary weights, and say nothing.
+    """
+    model.config.quantization_config = {**declaration(model), "quantization_mode": "online"}
+
+
+def declaration(model: nn.Module) -> JsonObject:
+    """What all forms of a saved model say of its layers; linear layers of full precision are named."""
+    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
+
+
+def set_share(model: nn.Module, share: float) -> None:
+    """Sets how far training goes from exact to quantised values, in every layer."""
+    for module in model.modules():
+        if isinstance(module, BitLinear):
+            module.share = share
+
+
+class PackedTernaryReader:
+    """Reads layers as transformers' ``bitnet`` stores them: ``weight`` (O / 4, I) uint8 and ``weight_scale`` (1,).
+
+    What the scale means depends on ``linear_class`` in config.json: ``autobitlinear`` multiplies by it, ``bitlinear``,
+    which is the default, divides.
+    """
+
+    def __init__(self, config: JsonMap) -> None:
+        self._divides = (config.get("quantization_config") or {}).get("linear_class", "bitlinear") == "bitlinear"
+
+    def part_of(self, key: str) -> tuple[str, str] | None:
+        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        layer, _, leaf = key.rpartition(".")
+        return (layer, leaf) if leaf == "weight_scale" else None
+
+    def is_packed(self, weight: Tensor) -> bool:
+        """As :class:`ftcli.model.quantize.PackedReader` says: packed values are integers, never floating."""
+        return False
+
+    def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> TernaryLinear:
+        """As :class:`ftcli.model.quantize.PackedReader` says."""
+        if "weight" not in parts or "weight_scale" not in parts:
+            raise ValueError(f"it is stored packed, without its {'weight_scale' if 'weight' in parts else 'weight'}")
+        values, stored = unpack(parts["weight"]), parts["weight_scale"].double()
+        if values.shape != (linear.out_features, linear.in_features):
+            raise ValueError(f"its packed bytes are of a matrix {tuple(values.shape)}")
+        if stored.numel() != 1 or not bool((stored > 0) & torch.isfinite(stored)):
+            raise ValueError("its weight_scale is no positive number")
+        scale = (1.0 / stored if self._divides else stored).float().reshape(())
+        return TernaryLinear(Ternary(values, scale), linear.bias, name)
+
+
+def _require_finite(linear: nn.Linear, name: str) -> None:
+    if not bool(torch.isfinite(linear.weight).all()):
+        raise unreadable(f"{name} {tuple(linear.weight.shape)}: the weight holds NaN or infinity")

@@ -1,0 +1,222 @@
+"""The linear layer of BitNet b1.58: int8 activations times ternary weights, with straight-through gradients.
+
+Legend: M rows (tokens), I inputs, O outputs; q, step, t, s as ``ftkernels.ternary`` makes them.
+
+    y  = (q tᵀ) * step * s + b        the product in integers, exact; then float32, and one rounding to y's dtype
+    dx = dy (s t)                     rounding counts as the identity (straight through: arXiv 1308.3432, 2310.11453)
+    dW = dyᵀ (step q)                 likewise: the gradient of the master weights, in float32
+    db = sum over rows of dy
+
+Backward saves q and step, a byte an element, in place of x. Products of backward are taken in y's dtype.
+
+Quantising is a step of its own (``quantize``), so that layers that read the same x share it and a norm can do it while
+it has the row (``norm_quantize``). What it makes is a ``QuantizedRows``: q, step, and a tensor of x's shape without
+memory of its own, through which autograd passes the gradient of x on.
+
+In conversion the quantised values are mixed with the exact ones: x + share (Q(x) - x), W + share (Q(W) - W). With a
+share below 1 the product is an ordinary one (``mixed_linear``); with 0 it is ``F.linear``'s, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ftkernels.bitlinear_kernels import int8_product, norm_quantize_triton, quantize_rows_triton
+from ftkernels.device import BackendName, choose_backend, gpu_of, without_autocast
+from ftkernels.limits import why_no_int8
+from ftkernels.norm_parts import norm_backward
+from ftkernels.rms_norm import norm_backend, rms_norm_reference
+from ftkernels.ternary import Ternary, quantize_rows
+
+#: Up to so many inputs the products of int8 and ternary values add up exactly in float32: 128 I < 2^24.
+_EXACT_IN_FLOAT32 = 2**17 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations (..., I) in int8.
+
+    Attributes:
+        passage: (..., I) in the dtype of gradients; every element shares one that means nothing.
+        q: (M, I) int8.
+        step: (M,) float32.
+    """
+
+    passage: Tensor
+    q: Tensor
+    step: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(..., I)."""
+        return self.passage.shape
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """step q, (M, I) in ``dtype``, rounded once."""
+        return (self.q * self.step[:, None]).to(dtype)
+
+
+def quantize(x: Tensor, *, backend: BackendName = "auto") -> QuantizedRows:
+    """``x`` (..., I), floating, in int8 by rows. Its gradient is that of what it stands for."""
+    passage, q, step = _Quantize.apply(x, product_dtype(x), backend)
+    return QuantizedRows(passage, q, step)
+
+
+def norm_quantize(x: Tensor, weight: Tensor, eps: float, *, backend: BackendName = "auto") -> QuantizedRows:
+    """``quantize`` of the RMSNorm of ``x`` (..., I) with ``weight`` (I,), in its llama form (``ftkernels.rms_norm``).
+
+    With the kernels the norm's output is never written: one launch reads x and writes q and step.
+    """
+    if not norm_backend(x, backend).is_triton:
+        return quantize(rms_norm_reference(x, weight, eps), backend=backend)
+    passage, q, step = _NormQuantize.apply(x, weight, eps, product_dtype(x))
+    return QuantizedRows(passage, q, step)
+
+
+def bit_linear(
+    x: QuantizedRows,
+    weight: Tensor | None,
+    ternary: Ternary,
+    bias: Tensor | None = None,
+    *,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """(..., I) -> (..., O), in the dtype of ``x.passage``; the module docstring has the formulas.
+
+    Args:
+        weight: The master weights (O, I) that get the gradient; None where the ternary ones are frozen.
+        ternary: ``ternarise(weight)``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if x.shape[-1] != ternary.shape[1] or (weight is not None and weight.shape != ternary.shape):
+        masters = "none" if weight is None else tuple(weight.shape)
+        raise ValueError(f"x {tuple(x.shape)}, ternary weight {tuple(ternary.shape)} and masters {masters} do not fit")
+    out: Tensor = _BitLinear.apply(x.passage, x.q, x.step, weight, bias, ternary.data, ternary.scale, backend)
+    return out
+
+
+def mixed_linear(x: Tensor, weight: Tensor, ternary: Ternary, bias: Tensor | None, share: float) -> Tensor:
+    """``F.linear`` of x and weight, each moved by ``share`` (0 to 1) towards its quantised values; straight through."""
+    if share == 0.0:
+        return F.linear(x, weight, bias)
+    with torch.no_grad():
+        q, step = quantize_rows(x.reshape(-1, x.shape[-1]))
+        dx = share * ((q * step[:, None]).view(x.shape) - x.float())
+        dw = share * (ternary.dequantize(torch.float32) - weight.float())
+    return F.linear(x + dx.to(x.dtype), weight + dw.to(weight.dtype), bias)
+
+
+def bit_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, ternary: Ternary) -> Tensor:
+    """The layer as the papers write it, in plain torch and x's dtype: quantised values less what is detached."""
+    rows = x.reshape(-1, x.shape[-1])
+    q, step = quantize_rows(rows)
+    x_q = (q * step[:, None]).to(x.dtype).view(x.shape)
+    w_q = ternary.dequantize(weight.dtype)
+    return F.linear(x + (x_q - x).detach(), weight + (w_q - weight).detach(), bias)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer's output has for ``x``: autocast's, or x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def integer_product(q: Tensor, ternary: Tensor) -> Tensor:
+    """q tᵀ in plain torch: (M, I) int8, (O, I) int8 -> (M, O) float32 or float64, whole numbers, exact."""
+    dtype = torch.float32 if q.shape[1] <= _EXACT_IN_FLOAT32 else torch.float64
+    return torch.mm(q.to(dtype), ternary.to(dtype).t())
+
+
+def on_tensor_cores(q: Tensor, dtype: torch.dtype, backend: BackendName) -> bool:
+    """Whether the int8 kernel takes a product: where Triton kernels run and the GPU has such instructions."""
+    if not choose_backend(q.device, backend).is_triton or dtype == torch.float64:
+        return False
+    return q.numel() > 0 and why_no_int8(gpu_of(q.device)) is None
+
+
+def _passage(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=x.device).expand(x.shape)
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, backend: BackendName) -> tuple[Tensor, Tensor, Tensor]:
+        rows = x.reshape(-1, x.shape[-1])
+        triton = choose_backend(x.device, backend).is_triton and x.dtype != torch.float64
+        q, step = quantize_rows_triton(rows) if triton else quantize_rows(rows)
+        ctx.mark_non_differentiable(q, step)
+        ctx.x_dtype = x.dtype
+        return _passage(x, dtype), q, step
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.to(ctx.x_dtype), None, None
+
+
+class _NormQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        q, step, rstd = norm_quantize_triton(x, weight, eps)
+        ctx.mark_non_differentiable(q, step)
+        ctx.save_for_backward(x, weight, rstd)
+        return _passage(x, dtype), q, step
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = norm_backward(gradient, x, weight, rstd, "llama", want_dw=ctx.needs_input_grad[1])
+        return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None, None
+
+
+class _BitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        passage: Tensor,
+        q: Tensor,
+        step: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        ternary: Tensor,
+        scale: Tensor,
+        backend: BackendName,
+    ) -> Tensor:
+        dtype = passage.dtype
+        ctx.save_for_backward(q, step, ternary, scale)
+        ctx.masters = None if weight is None else weight.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        with without_autocast(q):
+            if on_tensor_cores(q, dtype, backend):
+                out = int8_product(q, step, ternary, scale, bias, dtype)
+            else:
+                out = integer_product(q, ternary) * step[:, None] * scale
+                if bias is not None:
+                    out = out + bias.to(out.dtype)
+        return out.to(dtype).view(*passage.shape[:-1], ternary.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, step, ternary, scale = ctx.saved_tensors
+        wants_x, _, _, wants_w, wants_b = ctx.needs_input_grad[:5]
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        with without_autocast(dy):
+            if wants_x:
+                weight = Ternary(ternary, scale).dequantize(dy.dtype)
+                dx = torch.mm(rows, weight).view(*dy.shape[:-1], ternary.shape[1])
+            if wants_w:
+                dw = torch.mm(rows.t(), (q * step[:, None]).to(dy.dtype)).to(ctx.masters)
+            if wants_b:
+                db = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+        return dx, None, None, dw, db, None, None, None

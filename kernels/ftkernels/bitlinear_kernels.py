@@ -1,0 +1,253 @@
+"""The kernels of BitNet's linear layer: rows to int8, the same behind an RMSNorm, and the int8 product with its scales.
+
+Formulas: ``ftkernels.ternary`` and ``ftkernels.bitlinear``. Rows, and what a product adds up, are the same bits as in
+plain torch: divisions are correctly rounded, and nothing is contracted into fused multiply-adds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ftkernels.device import interpreting, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.rows import as_rows
+from ftkernels.ternary import SMALLEST
+
+# Up to here a program holds its rows in registers and reads them once; wider rows are read twice.
+_WIDEST_ROW = 32768
+_SMALLEST = tl.constexpr(SMALLEST)
+# Adding and taking away 1.5 * 2^23 rounds a float32 of less than 2^22 to the nearest whole number, halves to even.
+_ROUNDING = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _steps(absmax):
+    """(step, 1 / step) of rows with these largest magnitudes."""
+    absmax = tl.maximum(absmax, _SMALLEST)
+    return tl.div_rn(absmax, tl.full(absmax.shape, 127.0, tl.float32)), tl.div_rn(
+        tl.full(absmax.shape, 127.0, tl.float32), absmax
+    )
+
+
+@triton.jit
+def _rounded(x, inverse):
+    scaled = tl.minimum(tl.maximum(x * inverse[:, None], -128.0), 127.0)
+    return (scaled + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, x_stride, q_ptr, step_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M)[:, None] & (cols < N)
+    row64 = rows.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + row64 * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    step, inverse = _steps(tl.max(tl.abs(x), axis=1))
+    tl.store(q_ptr + row64 * N + cols, _rounded(x, inverse).to(tl.int8), mask=mask)
+    tl.store(step_ptr + rows, step, mask=rows < M)
+
+
+@triton.jit
+def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, step_ptr, N, BLOCK: tl.constexpr):
+    """One row a program, a block of columns at a time: once for the step and once for the values."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)[None, :]
+    size = tl.full((1, BLOCK), 0.0, tl.float32)
+    for first in range(0, N, BLOCK):
+        x = tl.load(x_ptr + row * x_stride + first + cols, mask=first + cols < N, other=0.0).to(tl.float32)
+        size = tl.maximum(size, tl.abs(x))
+    step, inverse = _steps(tl.max(size, axis=1))
+    for first in range(0, N, BLOCK):
+        at, mask = first + cols, first + cols < N
+        x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(q_ptr + row * N + at, _rounded(x, inverse).to(tl.int8), mask=mask)
+    tl.store(step_ptr + row + tl.arange(0, 1), step)
+
+
+@triton.jit
+def _norm_quantize_kernel(
+    x_ptr,
+    x_inner,
+    x_outer_stride,
+    x_inner_stride,
+    w_ptr,
+    q_ptr,
+    step_ptr,
+    rstd_ptr,
+    M,
+    H,
+    eps,
+    N_DTYPE: tl.constexpr,
+    Y_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The norm's output, rounded where the norm alone would round it, goes to int8 without being written."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (rows < M)[:, None] & (cols < H)
+    row64 = rows.to(tl.int64)
+    starts = (row64 // x_inner) * x_outer_stride + (row64 % x_inner) * x_inner_stride
+    x = tl.load(x_ptr + starts[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
+    y = ((x * rstd[:, None]).to(N_DTYPE).to(tl.float32) * w).to(Y_DTYPE).to(tl.float32)
+    step, inverse = _steps(tl.max(tl.abs(y), axis=1))
+    tl.store(q_ptr + row64[:, None] * H + cols, _rounded(y, inverse).to(tl.int8), mask=mask)
+    tl.store(step_ptr + rows, step, mask=rows < M)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+
+
+@triton.jit
+def _product_kernel(
+    q_ptr,
+    t_ptr,
+    out_ptr,
+    step_ptr,
+    scale_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A tile of out = (q tᵀ) * step * scale + bias. Tiles go through the rows in groups, so that L2 keeps both."""
+    pid = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    in_group = GROUP * tiles_n
+    first = pid // in_group * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    m = (first + pid % in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = pid % in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows beyond the end are read again from the beginning, and not written.
+    q_at = q_ptr + (m % M).to(tl.int64)[:, None] * K + k[None, :]
+    t_at = t_ptr + (n % N).to(tl.int64)[None, :] * K + k[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, K, BLOCK_K):
+        if WHOLE:
+            q = tl.load(q_at)
+            t = tl.load(t_at)
+        else:
+            q = tl.load(q_at, mask=start + k[None, :] < K, other=0)
+            t = tl.load(t_at, mask=start + k[:, None] < K, other=0)
+        total = tl.dot(q, t, total, out_dtype=tl.int32)
+        q_at += BLOCK_K
+        t_at += BLOCK_K
+    step = tl.load(step_ptr + m, mask=m < M, other=0.0)
+    out = total.to(tl.float32) * step[:, None] * tl.load(scale_ptr)
+    if BIAS:
+        out = out + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _rows_a_program(width: int) -> tuple[int, int, int]:
+    """(rows, padded width, warps)."""
+    block = triton.next_power_of_2(width)
+    return max(1, 2048 // block), block, 4 if block <= 8192 else block // 1024
+
+
+def quantize_rows_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
+    """``ternary.quantize_rows`` in one launch: the same bits. Rows above ``widest`` are read twice."""
+    count, width = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    q = torch.empty((count, width), dtype=torch.int8, device=x.device)
+    step = torch.empty(count, dtype=torch.float32, device=x.device)
+    if not width:
+        return q, step.fill_(SMALLEST / 127)
+    if count:
+        with on_device_of(x):
+            if width > widest:
+                block = min(triton.next_power_of_2(widest), 8192)
+                _quantize_wide_kernel[(count,)](
+                    x, x.stride(0), q, step, width, BLOCK=block, num_warps=8, enable_fp_fusion=False
+                )
+            else:
+                rows, block, warps = _rows_a_program(width)
+                _quantize_kernel[(triton.cdiv(count, rows),)](
+                    x,
+                    x.stride(0),
+                    q,
+                    step,
+                    count,
+                    width,
+                    ROWS=rows,
+                    BLOCK=block,
+                    num_warps=warps,
+                    enable_fp_fusion=False,
+                )
+    return q, step
+
+
+def norm_quantize_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(q (M, H) int8, step (M,), rstd (M,) float32) of the llama-form RMSNorm of x (..., H), in one launch."""
+    source, width = as_rows(x), x.shape[-1]
+    q = torch.empty((source.count, width), dtype=torch.int8, device=x.device)
+    step, rstd = (torch.empty(source.count, dtype=torch.float32, device=x.device) for _ in range(2))
+    if source.count and width:
+        rows, block, warps = _rows_a_program(width)
+        with on_device_of(x):
+            _norm_quantize_kernel[(triton.cdiv(source.count, rows),)](
+                source.tensor,
+                source.inner,
+                source.outer_stride,
+                source.inner_stride,
+                weight,
+                q,
+                step,
+                rstd,
+                source.count,
+                width,
+                float(eps),
+                N_DTYPE=triton_store_dtype(x.dtype),
+                Y_DTYPE=triton_store_dtype(torch.promote_types(x.dtype, weight.dtype)),
+                ROWS=rows,
+                BLOCK=block,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
+    return q, step, rstd
+
+
+def int8_product(
+    q: Tensor, step: Tensor, ternary: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(q tᵀ) * step * scale + bias in ``dtype``: (M, K) and (N, K) int8 -> (M, N), one launch."""
+    (count, inner), outer = q.shape, ternary.shape[0]
+    out = torch.empty((count, outer), dtype=store_dtype(dtype), device=q.device)
+    if not outer:
+        return out.to(dtype)
+    q, ternary = q.contiguous(), ternary.contiguous()
+    # Tiles of 64 rows for few tokens, as in generation. Not tuned: see kernels/bench/bitnet.py.
+    block_m, block_n, block_k = (64, 128, 128) if count <= 256 or interpreting() else (128, 256, 128)
+    grid = (triton.cdiv(count, block_m) * triton.cdiv(outer, block_n),)
+    with on_device_of(q):
+        _product_kernel[grid](
+            q,
+            ternary,
+            out,
+            step,
+            scale,
+            step if bias is None else bias,
+            count,
+            outer,
+            inner,
+            BIAS=bias is not None,
+            WHOLE=inner % block_k == 0,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            GROUP=8,
+            num_warps=8 if block_n == 256 else 4,
+            num_stages=4 if block_m == 64 else 3,
+            enable_fp_fusion=False,
+        )
+    return rounded(out, dtype)

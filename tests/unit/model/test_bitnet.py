@@ -1,0 +1,182 @@
+"""BitNet models: what is ternarised when, exact conversion at the ends of the warm-up, causality, the cache, packed files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ftkernels.ternary import pack, ternarise
+from safetensors.torch import load_file, save_file
+
+from ftcli.config import QuantizationConfig
+from ftcli.errors import FtcliError
+from ftcli.model import bitnet
+from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
+from ftcli.model.checkpoint import read_config
+from ftcli.model.quantized import check_weights, quantized_layers
+from ftcli.model.streamed import Holding, load_quantized
+from tests import small_models
+
+SETTINGS = QuantizationConfig(method="bitnet")
+IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def load(folder: Path, *, trained: bool) -> Any:
+    holding = Holding(SETTINGS, torch.float32, torch.device("cpu"), trained=trained)
+    config = read_config(str(folder), revision=None, offline=True)
+    return load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
+
+
+@pytest.fixture(scope="module", params=["bitnet", "llama"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model in full precision: of BitNet's own family, and one that would be converted."""
+    folder = tmp_path_factory.mktemp(request.param)
+    small_models.build(request.param).save_pretrained(folder)
+    return folder
+
+
+def bit_layers(model: Any) -> list[BitLinear]:
+    return [module for module in model.modules() if isinstance(module, BitLinear)]
+
+
+def test_every_linear_layer_but_the_head_is_trained_and_named(saved: Path) -> None:
+    model = load(saved, trained=True)
+    assert len(bit_layers(model)) == 2 * 7
+    assert type(model.lm_head) is torch.nn.Linear
+    assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert {layer.method for layer in quantized_layers(model)} == {"bitnet"}
+
+
+def test_with_a_share_of_0_the_model_is_the_one_of_full_precision(saved: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain, model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), load(saved, trained=True)
+    set_share(model, 0.0)
+    assert torch.equal(model.train()(IDS).logits, plain.train()(IDS).logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert not torch.allclose(model.eval()(IDS).logits, plain.eval()(IDS).logits, atol=1e-2)  # evaluated quantised
+
+
+def test_weights_are_ternarised_once_a_step(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = load(saved, trained=True).train(), []
+
+    def counted(weight: torch.Tensor) -> Any:
+        made.append(1)
+        return ternarise(weight)
+
+    monkeypatch.setattr(bitnet, "ternarise", counted)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, 3):
+        for _ in range(2):  # two micro-batches
+            model(IDS, labels=IDS).loss.backward()
+        with torch.no_grad():
+            model.eval()(IDS)
+        model.train()
+        assert len(made) == step * len(bit_layers(model))
+        optimizer.step()
+    model.load_state_dict({name: 2 * tensor for name, tensor in model.state_dict().items()})
+    assert torch.equal(bit_layers(model)[0].ternary.data, ternarise(bit_layers(model)[0].weight).data)
+
+
+def test_a_later_token_changes_no_earlier_logit_in_a_bit(saved: Path) -> None:
+    model = load(saved, trained=True)
+    with torch.no_grad():
+        before = model(IDS).logits
+        for at in (1, 11, 23):
+            changed = IDS.clone()
+            changed[:, at] += 1
+            after = model(changed).logits
+            assert torch.equal(after[:, :at], before[:, :at])
+            assert not torch.equal(after[:, at:], before[:, at:])
+
+
+def test_decoding_with_a_cache_is_the_full_pass(saved: Path) -> None:
+    model = load(saved, trained=False)
+    with torch.no_grad():
+        whole, cache, steps = model(IDS).logits, None, []
+        for at in range(IDS.shape[1]):
+            out = model(IDS[:, at : at + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            steps.append(out.logits)
+    assert torch.allclose(torch.cat(steps, 1), whole, atol=1e-4)
+
+
+def packed_files(saved: Path, folder: Path, linear_class: str) -> Path:
+    """The model as transformers' ``bitnet`` stores it, with scales in float32."""
+    model = load(saved, trained=True)
+    tied = model.all_tied_weights_keys
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    for name, module in model.named_modules():
+        if isinstance(module, BitLinear):
+            scale = module.ternary.scale.reshape(1)
+            tensors[f"{name}.weight"] = pack(module.ternary.data)
+            tensors[f"{name}.weight_scale"] = 1.0 / scale if linear_class == "bitlinear" else scale
+    model.config.quantization_config = {
+        **bitnet.declaration(model),
+        "quantization_mode": "offline",
+        "linear_class": linear_class,
+    }
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_packed_files_become_masters_and_packed_files_again_byte_for_byte(
+    saved: Path, tmp_path: Path, linear_class: str
+) -> None:
+    first = packed_files(saved, tmp_path / "first", linear_class)
+    masters, frozen = load(first, trained=True), load(first, trained=False)
+    assert [type(module) for module in frozen.modules()].count(TernaryLinear) == 14
+    check_weights(frozen)
+    with torch.no_grad():
+        logits = load(saved, trained=True)(IDS).logits
+        for model in (masters, frozen):  # 1 / (1 / s) may be s to the last bit or beside it
+            assert torch.allclose(model(IDS).logits, logits, atol=1e-4 if linear_class == "autobitlinear" else 1e-2)
+    masters.save_pretrained(tmp_path / "masters")
+    again = packed_files(tmp_path / "masters", tmp_path / "again", linear_class)
+    one, two = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
+    for name, tensor in one.items():
+        if name.endswith("_scale") and linear_class == "bitlinear":
+            assert torch.allclose(two[name], tensor, rtol=2e-7)
+        else:
+            assert torch.equal(two[name], tensor), name
+
+
+def test_packed_files_without_their_scale_or_of_another_shape_are_refused(saved: Path, tmp_path: Path) -> None:
+    folder = packed_files(saved, tmp_path / "packed", "autobitlinear")
+    whole = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for change, said in (
+        ({f"{name}_scale": None}, "without its weight_scale"),
+        ({name: whole[name][:4]}, "packed bytes are of a matrix"),
+        ({f"{name}_scale": torch.zeros(1)}, "no positive number"),
+        ({name: torch.full_like(whole[name], 255)}, "stands for no ternary value"),
+    ):
+        tensors = {key: tensor for key, tensor in {**whole, **change}.items() if tensor is not None}
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(FtcliError, match=said):
+            load(folder, trained=True)
+
+
+def test_a_frozen_layer_passes_gradients_on_and_notices_lost_state() -> None:
+    layer = TernaryLinear(ternarise(torch.randn(8, 6)), None, "here")
+    x = torch.randn(3, 6, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, layer.frozen_weight().dequantize(torch.float32).sum(0).expand(3, 6), atol=1e-6)
+    layer.ternary[0, 0] = 3
+    with pytest.raises(FtcliError, match="not -1, 0 and 1"):
+        layer.check_state()
+
+
+def test_kernels_are_left_off_where_layers_round_their_input(saved: Path) -> None:
+    from ftcli.model.patch import patch
+
+    model = load(saved, trained=False)
+    done = patch(model, "reference")
+    assert not any(entry.on for entry in done.table)
