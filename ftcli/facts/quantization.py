@@ -187,7 +187,7 @@ def stores_ternary(config: JsonMap) -> bool:
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
         return False
-    return stored.get("quantization_mode", "offline") == "offline"
+    return bool(stored.get("quantization_mode", "offline") == "offline")
 
 
 def stores_masters(config: JsonMap) -> bool:
@@ -195,4 +195,4 @@ def stores_masters(config: JsonMap) -> bool:
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
         return False
-    return stored.get("quantization_mode", "offline") == "online"
+    return bool(stored.get("quantization_mode", "offline") == "online")

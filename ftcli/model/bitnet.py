@@ -7,19 +7,24 @@ and generation always have the quantised ones, which is what a saved model has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, quantize
+from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize
 from ftkernels.ternary import Ternary, remaster, ternarise, unpack
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
+from ftcli.facts.shape import SHARED_INPUTS
+from ftcli.model.backbone import decoder_layers
+from ftcli.model.fused import norm_eps
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable
 from ftcli.plain import JsonMap, JsonObject
+from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
+    from ftkernels.device import BackendName
     from transformers import PreTrainedModel
 
 _METHOD = "bitnet"
@@ -39,6 +44,7 @@ class BitLinear(TrainedQuantizedLinear):
         self.out_features, self.in_features = weight.shape
         self.layer_name = name
         self.share = 1.0
+        self.backend: BackendName = "auto"
         self.weight = nn.Parameter(weight.detach().float())
         self.register_parameter("bias", bias)
         self._ternary: Ternary | None = None
@@ -52,17 +58,49 @@ class BitLinear(TrainedQuantizedLinear):
             self._ternary, self._made_of = ternarise(self.weight), now
         return self._ternary
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """(..., I) -> (..., O), in autocast's dtype or x's."""
-        if isinstance(x, QuantizedRows):
-            return bit_linear(x, self.weight, self.ternary, self.bias)
-        if self.training and self.share < 1.0:
-            return mixed_linear(x, self.weight, self.ternary, self.bias, self.share)
-        return bit_linear(quantize(x), self.weight, self.ternary, self.bias)
+        if not isinstance(x, QuantizedRows):
+            if self.mixes:
+                return mixed_linear(x, self.weight, self.ternary, self.bias, self.share)
+            x = quantize(x, backend=self.backend)
+        return bit_linear(x, self.weight, self.ternary, self.bias, backend=self.backend)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether its values are partly exact."""
+        return self.training and self.share < 1.0
 
     def extra_repr(self) -> str:
         """For printing the model."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
+
+
+class RoundingNorm(nn.Module):
+    """An RMSNorm that hands its output to linear layers in int8, which they share.
+
+    It stands where the norm stood and has its weight, under the same name. Where the norm is of the llama form and the
+    kernels run, its output is rounded before it is ever written.
+    """
+
+    def __init__(self, norm: nn.Module, readers: Sequence[BitLinear], *, fuses: bool) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        # No submodules: they have their names elsewhere in the model.
+        object.__setattr__(self, "_norm", norm)
+        object.__setattr__(self, "_readers", tuple(readers))
+        self._fuses = fuses
+        self.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor | QuantizedRows:
+        """(..., H) -> (..., H); a tensor while the layers that read it mix exact values in."""
+        first = self._readers[0]
+        if first.mixes:
+            normed: Tensor = self._norm(x)
+            return normed
+        if self._fuses:
+            return norm_quantize(x, self.weight, norm_eps(self._norm), backend=first.backend)
+        return quantize(self._norm(x), backend=first.backend)
 
 
 class TernaryLinear(QuantizedLinear):
@@ -121,12 +159,32 @@ def masters_of(layer: TernaryLinear) -> BitLinear:
     return BitLinear(remaster(weight.data, float(weight.scale)), bias, layer.layer_name)
 
 
-def declare_masters(model: PreTrainedModel) -> None:
-    """Notes in the model's config that its linear layers are rounded whenever they are used, as transformers reads it.
+def finish(model: PreTrainedModel, *, kernels: bool) -> None:
+    """Has norms round what they hand to linear layers, and notes in the model's config that these round their weights.
 
-    Without that transformers would take the masters for ordinary weights, and say nothing.
+    Without that note transformers would take the masters for ordinary weights, and say nothing.
     """
+    for module in model.modules():
+        if isinstance(module, BitLinear):
+            module.backend = "auto" if kernels else "torch"
+    family = family_of(model.config.get_text_config().model_type)
+    if family is not None:
+        for layer in decoder_layers(model):
+            _share_rows(layer, family)
     model.config.quantization_config = {**declaration(model), "quantization_mode": "online"}
+
+
+def _share_rows(layer: nn.Module, family: Family) -> None:
+    """Puts a :class:`RoundingNorm` in the place of each norm that only such linear layers read."""
+    before_mlp = "pre_feedforward_layernorm" if family.block == "sandwich" else "post_attention_layernorm"
+    readers = {"input_layernorm": SHARED_INPUTS[0], before_mlp: SHARED_INPUTS[1]}
+    if family.sub_norms:
+        readers |= {"self_attn.attn_sub_norm": ("self_attn.o_proj",), "mlp.ffn_sub_norm": ("mlp.down_proj",)}
+    modules = dict(layer.named_modules())
+    for name, wanted in readers.items():
+        found = [module for each in wanted if isinstance(module := modules.get(each), BitLinear)]
+        if name in modules and len(found) == len(wanted):
+            layer.set_submodule(name, RoundingNorm(modules[name], found, fuses=family.norm == "llama"))
 
 
 def declaration(model: nn.Module) -> JsonObject:

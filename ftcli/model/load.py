@@ -68,14 +68,14 @@ def load_model(
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
-        return _declared(_random_model(config, dtype, attention, device, seed, holding), holding)
+        return _finished(_random_model(config, dtype, attention, device, seed, holding), holding, model)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
         if holding is not None:
             config = read_config(name, revision=revision, offline=offline)
             attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
             loaded = _load_quantized(name, config, holding, attention, revision=revision, offline=offline)
-            return _declared(loaded, holding)
+            return _finished(loaded, holding, model)
         return load_whole(
             name,
             revision=revision,
@@ -101,12 +101,12 @@ def load_model(
         ) from error
 
 
-def _declared(model: PreTrainedModel, holding: Holding | None) -> PreTrainedModel:
-    """``model`` with a config that says how its weights are to be read, where they are trained quantised."""
+def _finished(model: PreTrainedModel, holding: Holding | None, settings: ModelConfig) -> PreTrainedModel:
+    """``model`` as its quantisation leaves it where it is trained."""
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
         if training is not None:
-            code_of(training.declare)(model)
+            code_of(training.finish)(model, kernels=settings.kernels in ("auto", "triton"))
     return model
 
 

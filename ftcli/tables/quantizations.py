@@ -53,14 +53,15 @@ class QuantizedTraining:
         layer: A :class:`ftcli.model.quantize.TrainQuantized`: a linear layer with master weights.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
         more_bytes: A function of a :class:`ftcli.facts.shape.Linear`: bytes that a layer holds beside its masters.
-        declare: A function of a model that notes in its config how its weights are to be read.
+        finish: A function of a model that is whole, and of whether the kernels may be used, that puts in what its
+            layers share and notes in its config how its weights are to be read.
         share: A function of a model and of how far its values go from exact (0) to quantised (1) in training.
     """
 
     layer: str
     of_packed: str
     more_bytes: str
-    declare: str
+    finish: str
     share: str
 
 
@@ -137,7 +138,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 layer="ftcli.model.bitnet:bit_linear_of",
                 of_packed="ftcli.model.bitnet:masters_of",
                 more_bytes="ftcli.facts.quantization:ternary_bytes",
-                declare="ftcli.model.bitnet:declare_masters",
+                finish="ftcli.model.bitnet:finish",
                 share="ftcli.model.bitnet:set_share",
             ),
         ),

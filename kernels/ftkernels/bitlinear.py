@@ -192,7 +192,10 @@ class _BitLinear(torch.autograd.Function):
         backend: BackendName,
     ) -> Tensor:
         dtype = passage.dtype
-        ctx.save_for_backward(q, step, ternary, scale)
+        if weight is None:  # frozen: x is needed for no gradient
+            ctx.save_for_backward(None, None, ternary, scale)
+        else:
+            ctx.save_for_backward(q, step, ternary, scale)
         ctx.masters = None if weight is None else weight.dtype
         ctx.bias = None if bias is None else bias.dtype
         with without_autocast(q):

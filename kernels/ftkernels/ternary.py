@@ -54,7 +54,7 @@ class Ternary:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """s t, (O, I) in ``dtype``."""
-        return self.data.to(dtype) * self.scale.to(dtype)
+        return self.data.to(dtype).mul_(self.scale)
 
 
 def ternarise(weight: Tensor) -> Ternary:

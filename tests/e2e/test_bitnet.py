@@ -7,7 +7,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +81,9 @@ def unigram_loss(train: tuple[str, int], held_out: tuple[str, int], length: int)
 
     def tokens(name: str, rows: int) -> Iterator[int]:
         path = next(asset("data").glob(f"{name}.jsonl*"))
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-        with opened as file:
-            for line in islice(file, rows):
-                yield from tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False)[1:length]
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        for line in text.splitlines()[:rows]:
+            yield from tokenizer.apply_chat_template(json.loads(line)["messages"], return_dict=False)[1:length]
 
     counts = Counter(tokens(*train))
     total, size = counts.total(), 264

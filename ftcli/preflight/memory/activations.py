@@ -51,6 +51,8 @@ class Setting:
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
         full: Full fine-tuning.
         dora: Adapters are DoRA's.
+        rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
+            ``in norms``: norms hand it over like that and keep their own input alone.
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
     """
@@ -66,6 +68,7 @@ class Setting:
     softcap: bool
     padded: bool
     dora: bool = False
+    rounds: Literal["no", "apart", "in norms"] = "no"
 
 
 Term = Callable[[ModelShape, Setting], float]
@@ -117,6 +120,10 @@ def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) ->
 
 
 def _norms(shape: ModelShape, setting: Setting) -> float:
+    if setting.rounds == "in norms":
+        total = float(shape.family.norms * (setting.bytes_residual * shape.hidden_size + 4))
+        inner = shape.hidden_size + shape.intermediate_size
+        return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
     total = shape.family.norms * norm_bytes(shape.hidden_size, shape, setting, setting.bytes_residual)
     if shape.family.head_norm:
         heads = shape.num_heads + shape.num_kv_heads
@@ -129,11 +136,17 @@ def _norms(shape: ModelShape, setting: Setting) -> float:
 
 def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
     linears = shape.linears if setting.full else setting.adapted
+    if setting.rounds != "no":
+        return float(sum(width + 4 for width in _shared_inputs(linears).values()))
     if setting.autocast:
         return float(sum(setting.bytes_compute * linear.in_features for linear in linears))
+    return float(setting.bytes_compute * sum(_shared_inputs(linears).values()))
+
+
+def _shared_inputs(linears: tuple[Linear, ...]) -> dict[tuple[str, ...], int]:
+    """The width of each tensor that linear layers read, by the layers that share it."""
     groups = {name: group for group in SHARED_INPUTS for name in group}
-    widths = {groups.get(linear.name, (linear.name,)): linear.in_features for linear in linears}
-    return float(setting.bytes_compute * sum(widths.values()))
+    return {groups.get(linear.name, (linear.name,)): linear.in_features for linear in linears}
 
 
 def _lora(shape: ModelShape, setting: Setting) -> float:
@@ -160,7 +173,9 @@ def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
     concatenation: the output takes over their memory layout, which o_proj cannot read.
     """
     if shape.family.sub_norms:
-        return setting.bytes_compute == 4
+        return setting.bytes_compute == 4 or setting.rounds == "in norms"
+    if setting.rounds != "no":
+        return False
     if shape.family.joined or setting.full:
         return not shape.family.joined
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)

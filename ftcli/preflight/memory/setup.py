@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -20,7 +20,7 @@ from ftcli.facts.shape import ModelShape
 from ftcli.facts.trained import Trained, trained_parameters
 from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.tables import code_of, policies
+from ftcli.tables import code_of, policies, quantizations
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
 
@@ -201,7 +201,16 @@ class Setup:
             dora=lora is not None and lora.use_dora,
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
+            rounds=self.rounds,
         )
+
+    @property
+    def rounds(self) -> Literal["no", "apart", "in norms"]:
+        """How linear layers that are trained rounded keep their input."""
+        if self.recipe.lora is not None or quantizations.row(self.recipe.quantization.method).training is None:
+            return "no"
+        by_kernel = self.device.kind == "cuda" and self.recipe.model.kernels in ("auto", "triton")
+        return "in norms" if by_kernel and self.shape.family.norm == "llama" else "apart"
 
     def on(self, device: DeviceFacts) -> Setup:
         """The same setup on another machine."""

@@ -248,6 +248,8 @@ def _copies_run_again(setup: Setup) -> bool:
 
 
 def _cast_elements(setup: Setup) -> int:
+    if setup.rounds != "no":
+        return 0  # products take what the masters are rounded to
     if setup.recipe.lora is None:
         return setup.shape.linear_parameters
     return setup.trained.by_autocast

@@ -1,7 +1,8 @@
-"""BitNet models: what is ternarised when, exact conversion at the ends of the warm-up, causality, the cache, packed files."""
+"""BitNet models: when weights are ternarised, both ends of the warm-up, causality, the cache, packed files."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
+from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
 from ftcli.model.checkpoint import read_config
+from ftcli.model.quantize import layers_to_quantize
 from ftcli.model.quantized import check_weights, quantized_layers
 from ftcli.model.streamed import Holding, load_quantized
+from ftcli.preflight.memory.activations import plain_layers
 from tests import small_models
+from tests.unit.preflight import test_activations as activations
 
 SETTINGS = QuantizationConfig(method="bitnet")
 IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -26,7 +31,10 @@ IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 def load(folder: Path, *, trained: bool) -> Any:
     holding = Holding(SETTINGS, torch.float32, torch.device("cpu"), trained=trained)
     config = read_config(str(folder), revision=None, offline=True)
-    return load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
+    model = load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
+    if trained:
+        bitnet.finish(model, kernels=True)
+    return model
 
 
 @pytest.fixture(scope="module", params=["bitnet", "llama"])
@@ -172,6 +180,41 @@ def test_a_frozen_layer_passes_gradients_on_and_notices_lost_state() -> None:
     layer.ternary[0, 0] = 3
     with pytest.raises(FtcliError, match="not -1, 0 and 1"):
         layer.check_state()
+
+
+def test_layers_behind_one_norm_share_its_rounded_output(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = load(saved, trained=True), []
+    plain = bitnet.norm_quantize
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(bitnet, "norm_quantize", counted)
+
+    norms = 4 if model.config.model_type == "bitnet" else 2
+    model(IDS)
+    assert len(made) == norms * 2
+
+
+@pytest.mark.parametrize("plan", ["full-float32", "full-bfloat16"])
+@pytest.mark.parametrize("family", ["bitnet", "llama"])
+def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str) -> None:
+    dtypes = activations.PLANS[plan]
+    sizes = []
+    for layers in (2, 3):
+        model = activations.build(family, "sdpa", dtypes, layers)
+        for name in layers_to_quantize(model):
+            model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
+        bitnet.finish(model, kernels=True)
+        for layer in bit_layers(model):
+            layer.ternary  # noqa: B018  # kept between steps, and counted with the weights
+        sizes.append(activations.measured_bytes(model.train(), dtypes))
+    shape = shape_of(activations.config_of(family, 1))
+    assert shape is not None
+    setting = replace(activations.setting_of(family, dtypes), rounds="apart")
+    predicted = activations.BATCH * setting.seq_len * plain_layers("sdpa").layer_bytes(shape, setting)
+    assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
 
 def test_kernels_are_left_off_where_layers_round_their_input(saved: Path) -> None:
