@@ -23,7 +23,7 @@ from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.merging import merged
 from ftcli.model.patch import patch
-from ftcli.model.quantized import QuantizedLinear
+from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ def _is_copyable(module: Any) -> bool:
     if isinstance(base, QuantizedLinear):
         # What is multiplied as it is stored would be another product in another dtype.
         return quantizations.row(base.method).products is None
+    if isinstance(base, TrainedQuantizedLinear):  # its weight is rounded before it is multiplied
+        return False
     return isinstance(base, nn.Linear) and isinstance(base.weight, Tensor) and base.weight.is_floating_point()
 
 

@@ -107,6 +107,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),
+                    "quantization.method": ("none", "nf4", "fp8"),
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),

@@ -161,11 +161,6 @@ def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
-def plain() -> tuple[str, ...]:
-    """Methods that leave weights as they are."""
-    return tuple(name for name, each in TABLE.items() if each.supported and each.quantize is None)
-
-
 def multiplied_as_stored() -> tuple[str, ...]:
     """Methods whose weights are multiplied as they are stored, where the GPU can, at a rate that is measured."""
     return tuple(name for name, each in TABLE.items() if each.products is not None and each.products.measure_rate)
