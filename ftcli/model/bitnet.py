@@ -8,7 +8,8 @@ and generation always have the quantised ones, which is what a saved model has.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize
@@ -76,6 +77,15 @@ class BitLinear(TrainedQuantizedLinear):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.method}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """A norm and the layers that read it. No module: all of them have their names elsewhere in the model."""
+
+    norm: Any
+    readers: tuple[BitLinear, ...]
+    fuses: bool
+
+
 class RoundingNorm(nn.Module):
     """An RMSNorm that hands its output to linear layers in int8, which they share.
 
@@ -83,24 +93,21 @@ class RoundingNorm(nn.Module):
     kernels run, its output is rounded before it is ever written.
     """
 
-    def __init__(self, norm: nn.Module, readers: Sequence[BitLinear], *, fuses: bool) -> None:
+    def __init__(self, norm: Any, readers: Sequence[BitLinear], *, fuses: bool) -> None:
         super().__init__()
-        self.weight = norm.weight
-        # No submodules: they have their names elsewhere in the model.
-        object.__setattr__(self, "_norm", norm)
-        object.__setattr__(self, "_readers", tuple(readers))
-        self._fuses = fuses
+        self.weight: nn.Parameter = norm.weight
+        self._between = _Between(norm, tuple(readers), fuses)
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor | QuantizedRows:
         """(..., H) -> (..., H); a tensor while the layers that read it mix exact values in."""
-        first = self._readers[0]
+        norm, first = self._between.norm, self._between.readers[0]
         if first.mixes:
-            normed: Tensor = self._norm(x)
+            normed: Tensor = norm(x)
             return normed
-        if self._fuses:
-            return norm_quantize(x, self.weight, norm_eps(self._norm), backend=first.backend)
-        return quantize(self._norm(x), backend=first.backend)
+        if self._between.fuses:
+            return norm_quantize(x, self.weight, norm_eps(norm), backend=first.backend)
+        return quantize(norm(x), backend=first.backend)
 
 
 class TernaryLinear(QuantizedLinear):
