@@ -165,12 +165,13 @@ def _optimizers() -> Iterator[str]:
         "What `train.optim` may name. The state is counted in the memory estimate: bytes for each trained parameter of "
         "large matrices.\n"
     )
-    yield "| optimizer | | state in bytes | needs |"
-    yield "|---|---|---|---|"
+    yield "| optimizer | | state in bytes | rounds (`train.pure_bf16`) | needs |"
+    yield "|---|---|---|---|---|"
     for name in optimizers.names():
         row = optimizers.row(name)
         state = "a sum for each row and column" if row.state == "factored" else f"{_state_bytes(row):.3g}"
-        yield f"| `{name}` | {row.about} | {state} | {f'`{row.package.install}`' if row.package else ''} |"
+        needs = f"`{row.package.install}`" if row.package else ""
+        yield f"| `{name}` | {row.about} | {state} | {', '.join(row.rounds)} | {needs} |"
 
 
 def _state_bytes(row: optimizers.Optimizer) -> float:

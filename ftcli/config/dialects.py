@@ -74,7 +74,6 @@ _TABLE: dict[str, _Parts] = {
     "float32": (_AXOLOTL, "model.dtype: float32"),
     "precision": (_LITGPT, "model.dtype"),
     "mixed_precision": ("accelerate", "model.dtype"),
-    "pure_bf16": (_FACTORY, "model.dtype: bfloat16"),
     "tf32": (f"{_AXOLOTL}, {_TRL}", None, "matmul precision is not a setting; remove it"),
     "attn_implementation": (f"{_AXOLOTL}, {_TRL}", "model.attention"),
     "flash_attn": (_FACTORY, "model.attention: flash_attention_2"),

@@ -105,6 +105,17 @@ class TrainConfig(Section):
         description="Launch the decoder layers as CUDA graphs where a micro-batch has too few tokens to keep the GPU "
         "busy otherwise. The results are the same to the last bit; `false` never does.",
     )
+    pure_bf16: bool = Field(
+        default=False,
+        description="Full fine-tuning: hold parameters and gradients in bfloat16, a half of float32's memory. Updates "
+        "are computed in float32 and rounded. `false` keeps the parameters in float32, and multiplies copies in the "
+        "compute dtype.",
+    )
+    bf16_stochastic_round: bool = Field(
+        default=False,
+        description="With `pure_bf16`: round updates stochastically, so that those too small for bfloat16 arrive on "
+        "average. `false` rounds to nearest, where most of them are lost at the learning rates of full fine-tuning.",
+    )
     early_stopping: EarlyStoppingConfig | None = Field(
         default=None, description="When training ends because evaluations get no better; never when absent."
     )

@@ -59,7 +59,7 @@ class LayerChoice:
 def choose_layers(
     model_type: str, activation: str | None, kernels: Kernels, *, device: str, gpu: Gpu | None
 ) -> LayerChoice:
-    """What computes the layers of a model whose base weights are frozen.
+    """What computes the layers of a model.
 
     Args:
         activation: transformers' name of the MLP's activation; None where it is not known.
@@ -148,7 +148,7 @@ class Part:
 
 
 def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
-    """How the layers of a run are computed. Evaluation may use the kernels after full fine-tuning: it freezes all."""
+    """How the layers of a run are computed."""
     layers = _layers(recipe, facts, device, work=work)
     batches = _batches(recipe, facts, plan, device, layers, work=work)
     if layers.code == "transformers":
@@ -219,7 +219,7 @@ def parts_of(
     return (
         Part("norms, rotary embedding, gated unit", elementwise, layers.reason),
         *_frozen_products(recipe, plan, device),
-        _low_rank(recipe, plan, device, elementwise),
+        _trained_products(recipe, plan, device, elementwise),
         *_attention_parts(recipe, facts, plan, device, execution.batches),
         Part("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
         batches,
@@ -235,11 +235,6 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
     if recipe.lora is not None and recipe.lora.use_dora and choice.code != "transformers":
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
-    if work == "eval" or (choice.code == "transformers" and not choice.parts):
-        return choice
-    if recipe.lora is None:
-        reason = "the kernels keep base weights frozen, and full fine-tuning trains them"
-        return LayerChoice("transformers", reason, parts=choice.parts)
     return choice
 
 
@@ -289,9 +284,12 @@ def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> li
     return [Part(part, method, "as they are stored, on tensor cores")]
 
 
-def _low_rank(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> Part:
-    part = "LoRA products"
-    rank = 0 if recipe.lora is None else recipe.lora.r
+def _trained_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> Part:
+    """Products of what is trained: of adapters, or of the weights themselves."""
+    if recipe.lora is None:
+        copied = "" if plan.parameter == plan.compute else f", of copies in {plan.compute} that each step makes"
+        return Part("products of the weights", "torch", f"their gradients are {plan.gradient}{copied}")
+    part, rank = "LoRA products", recipe.lora.r
     if elementwise == "torch":
         return Part(part, "torch", "model.kernels: reference")
     if packed_rank(rank) > LARGEST_FUSED_RANK:

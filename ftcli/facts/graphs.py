@@ -43,7 +43,9 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
         return "train.cuda_graphs: false"
     if policies.row(train.checkpointing).on_host:
         return f"gradient_checkpointing: {train.checkpointing} waits for copies to the host"
-    if (lora is not None and lora.dropout > 0) or facts.language.get("attention_dropout"):
+    if lora is None:
+        return "the gradients of all weights would be there three times"
+    if lora.dropout > 0 or facts.language.get("attention_dropout"):
         return "dropout draws other numbers in each step"
     most = most_graph_tokens(recipe, facts)
     if most is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ftkernels.limits import version
 
@@ -25,6 +26,8 @@ class DtypePlan:
         reason: Why this compute dtype, as one clause for people.
         reduction: Of sums over rows: norms, softmax, the loss.
         gradient, optimizer: Of what is trained.
+        rounding: How updates, which are computed in float32, are rounded to parameters in bfloat16; None where what is
+            trained is in float32.
         loss_scaling: The loss is multiplied by a scale before backward, so that float16 does not round gradients to
             zero; the gradients are divided by it before the step.
     """
@@ -38,11 +41,17 @@ class DtypePlan:
     gradient: str = "float32"
     optimizer: str = "float32"
     loss_scaling: bool = False
+    rounding: Literal["nearest", "stochastic"] | None = None
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of one base parameter."""
         return DTYPE_BYTES[self.parameter]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one element of a gradient."""
+        return DTYPE_BYTES[self.gradient]
 
     @property
     def compute_bytes(self) -> int:
@@ -54,7 +63,8 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
     """The plan of a recipe on a device.
 
     LoRA keeps the frozen base in the compute dtype and its adapters in float32; full fine-tuning keeps all parameters
-    in float32, since an update is often smaller than half a bfloat16 step. Either computes under autocast unless the
+    in float32, since an update is often smaller than half a bfloat16 step. With ``train.pure_bf16`` parameters and
+    gradients are in bfloat16, and the optimizer computes in float32 and rounds. All compute under autocast unless the
     compute dtype is float32. float16 ends at 6e-8 where bfloat16 reaches 1e-38, so its losses are scaled. What the
     device lacks is not corrected here: ``checks.machine`` reports it.
     """
@@ -62,6 +72,9 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
     autocast, scaled = compute != "float32", compute == "float16"
     if recipe.lora is not None:
         return DtypePlan(compute, "float32", compute, autocast, reason, loss_scaling=scaled)
+    if recipe.train.pure_bf16 and compute == "bfloat16":  # else preflight refuses it
+        rounding: Literal["nearest", "stochastic"] = "stochastic" if recipe.train.bf16_stochastic_round else "nearest"
+        return DtypePlan(compute, None, compute, autocast, reason, gradient=compute, rounding=rounding)
     return DtypePlan("float32", None, compute, autocast, reason, loss_scaling=scaled)
 
 

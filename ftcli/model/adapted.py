@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ftkernels.projection import FrozenWeight, Packed, Projection
@@ -11,21 +12,31 @@ from ftcli.facts.execution import DORA
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 
+class Prepared(NamedTuple):
+    """What is made already for the projections of a group: their adapters, packed, or copies of their trained weights
+    in the dtype of the products, one for each. Without, they are made in each call.
+    """
+
+    packed: Packed | None = None
+    copies: tuple[Tensor, ...] = ()
+
+
 class LayerPacks(NamedTuple):
-    """The adapters of a layer's groups, packed already; None where they are packed in each call."""
+    """What is prepared for each group of a layer."""
 
-    qkv: Packed | None = None
-    o: Packed | None = None
-    gate_up: Packed | None = None
-    down: Packed | None = None
+    qkv: Prepared = Prepared()
+    o: Prepared = Prepared()
+    gate_up: Prepared = Prepared()
+    down: Prepared = Prepared()
 
 
-#: Each group packs its own.
+#: Each group prepares its own.
 UNPACKED = LayerPacks()
+_NOTHING = Prepared()
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
-    """Why the fused LoRA kernels cannot serve this linear layer; None when they can."""
+    """Why the fused layers cannot take this linear layer; None when they can."""
     from peft.tuners.lora import Linear as LoraLinear
 
     base = layer
@@ -43,20 +54,26 @@ def why_not_fused(layer: nn.Module) -> str | None:
         return f"its base is a {type(base).__name__}, not a plain linear layer"
     if isinstance(base, QuantizedLinear) and base.rounds_input:
         return f"its {base.method} products round activations to int8, which the fused layers do not"
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
-        return "its base weight is trained (full fine-tuning)"
+    if base is not layer and (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad)):
+        return "its base weight is trained beside an adapter"
     return None
 
 
-def projection_of(layer: Any, packed: Packed | None = None) -> Projection:
+def projections_of(layers: Sequence[Any], prepared: Prepared = _NOTHING) -> list[Projection]:
+    """:func:`projection_of` each layer of a group."""
+    copies = prepared.copies or (None,) * len(layers)
+    return [projection_of(layer, prepared.packed, copy) for layer, copy in zip(layers, copies, strict=True)]
+
+
+def projection_of(layer: Any, packed: Packed | None = None, copy: Tensor | None = None) -> Projection:
     """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged.
 
-    ``packed``: its group's adapters as they are now, where they are packed already.
+    ``packed`` and ``copy``: its group's adapters, or its own trained weight, as they are now (:class:`Prepared`).
     """
     base = getattr(layer, "base_layer", layer)
     weight = _frozen(base)
     if base is layer or layer.disable_adapters or layer.merged or not layer.active_adapters:
-        return Projection(weight, base.bias)
+        return Projection(weight, base.bias, copy=copy)
     name = layer.active_adapters[0]
     if name not in layer.lora_A:
         return Projection(weight, base.bias)

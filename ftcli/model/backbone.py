@@ -95,6 +95,17 @@ def decoder_layers(base: PreTrainedModel) -> nn.ModuleList:
     raise TypeError(f"{type(base).__name__} has no list of {count} decoder layers")
 
 
+def stream_in(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
+    """Has the residual stream begin in ``dtype``, in which it then stays: embeddings are held wider where they are
+    trained, and nothing else would round what they give.
+    """
+
+    def rounded(_module: nn.Module, _given: object, output: Tensor) -> Tensor:
+        return output.to(dtype)
+
+    base_of(model).get_input_embeddings().register_forward_hook(rounded)
+
+
 def hidden_states(
     model: PreTrainedModel | PeftModel,
     inputs: Mapping[str, Tensor],

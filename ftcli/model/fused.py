@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ftcli.facts.shape import SHARED_INPUTS
-from ftcli.model.adapted import UNPACKED, LayerPacks, projection_of
+from ftcli.model.adapted import UNPACKED, LayerPacks, projections_of
 from ftcli.model.stack import DecoderStack, Turn
 from ftcli.tables.families import Family, family_of
 
@@ -126,10 +126,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         dropouts = [module.p for module in self.modules() if isinstance(module, nn.Dropout)]
         return any(dropouts) or bool(self.self_attn.attention_dropout)
 
-    def adapter_groups(self) -> list[list[Projection]]:
+    def groups(self) -> list[list[Projection]]:
         """The projections that share an input: q, k and v; o; gate and up; down. As :class:`LayerPacks` names them."""
         groups = (SHARED_INPUTS[0], ("self_attn.o_proj",), SHARED_INPUTS[1], ("mlp.down_proj",))
-        return [[projection_of(self.get_submodule(name)) for name in group] for group in groups]
+        return [projections_of([self.get_submodule(name) for name in group]) for group in groups]
 
     def compute(
         self,
@@ -141,7 +141,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     ) -> Tensor:
         """The layer on the kernels, under the policy that was set on it: (B, S, H) -> (B, S, H).
 
-        ``packs``: the adapters as they are now, where they are packed already.
+        ``packs``: what is prepared for its projections.
         """
         attend = partial(self._attention_half, mask=attention_mask, rotation=rotation, packs=packs, kwargs=kwargs)
         if self.offload is None or not (self.training and torch.is_grad_enabled()):
@@ -172,7 +172,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     ) -> Tensor:
         """(B, S, H) -> (B, S, H): attention, added to the residual stream."""
         attended, residual = self._attend(hidden_states, mask, rotation, packs, kwargs)
-        projection = projection_of(self.self_attn.o_proj, packs.o)
+        (projection,) = projections_of([self.self_attn.o_proj], packs.o)
         # Gemma-2 and Gemma-3 normalise each half once more before it is added.
         if self._family.block == "sandwich":
             out = lora_linear(attended, projection, backend=self._backend)
@@ -217,9 +217,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         head_norm = self._family.head_norm
         q, k, v, residual = lora_qkv(
             hidden_states,
-            projection_of(attention.q_proj, packs.qkv),
-            projection_of(attention.k_proj, packs.qkv),
-            projection_of(attention.v_proj, packs.qkv),
+            *projections_of([attention.q_proj, attention.k_proj, attention.v_proj], packs.qkv),
             head_dim=attention.head_dim,
             norm=self._norm(self.input_layernorm, hidden_states),
             rope=None if head_norm else position_embeddings,
@@ -246,9 +244,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _mlp(self, hidden_states: Tensor, norm: Norm, packs: LayerPacks, residual: Any) -> Any:
         return lora_mlp(
             hidden_states,
-            projection_of(self.mlp.gate_proj, packs.gate_up),
-            projection_of(self.mlp.up_proj, packs.gate_up),
-            projection_of(self.mlp.down_proj, packs.down),
+            *projections_of([self.mlp.gate_proj, self.mlp.up_proj], packs.gate_up),
+            *projections_of([self.mlp.down_proj], packs.down),
             activation=self._activation,
             norm=norm,
             residual=residual,

@@ -122,7 +122,7 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
         _join(layer, done)
         fused = FusedDecoderLayer(layer, family, choice.activation, backend)
         _swap(backbone, name, layer, fused, done)
-        done.table.append(LayerKernel(name, "fused LoRA layer", on=True, reason=f"{config.model_type}, {backend}"))
+        done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{config.model_type}, {backend}"))
     if any(entry.on for entry in done.table):
         _swap_norm(backbone, "norm", family, backend, done)
         done.table.append(LayerKernel("norm", "RMSNorm", on=True, reason=f"{family.norm} form"))

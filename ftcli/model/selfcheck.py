@@ -3,6 +3,8 @@
 The loss of the whole model is compared, and every layer by itself: the original and the fused layer get the same
 input and the same output gradient, so rounding does not pile up over the depth and a fault is named where it is.
 
+Weights that are trained whole have gradients as large as themselves, so only those of a few layers are held at a time.
+
 Adapters start with B = 0, where the gradient of A vanishes and half of the backward would go unchecked; for the check
 B holds small random numbers and is put back afterwards, bit for bit.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +31,14 @@ from ftcli.plain import JsonObject, plain_fields
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from transformers import PreTrainedModel
+
+Model: TypeAlias = "PreTrainedModel | PeftModel"
 
 ROWS = 2
 LONGEST = 256
+#: Bytes of gradients that are held at a time, one layer's at least.
+_HELD_BYTES = 2**31
 _B_STD = 0.02
 
 
@@ -89,7 +96,7 @@ class SelfCheck:
 
 
 def self_check(
-    model: PeftModel, applied: Patch, kernels: Kernels, batch: Mapping[str, Tensor], plan: DtypePlan
+    model: Model, applied: Patch, kernels: Kernels, batch: Mapping[str, Tensor], plan: DtypePlan
 ) -> tuple[SelfCheck, Patch]:
     """Compares on at most two rows of 256 tokens; the model leaves as it came, patched.
 
@@ -114,17 +121,21 @@ def self_check(
     ):
         applied.undo()
         unpatched_loss, calls = _forward(model, small)
-        wanted = [_layer_pass(layer, call, call) for layer, call in zip(_layers(model), calls, strict=True)]
-        again = patch(model, kernels)
+        applied = patch(model, kernels)
+        checks: list[LayerCheck] = []
         try:
-            patched_loss, patched_calls = _forward(model, small)
-            pairs = zip(_layers(model), calls, patched_calls, strict=True)
-            found = [_layer_pass(layer, call, own) for layer, call, own in pairs]
+            patched_loss, own = _forward(model, small)
+            for some in _few_at_a_time(_layers(model)):
+                applied.undo()
+                wanted = {index: _layer_pass(_layers(model)[index], calls[index], calls[index]) for index in some}
+                applied = patch(model, kernels)
+                for index in some:
+                    found = _layer_pass(_layers(model)[index], calls[index], own[index])
+                    checks.append(_compare(f"layers.{index}", found, wanted[index]))
         except TritonError as error:
             raise _refused(error) from error
     model.train(training)
     model.zero_grad(set_to_none=True)
-    checks = [_compare(f"layers.{i}", *pair) for i, pair in enumerate(zip(found, wanted, strict=True))]
     tolerance = _tolerance(model, plan)
     check = SelfCheck(
         rows=small["input_ids"].shape[0],
@@ -137,10 +148,18 @@ def self_check(
     )
     if not check.passed:
         raise _failed(check)
-    return check, again
+    return check, applied
 
 
-def _tolerance(model: PeftModel, plan: DtypePlan) -> Tolerance:
+def _few_at_a_time(layers: Sequence[nn.Module]) -> Iterator[range]:
+    """All layers in order, as many at a time as their gradients may be held of."""
+    most = max(sum(4 * p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers)
+    each = max(1, _HELD_BYTES // max(most, 1))
+    for start in range(0, len(layers), each):
+        yield range(start, min(start + each, len(layers)))
+
+
+def _tolerance(model: Model, plan: DtypePlan) -> Tolerance:
     """That of the compute dtype, or of quantised layers whose products are coarser."""
     own = (module.tolerance for module in model.modules() if isinstance(module, QuantizedLinear))
     return next((tolerance for tolerance in own if tolerance is not None), TOLERANCES[plan.compute])
@@ -183,12 +202,12 @@ class _Pass:
     gradients: dict[str, Tensor]
 
 
-def _layers(model: PeftModel) -> Sequence[nn.Module]:
+def _layers(model: Model) -> Sequence[nn.Module]:
     return list(decoder_layers(base_of(model)))
 
 
 @torch.no_grad()
-def _forward(model: PeftModel, batch: dict[str, Tensor]) -> tuple[float, list[_Call]]:
+def _forward(model: Model, batch: dict[str, Tensor]) -> tuple[float, list[_Call]]:
     calls: list[_Call] = []
 
     def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,7 +260,7 @@ def _worst(checks: Sequence[LayerCheck], tolerance: Tolerance) -> LayerCheck:
 
 
 @contextmanager
-def _random_adapters(model: PeftModel) -> Iterator[None]:
+def _random_adapters(model: Model) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     kept = {n: p.detach().clone() for n, p in model.named_parameters() if ".lora_B." in n and p.requires_grad}
     parameters = dict(model.named_parameters())

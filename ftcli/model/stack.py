@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from ftkernels.adapter_packs import AdapterPacks
+from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.model.adapted import LayerPacks
+from ftcli.model.adapted import LayerPacks, Prepared
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.masks import CallMask
 
@@ -61,15 +62,17 @@ class DecoderStack:
     ``runner`` runs a call; :meth:`run` where there is none.
 
     Args:
-        dtype: Of the layers' products. The adapters of all layers are packed at once in it; None has each layer pack
-            its own.
+        dtype: Of the layers' products. The adapters of all layers are packed at once in it, and trained weights of
+            another dtype copied; None has each layer see to its own.
     """
 
     def __init__(self, layers: Sequence[FusedDecoderLayer], dtype: torch.dtype | None = None) -> None:
         self.layers = tuple(layers)
-        groups = [] if dtype is None else [group for layer in self.layers for group in layer.adapter_groups()]
+        groups = [] if dtype is None else [group for layer in self.layers for group in layer.groups()]
         self._adapters = AdapterPacks(groups, dtype or torch.float32)
-        found = self._adapters.packs or [None] * (4 * len(self.layers))
+        self._copies = WeightCopies(groups, dtype or torch.float32)
+        found = [Prepared(*each) for each in zip(self._adapters.packs, self._copies.copies, strict=True)]
+        found = found or [Prepared()] * (4 * len(self.layers))
         self._packs = [LayerPacks(*found[at : at + 4]) for at in range(0, len(found), 4)]
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
@@ -101,9 +104,21 @@ class DecoderStack:
         self._turns = None
         return (self.runner or self.run)(call)
 
+    @property
+    def copies(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Trained weights, each with the copy of it that products read."""
+        return self._copies.pairs
+
+    def weights_changed(self) -> None:
+        """Trained weights have changed and their copies have not: to be said after each step of an optimizer that knows
+        nothing of them.
+        """
+        self._copies.outdate()
+
     def run(self, call: StackCall) -> Tensor:
         """(B, S, H) -> (B, S, H): the layers one after the other."""
         self._adapters.refresh()
+        self._copies.refresh()
         hidden = call.hidden
         for layer, turn, packs in zip(self.layers, call.turns, self._packs, strict=True):
             given = (hidden, turn.mask, turn.rotation, packs)

@@ -147,11 +147,16 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[Tokens]) -> KernelRepo
 
     Raises FtcliError FT705 under ``kernels: triton`` when a layer cannot be fused, FT704 when the self-check fails.
     """
+    import torch
+
     from ftcli.data.collate import PaddingCollator
+    from ftcli.model.backbone import stream_in
     from ftcli.model.patch import patch
     from ftcli.model.selfcheck import ROWS, self_check
 
     kernels = job.recipe.model.kernels
+    if job.report.setup.execution.on_kernels and job.plan.parameter != job.plan.compute:
+        stream_in(model, getattr(torch, job.plan.compute))
     applied = patch(model, kernels)
     check = None
     if any(entry.on for entry in applied.table):

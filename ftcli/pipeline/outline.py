@@ -102,7 +102,7 @@ def _least_memory(
     return LeastMemory(
         weights=_weights(model, packed, recipe.quantization, plan.parameter_bytes),
         adapters=0 if adapters is None else 4 * trained,
-        gradients=4 * trained,
+        gradients=plan.gradient_bytes * trained,
         optimizer=state.device,
     )
 

@@ -41,10 +41,10 @@ class DiskEstimate:
         return {**plain_fields(self), "total_bytes": self.total_bytes}
 
 
-def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None) -> DiskEstimate:
-    """What training writes. Adapters, and all parameters under full fine-tuning, are saved in float32."""
+def estimate_disk(recipe: Recipe, shape: ModelShape, *, free_bytes: int | None, element_bytes: int = 4) -> DiskEstimate:
+    """What training writes. ``element_bytes``: of one trained parameter, in the dtype that it is held in."""
     trained = trained_parameters(recipe, shape)
-    weights = 4 * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
+    weights = element_bytes * (trained.elements + (shape.other_parameters if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
     every, steps = recipe.checkpoint.every_steps, recipe.train.max_steps
     periodic = every is not None and (steps is None or every <= steps)

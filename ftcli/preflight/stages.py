@@ -25,7 +25,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, cpu_device, probe_device
 from ftcli.facts.execution import Part, parts_of
 from ftcli.facts.graphs import graphs_part
-from ftcli.facts.model import ModelFacts, read_facts
+from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
 from ftcli.preflight.checks import crossfield, data, files, machine, memory_and_disk, model, sources, support
@@ -145,21 +145,23 @@ def _estimates(context: Context, setup: Setup) -> _Estimates:
             not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
     disk = None
     if context.trains:
-        disk, disk_findings, disk_not_made = _disk(context, facts, device)
+        disk, disk_findings, disk_not_made = _disk(context, setup)
         findings += disk_findings
         not_made += disk_not_made
     memory = None if found is None else found.estimate
     return _Estimates(memory, verdict, disk, tuple(findings), tuple(not_made))
 
 
-def _disk(
-    context: Context, facts: ModelFacts, device: DeviceFacts
-) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
+def _disk(context: Context, setup: Setup) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:
+    facts, device = setup.facts, setup.device
     output = context.recipe.run.output_dir
     output_dir = expanded(output if output is not None else "runs")
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    estimate = None if facts.shape is None else estimate_disk(context.recipe, facts.shape, free_bytes=None)
+    element = 4 if context.recipe.lora is not None else setup.plan.parameter_bytes
+    estimate = None
+    if facts.shape is not None:
+        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=element)
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]

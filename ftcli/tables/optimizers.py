@@ -27,6 +27,10 @@ class Optimizer:
         package: Where it comes from, if not from torch or transformers.
         schedule_free: It averages the weights in place of a schedule: evaluated and saved is the average.
         warms_up: It reads ``warmup_steps`` itself.
+        rounds: How it can round updates of parameters in bfloat16: ``nearest``, ``stochastic``. What is listed computes
+            them in float32, and keeps its state as ``state`` says. Without any, it trains float32 parameters alone.
+        build_own: Code: a class of ours that takes its place in full fine-tuning on the kernels, and for parameters
+            in bfloat16; made with the keyword argument ``rounding``. None: it is itself everywhere.
         build: Code: a class of optimizer that transformers does not have, made from parameter groups and keyword
             arguments; ``hidden`` in a group says that it holds hidden matrices. None: transformers builds it.
     """
@@ -40,9 +44,13 @@ class Optimizer:
     package: Package | None = None
     schedule_free: bool = False
     warms_up: bool = False
+    rounds: tuple[Literal["nearest", "stochastic"], ...] = ()
+    build_own: str | None = None
     build: str | None = None
 
 
+_BOTH: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
+_OWN = "ftcli.trainers.adamw:AdamW"
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _BETAS = _ADAM[:2]
 _BITSANDBYTES = Package(
@@ -52,18 +60,23 @@ _SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]", "schedule-free o
 
 TABLE: Mapping[str, Optimizer] = MappingProxyType(
     {
-        "adamw_torch": Optimizer("AdamW.", state_bytes=8, workspace="copy", reads=_ADAM),
-        "adamw_torch_fused": Optimizer("AdamW in one kernel.", state_bytes=8, reads=_ADAM),
+        "adamw_torch": Optimizer(
+            "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN
+        ),
+        "adamw_torch_fused": Optimizer(
+            "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN
+        ),
         "adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits.", state_bytes=8, state="blockwise", reads=_ADAM, package=_BITSANDBYTES
+            "AdamW with its state in 8 bits.",
+            state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
         ),
         "paged_adamw_8bit": Optimizer(
             "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, package=_BITSANDBYTES,
+            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
         ),
         "paged_adamw_32bit": Optimizer(
             "AdamW; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, paged=True, reads=_ADAM, package=_BITSANDBYTES,
+            state_bytes=8, paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
         ),
         "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
         "lion_8bit": Optimizer(

@@ -151,7 +151,8 @@ class RunTrainerMixin(OptimisationMixin):
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
         scaled = unscale(self)  # type: ignore[arg-type]
-        norm: Tensor = super()._clip_grad_norm(model)  # type: ignore[misc]
+        own = self.clip_in_step()
+        norm: Tensor = super()._clip_grad_norm(model) if own is None else own  # type: ignore[misc]
         if not scaled:  # an overflow under a scale is no fault: the step is skipped and the scale lowered
             self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
         return norm

@@ -225,7 +225,7 @@ def build_grpo_trainer(
             train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], _ROW: list(range(len(asked)))}),
             processing_class=job.tokenizer,
         )
-    trainer.plan = job.plan
+    trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
     trainer.batches, trainer.pad_token_id = job.batches(model), job.pad_token_id
     trainer.stack, trainer.graphs = use_stack(job, model)

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.optimization import get_scheduler
 
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
 from ftcli.model.initial import initial_of, load_over
 from ftcli.tables import code_of, optimizers, schedules
+from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.muon import Group
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel
+
+    from ftcli.model.stack import DecoderStack
 
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
@@ -34,9 +38,14 @@ Arguments: TypeAlias = dict[str, Any]
 
 
 class OptimisationMixin:
-    """Mixed into transformers' Trainer. ``settings`` is set before training begins."""
+    """Mixed into transformers' Trainer. ``settings``, ``plan``, ``own_optimizer`` (``Setup.own_optimizer``: our form of
+    the recipe's optimizer is taken) and ``stack`` are set before training begins.
+    """
 
     settings: TrainConfig
+    plan: DtypePlan
+    own_optimizer: bool
+    stack: DecoderStack | None
     model: PreTrainedModel
     optimizer: Any
     lr_scheduler: Any
@@ -46,15 +55,39 @@ class OptimisationMixin:
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The recipe's optimizer; transformers' grouping of the parameters unless the optimizer needs another."""
         row, args = optimizers.row(self.settings.optim), self.args
-        if self.optimizer is None and row.build is not None:
+        build = row.build_own if self.own_optimizer else row.build
+        if self.optimizer is None and build is not None:
             betas = (args.adam_beta1, args.adam_beta2)
             kwargs = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "params": self._groups()}
-            self.optimizer_cls_and_kwargs = (code_of(row.build), kwargs)
+            if self.own_optimizer:
+                kwargs["rounding"] = self.plan.rounding or "nearest"
+            self.optimizer_cls_and_kwargs = (code_of(build), kwargs)
         elif self.optimizer is None and self.settings.loraplus_lr_ratio is not None:
             made, kwargs = self.get_optimizer_cls_and_kwargs(args, self.model)  # type: ignore[attr-defined]
             self.optimizer_cls_and_kwargs = (made, {**kwargs, "params": self._groups()})
         optimizer: Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        self._keep_copies(optimizer)
         return optimizer
+
+    def _keep_copies(self, optimizer: Optimizer) -> None:
+        """Has the copies of trained weights that products read follow them: our own optimizer writes both."""
+        stack = self.stack
+        if stack is not None and isinstance(optimizer, AdamW):
+            optimizer.copies = dict(stack.copies)
+        elif stack is not None:
+            optimizer.register_step_post_hook(lambda *_: stack.weights_changed())
+
+    def clip_in_step(self) -> Tensor | None:
+        """The norm of all gradients, where the optimizer clips them itself as it reads them; else None.
+
+        torch clips before the step, in a pass of its own over all gradients: the same numbers.
+        """
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, AdamW):
+            return None
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        optimizer.clip = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
+        return norm
 
     def _groups(self) -> list[Group]:
         """The trained parameters in groups, of which none is empty; those with the recipe's learning rate come first.

@@ -196,7 +196,7 @@ def build_sft_trainer(
             train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
             processing_class=job.tokenizer,
         )
-    trainer.plan = job.plan
+    trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     if job.plan.loss_scaling:
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs

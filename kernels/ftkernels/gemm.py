@@ -26,6 +26,26 @@ def mm_accurate(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.float(), b.float())
 
 
+def add_mm_accurate_(out: Tensor, a: Tensor, b: Tensor, *, rows: int) -> Tensor:
+    """``out += a @ b`` in place, where ``out`` is as wide as what ``mm_accurate`` gives: one GEMM, except for half
+    precision off the GPU, which has a temporary of at most ``rows`` rows of ``out``.
+
+    Shapes: out (M, N), a (M, K), b (K, N).
+
+    Raises:
+        ValueError: the operands' dtypes differ, or ``out`` has another dtype than the product.
+    """
+    if a.dtype != b.dtype or out.dtype != (torch.float32 if a.dtype in _HALF else a.dtype):
+        raise ValueError(f"add_mm_accurate_ cannot add a product of {a.dtype} and {b.dtype} to {out.dtype}")
+    if a.dtype not in _HALF:
+        return out.addmm_(a, b)
+    if a.is_cuda:
+        return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    for part, left in zip(out.split(rows), a.split(rows), strict=True):
+        part += mm_accurate(left, b)
+    return out
+
+
 def add_mm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0) -> Tensor:
     """``out += alpha * a @ b`` in place, in one GEMM.
 

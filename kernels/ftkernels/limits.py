@@ -49,7 +49,8 @@ LOSS_WORKSPACE_BYTES = 2**29
 LOSS_TORCH_COPIES = 4
 #: A chunk of the loss has a multiple of so many rows.
 LOSS_ROW_MULTIPLE = 256
-#: The gradient of the head accumulates in float32, so many rows of the vocabulary at a time: the temporary stays small.
+#: The gradient of the head accumulates in float32. Off the GPU so many rows of the vocabulary at a time, so that the
+#: temporary stays small.
 LOSS_VOCABULARY_SLAB = 16384
 
 #: Log-probabilities go over tiles of so many rows and at most so many entries of the vocabulary: in float32 128 MiB,

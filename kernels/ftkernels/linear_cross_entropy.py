@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
-from ftkernels.gemm import compute_dtype, mm_accurate
+from ftkernels.gemm import add_mm_accurate_, compute_dtype, mm_accurate
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_rows
 
 Reduction = Literal["sum", "mean", "none"]
@@ -218,9 +218,7 @@ def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_lo
         else:
             out.d_hidden[where] = torch.mm(d_logits, head)
     if out.d_weight is not None:
-        slabs = out.d_weight.split(LOSS_VOCABULARY_SLAB), d_logits.split(LOSS_VOCABULARY_SLAB, dim=1)
-        for slab, columns in zip(*slabs, strict=True):
-            slab += mm_accurate(columns.t(), x)
+        add_mm_accurate_(out.d_weight, d_logits.t(), x, rows=LOSS_VOCABULARY_SLAB)
     if out.d_bias is not None:
         out.d_bias += d_logits.sum(0, dtype=out.d_bias.dtype)
 

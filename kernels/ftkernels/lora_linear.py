@@ -1,4 +1,5 @@
-"""A frozen linear layer with its LoRA adapter, and optionally the norm in front of it and the residual behind it.
+"""A linear layer with its LoRA adapter, or trained itself, and optionally the norm in front of it and the residual
+behind it.
 
 Legend: M rows, I input features, O output features, K padded rank. Derivation: ``ftkernels.lowrank`` and
 docs/kernels.md.
@@ -23,7 +24,14 @@ from ftkernels.early import Early
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack
-from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
+from ftkernels.projection import (
+    Norm,
+    Projection,
+    check_projection,
+    norm_reference,
+    project_reference,
+    weight_tensors,
+)
 
 
 def lora_linear(
@@ -52,7 +60,8 @@ def lora_linear(
         (..., O) in the products' dtype, promoted with the residual's.
 
     Raises:
-        ValueError: shapes that do not fit, a trainable or packed base weight, or an unknown save mode.
+        ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown
+            save mode.
     """
     check_projection(projection, z.shape[-1], "projection")
     if residual is not None and residual.shape != (*z.shape[:-1], projection.out_features):
@@ -64,7 +73,8 @@ def lora_linear(
     early = Early() if save == "input" else None
     if early is not None:
         z = early.save(z)
-    return _LoraLinear.apply(plan, early, z, residual, weight, *adapter_tensors([projection]))
+    trained = (*adapter_tensors([projection]), *weight_tensors([projection]))
+    return _LoraLinear.apply(plan, early, z, residual, weight, *trained)
 
 
 def lora_linear_reference(
@@ -105,14 +115,15 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         _, _, wants_z, wants_residual, *wants = ctx.needs_input_grad
+        entered = None
         with without_autocast(dy):
             if ctx.early is None:
                 x, norm_weight, rstd, xa, a, b = ctx.saved_tensors
                 packed = Packed(a, b)
             else:
                 z, norm_weight = ctx.early.tensor(), ctx.norm_weight
-                x, rstd, packed, xa = _form(plan, z, norm_weight)
-                x = x if norm_weight is None else z
+                entered, rstd, packed, xa = _form(plan, z, norm_weight)
+                x = entered if norm_weight is None else z
             dy2 = dy.reshape(-1, plan.out_features).to(plan.dtype)
             grads = group_backward(
                 plan,
@@ -125,9 +136,10 @@ class _LoraLinear(torch.autograd.Function):
                 dxa=None,
                 d_pass=None,
                 wants=[wants_z, *wants],
+                entered=entered,
             )
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
-        return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.adapters
+        return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.both
 
 
 def _form(plan: Plan, z: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:

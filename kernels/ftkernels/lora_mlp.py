@@ -1,5 +1,5 @@
-"""A gated MLP of three frozen linear layers with LoRA adapters, and optionally the norm in front and the residual
-behind.
+"""A gated MLP of three linear layers with LoRA adapters, or trained themselves, and optionally the norm in front and
+the residual behind.
 
 Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: docs/kernels.md.
 
@@ -11,7 +11,7 @@ Legend: M rows, H hidden size, F intermediate size, K padded rank. Derivation: d
 
 Saved: z, rstd (M,), the base outputs of gate and up (M, 2F), xa (M, 2K), ha (M, K) and the packed adapters; with
 ``save="input"`` z and ha alone. Never saved: h, act(g), x and the adapters' outputs. Kernels of the backward compute
-them again from what they read anyway.
+them again from what they read anyway; where weights are trained, x is formed again for their gradients.
 """
 
 from __future__ import annotations
@@ -40,10 +40,18 @@ from ftkernels.lowrank import (
     group_backward,
     products,
     project,
+    weight_grads,
 )
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack_a, pack_b
-from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
+from ftkernels.projection import (
+    Norm,
+    Projection,
+    check_projection,
+    norm_reference,
+    project_reference,
+    weight_tensors,
+)
 from ftkernels.side_stream import Side
 
 ResidualMode = Literal["none", "add", "return"]
@@ -80,7 +88,8 @@ def lora_mlp(
         backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
-        ValueError: shapes that do not fit, a trainable or packed base weight, or an unknown option.
+        ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown
+            option.
     """
     check_projection(gate, z.shape[-1], "gate")
     check_projection(up, z.shape[-1], "up")
@@ -95,13 +104,16 @@ def lora_mlp(
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
     early = Early() if save == "input" else None
-    spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops, save, early)
+    spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops, save, early, _Handed())
     weight = None if norm is None else norm.weight
     if early is not None:
         z = early.save(z)
-    h, ha, passed = _Unit.apply(spec, z, weight, *adapter_tensors([gate, up]), down.a)
+    down_weight, down_bias = weight_tensors([down])
+    trained = (*adapter_tensors([gate, up]), *weight_tensors([gate, up]), down.a, down_weight)
+    h, ha, passed = _Unit.apply(spec, z, weight, *trained)
     added = passed.reshape(-1, z.shape[-1]) if residual == "add" else None
-    y = _Down.apply(outer, h, ha, added, down.b).view(*z.shape[:-1], down.out_features)
+    handed = spec.handed if down_weight is not None else None
+    y = _Down.apply(outer, handed, h, ha, added, down.b, down_bias).view(*z.shape[:-1], down.out_features)
     return (y, passed) if residual == "return" else y
 
 
@@ -123,10 +135,17 @@ def lora_mlp_reference(
     return (y, z) if residual == "return" else y
 
 
+@dataclass(slots=True)
+class _Handed:
+    """dy (M, H') in the products' dtype, from the backward of down to that of the unit, which alone knows h."""
+
+    dy: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Spec:
     """One call: the plans of gate and up (``inner``) and of down (``outer``), whether the low-rank terms are fused,
-    and what is saved; ``early`` holds z when that is the input.
+    and what is saved; ``early`` holds z when that is the input. ``handed``: what a trained down's gradient needs.
     """
 
     inner: Plan
@@ -135,6 +154,7 @@ class _Spec:
     fused: bool
     save: Save
     early: Early | None
+    handed: _Handed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +162,7 @@ class _Inner:
     """What gate and up read and give.
 
     kept: (..., H), the norm's input, or x without a norm. gate_up: (M, 2F), the base outputs; with the adapters' share
-    where the low-rank terms are not fused.
+    where the low-rank terms are not fused. x: (M, H), what they read, where it has just been formed.
     """
 
     kept: Tensor
@@ -150,6 +170,7 @@ class _Inner:
     packed: Packed
     xa: Tensor | None
     gate_up: Tensor
+    x: Tensor | None = None
 
 
 def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
@@ -160,7 +181,7 @@ def _form(spec: _Spec, z: Tensor, norm_weight: Tensor | None) -> _Inner:
     if not spec.fused and xa is not None and packed.b is not None:
         for index, columns in enumerate(inner.columns()):
             lowrank_add(gate_up[:, columns], xa[:, inner.ranks(index)], packed.b[columns], None, triton_kernel=False)
-    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up)
+    return _Inner(z if norm_weight is not None else x, rstd, packed, xa, gate_up, x)
 
 
 def _low_rank(first: Packed, second: Packed, xa: Tensor | None) -> GluLowRank | None:
@@ -186,7 +207,8 @@ def _unit_forward(spec: _Spec, formed: _Inner, second: Packed) -> tuple[Tensor, 
 
 
 class _Unit(torch.autograd.Function):
-    """(h, ha, z) from z: everything in front of down's products. h is not saved; down's A gets its gradient here.
+    """(h, ha, z) from z: everything in front of down's products. h is not saved; down's A and weight get their gradient
+    here.
 
     The MLP is cut in two so that activation checkpointing need not run down's product again: all that is saved through
     autograd is known once this half has run.
@@ -214,12 +236,12 @@ class _Unit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dha: Tensor | None, d_pass: Tensor | None) -> tuple[Any, ...]:
         spec: _Spec = ctx.spec
-        _, wants_z, *wants = ctx.needs_input_grad
+        _, wants_z, *wants, wants_a, wants_w = ctx.needs_input_grad
         if dh is None:  # only the returned residual was used
-            return None, d_pass, *(None for _ in wants)
+            return None, d_pass, *(None for _ in wants), None, None
         with without_autocast(dh):
             formed, norm_weight, second, ours = _recall(ctx)
-            d_both, dxa, d_down = _unit_backward(spec, dh, dha, formed, second, overwrite=ours, want_down=wants[5])
+            down = _unit_backward(spec, dh, dha, formed, second, overwrite=ours, want_a=wants_a, want_w=wants_w)
             grads = group_backward(
                 spec.inner,
                 formed.packed,
@@ -227,13 +249,14 @@ class _Unit(torch.autograd.Function):
                 norm_weight=norm_weight,
                 rstd=formed.rstd,
                 xa=formed.xa,
-                dy=d_both,
-                dxa=dxa,
+                dy=down.d_both,
+                dxa=down.dxa,
                 d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
-                wants=[wants_z, *wants[:5]],
+                wants=[wants_z, *wants],
+                entered=formed.x,
             )
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
-        return None, d_z, d_norm, *grads.adapters, d_down
+        return None, d_z, d_norm, *grads.both, down.d_a, down.d_weight
 
 
 def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
@@ -252,17 +275,33 @@ def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
     return _Inner(kept, rstd, Packed(a, b), xa, gate_up), norm_weight, second, ctx.overwritten
 
 
+@dataclass(frozen=True, slots=True)
+class _UnitGrads:
+    """dgate beside dup (M, 2F), dxa (M, 2K) or None, and dA and dW of down or None."""
+
+    d_both: Tensor
+    dxa: Tensor | None
+    d_a: Tensor | None
+    d_weight: Tensor | None
+
+
 def _unit_backward(
-    spec: _Spec, dh: Tensor, dha: Tensor | None, formed: _Inner, second: Packed, *, overwrite: bool, want_down: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dgate beside dup (M, 2F), dxa (M, 2K) or None, dA of down or None). ``dh`` is this operation's own:
-    overwritten. So is ``formed.gate_up`` with ``overwrite``.
-    """
+    spec: _Spec,
+    dh: Tensor,
+    dha: Tensor | None,
+    formed: _Inner,
+    second: Packed,
+    *,
+    overwrite: bool,
+    want_a: bool,
+    want_w: bool,
+) -> _UnitGrads:
+    """``dh`` is this operation's own: overwritten. So is ``formed.gate_up`` with ``overwrite``."""
     inner, outer = spec.inner, spec.outer
     width = formed.gate_up.shape[1] // 2
     gate, up = formed.gate_up[:, :width], formed.gate_up[:, width:]
     out = formed.gate_up if overwrite else None
-    want_h = want_down and dha is not None
+    want_h = (want_a and dha is not None) or want_w
     low = _low_rank(formed.packed, second, formed.xa) if spec.fused else None
     dxa: Tensor | None = None
     h: Tensor | None
@@ -276,11 +315,13 @@ def _unit_backward(
             d_both, h, _ = glu_backward(dh, gate, up, spec.activation, want_h=want_h, out=out)
         else:
             d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
-    if not want_h or h is None or dha is None:
-        return d_both, dxa, None
     grads: list[Tensor | None] = [None, None]
-    a_grads(outer, dha, h, None, None, grads, [True])
-    return d_both, dxa, grads[0]
+    if want_a and h is not None and dha is not None:
+        a_grads(outer, dha, h, None, None, grads, [True])
+    d_weight, dy = None, spec.handed.dy
+    if want_w and h is not None and dy is not None:
+        d_weight, spec.handed.dy = weight_grads(outer, dy, h, [True, False])[0], None
+    return _UnitGrads(d_both, dxa, grads[0], d_weight)
 
 
 class _Down(torch.autograd.Function):
@@ -288,7 +329,13 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, outer: Plan, h: Tensor, ha: Tensor | None, residual: Tensor | None, *_: Tensor | None
+        ctx: Any,
+        outer: Plan,
+        handed: _Handed | None,
+        h: Tensor,
+        ha: Tensor | None,
+        residual: Tensor | None,
+        *_: Tensor | None,
     ) -> Tensor:
         with without_autocast(h):
             side = Side(h.device)
@@ -297,7 +344,7 @@ class _Down(torch.autograd.Function):
                 b = pack_b(outer, h.device)
             side.join(b)
             y = lowrank_add(y, ha, b, residual, triton_kernel=outer.fused)
-        ctx.outer, ctx.residual_dtype = outer, None if residual is None else residual.dtype
+        ctx.outer, ctx.handed, ctx.residual_dtype = outer, handed, None if residual is None else residual.dtype
         # Not through save_for_backward: a checkpoint that runs the MLP again may then stop before down's product.
         ctx.ha, ctx.b = None if ha is None else ha.detach(), b
         return y
@@ -306,7 +353,7 @@ class _Down(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         outer: Plan = ctx.outer
-        _, _, _, wants_residual, wants_b = ctx.needs_input_grad
+        _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, None]
         dha = None
         with without_autocast(dy):
@@ -318,4 +365,7 @@ class _Down(torch.autograd.Function):
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
                     b_grads(outer, low, ctx.ha, grads, [wants_b])
             side.join(dha, grads[1])
-        return None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1]
+            d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]
+        if ctx.handed is not None:
+            ctx.handed.dy = low
+        return None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias

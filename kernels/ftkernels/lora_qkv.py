@@ -1,5 +1,5 @@
-"""The q, k and v projections of one attention layer with LoRA adapters, the norm in front and the rotary embedding
-behind.
+"""The q, k and v projections of one attention layer with LoRA adapters, or trained themselves, the norm in front and
+the rotary embedding behind.
 
 Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Derivation: docs/kernels.md.
 
@@ -23,7 +23,14 @@ from ftkernels.device import BackendName, without_autocast
 from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan
-from ftkernels.projection import Norm, Projection, check_projection, norm_reference, project_reference
+from ftkernels.projection import (
+    Norm,
+    Projection,
+    check_projection,
+    norm_reference,
+    project_reference,
+    weight_tensors,
+)
 from ftkernels.qkv_rope import Rotary, qkv_rope_backward, qkv_rope_forward
 from ftkernels.rope import apply_rope, apply_rope_reference
 
@@ -63,7 +70,7 @@ def lora_qkv(
         connection instead of z itself lets backward add both gradients of z in one kernel.
 
     Raises:
-        ValueError: shapes that do not fit, or a trainable or packed base weight.
+        ValueError: shapes that do not fit, a packed base weight, or one that is trained beneath an adapter.
     """
     if z.dim() != 3:
         raise ValueError(f"expected z (B, S, I), got {tuple(z.shape)}")
@@ -86,7 +93,8 @@ def lora_qkv(
             turned_q, turned_k = apply_rope(bare.q, bare.k, cos, sin, backend=backend)
             return QKV(turned_q, turned_k, bare.v, bare.residual)
     weight = None if norm is None else norm.weight
-    return QKV(*_LoraQkv.apply(plan, head_dim, z, weight, cos, sin, *adapter_tensors([q, k, v])))
+    trained = (*adapter_tensors([q, k, v]), *weight_tensors([q, k, v]))
+    return QKV(*_LoraQkv.apply(plan, head_dim, z, weight, cos, sin, *trained))
 
 
 def lora_qkv_reference(
@@ -171,7 +179,7 @@ class _LoraQkv(torch.autograd.Function):
                 wants=[wants_z, wants_norm, *wants],
             )
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
-        return None, None, d_z, d_norm, None, None, *grads.adapters
+        return None, None, d_z, d_norm, None, None, *grads.both
 
 
 def _rotary(plan: Plan, cos: Tensor, sin: Tensor, head_dim: int) -> Rotary:

@@ -11,9 +11,15 @@ so one skinny GEMM serves all P. Backward, with dxa_p = dy_p @ B_p:
     dA_p = s_p * dxa_p.T @ x
     dB_p = dy_p.T @ xa_p             xa carries s_p already
 
+and where the projections themselves are trained:
+
+    dW_p = dy_p.T @ x,   db_p = sum over rows of dy_p
+
 With a norm in front, x = norm(z) = rstd * z * w, and x is neither saved nor formed again:
 
     dA_p = s_p * ((dxa_p * rstd).T @ z) * w
+
+but for dW, which reads all of x: that is formed again.
 """
 
 from __future__ import annotations
@@ -25,13 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ftkernels.device import accumulate_dtype
 from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
 from ftkernels.limits import WIDEST_NORM_ROW
 from ftkernels.lowrank_plan import Packed, Plan, pack
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
-from ftkernels.projection import dense, joint_matrix, multiplies
+from ftkernels.projection import dense, joint_matrix, multiplies, weight_tensors
 from ftkernels.side_stream import Side
 
 
@@ -84,30 +91,31 @@ def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
 
 
 def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
-    """The frozen projections side by side, (M, sum O).
+    """The projections side by side, without their adapters, (M, sum O).
 
     One GEMM where the weights are neighbours in memory or are dequantised into neighbours for this call. Weights with
     a product of their own (``MultiplyingWeight``) take that; ``rows`` is x, quantised for it already.
     """
     projections = plan.projections
+    weights = [p.operand(plan.dtype) for p in projections]
     if plan.fp8 is not None:
         y = plan.fp8.product(x) if rows is None else plan.fp8.product_of_rows(rows, plan.dtype)
         return _add_biases(plan, y)
-    if len(projections) == 1 and not multiplies(projections[0].weight):
-        p = projections[0]
-        return F.linear(x, dense(p.weight, plan.dtype), None if p.bias is None else p.bias.to(plan.dtype))
-    joint = joint_matrix([p.weight for p in projections], plan.dtype, x.device)
+    if len(projections) == 1 and not multiplies(weights[0]):
+        bias = projections[0].bias
+        return F.linear(x, dense(weights[0], plan.dtype), None if bias is None else bias.to(plan.dtype))
+    joint = joint_matrix(weights, plan.dtype, x.device)
     if joint is not None and all(p.bias is not None for p in projections):
         bias = torch.cat([p.bias for p in projections if p.bias is not None]).to(plan.dtype)
         return torch.addmm(bias, x, joint.t())
     if joint is not None:
         return _add_biases(plan, torch.mm(x, joint.t()))
     y = x.new_empty((x.shape[0], plan.out_features))
-    for p, columns in zip(projections, plan.columns(), strict=True):
-        if multiplies(p.weight):
-            y[:, columns] = p.weight.product(x)
+    for weight, columns in zip(weights, plan.columns(), strict=True):
+        if multiplies(weight):
+            y[:, columns] = weight.product(x)
         else:
-            torch.mm(x, dense(p.weight, plan.dtype).t(), out=y[:, columns])
+            torch.mm(x, dense(weight, plan.dtype).t(), out=y[:, columns])
     return _add_biases(plan, y)
 
 
@@ -121,21 +129,21 @@ def _add_biases(plan: Plan, y: Tensor) -> Tensor:
 
 def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     """``dx + dy @ W`` over all projections, in place on ``dx`` where one is given. dy: (M, sum O)."""
-    projections = plan.projections
+    weights = [p.operand(plan.dtype) for p in plan.projections]
     if plan.fp8 is not None:
         product = plan.fp8.product_back(dy)
         return product if dx is None else product.add_(dx)
-    joint = joint_matrix([p.weight for p in projections], plan.dtype, dy.device)
+    joint = joint_matrix(weights, plan.dtype, dy.device)
     if joint is not None:
         return torch.mm(dy, joint) if dx is None else add_mm_(dx, dy, joint)
-    for p, columns in zip(projections, plan.columns(), strict=True):
+    for weight, columns in zip(weights, plan.columns(), strict=True):
         part = dy[:, columns]
-        if multiplies(p.weight):
-            product = p.weight.product_back(part)
+        if multiplies(weight):
+            product = weight.product_back(part)
             dx = product if dx is None else dx.add_(product)
         else:
-            weight = dense(p.weight, plan.dtype)
-            dx = torch.mm(part, weight) if dx is None else add_mm_(dx, part, weight)
+            matrix = dense(weight, plan.dtype)
+            dx = torch.mm(part, matrix) if dx is None else add_mm_(dx, part, matrix)
     assert dx is not None
     return dx
 
@@ -153,11 +161,17 @@ def products(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True)
 class GroupGrads:
-    """dx (M, I) or None, the norm weight's gradient or None, and [dA, dB] of every projection in turn."""
+    """dx (M, I) or None, the norm weight's gradient or None, [dA, dB] of every projection in turn, and [dW, db]."""
 
     dx: Tensor | None
     d_norm_weight: Tensor | None
     adapters: list[Tensor | None]
+    weights: list[Tensor | None]
+
+    @property
+    def both(self) -> list[Tensor | None]:
+        """The gradients of the adapters, then of the weights."""
+        return [*self.adapters, *self.weights]
 
     def of_inputs(
         self, dtype: torch.dtype, shape: torch.Size, norm_weight: Tensor | None, *, wants_z: bool
@@ -180,14 +194,17 @@ def group_backward(
     dxa: Tensor | None,
     d_pass: Tensor | None,
     wants: Sequence[bool],
+    entered: Tensor | None = None,
 ) -> GroupGrads:
     """Everything behind dy (M, sum O) in ``plan.dtype``, which is not written.
 
     x: (M, I) as saved: before the norm when there is one. dxa: (M, P * K) float32, computed here when None.
     d_pass: (M, I) gradient of the residual that left beside the group, added to dx. ``wants``: for x, the norm weight,
-    then a and b of every projection.
+    a and b of every projection, then weight and bias of every projection. entered: what the projections read, where
+    the caller has just formed it again.
     """
     dx = d_norm_weight = None
+    wants, wants_weights = wants[: 2 + 2 * len(plan.projections)], wants[2 + 2 * len(plan.projections) :]
     # An fp8 product cannot accumulate onto the adapters' share, so their thin GEMM does onto it.
     comes_second = plan.fp8 is not None and not plan.drops
     adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
@@ -200,6 +217,10 @@ def group_backward(
         dx = base_backward(plan, dy, dx)
         if comes_second and dxa is not None and packed.a is not None:
             add_mm_(dx, dxa.to(plan.dtype), packed.a)
+    weights: list[Tensor | None] = [None] * len(wants_weights)
+    if any(wants_weights):
+        entered = enter(plan, x, norm_weight)[0] if entered is None else entered
+        weights = weight_grads(plan, dy, entered, wants_weights)
     if dxa is not None:
         with side.work():
             b_grads(plan, dy, xa, adapters, wants[3::2])
@@ -212,7 +233,39 @@ def group_backward(
         elif d_pass is not None:
             dx = dx + d_pass
     side.join(*adapters)
-    return GroupGrads(dx, d_norm_weight, adapters)
+    return GroupGrads(dx, d_norm_weight, adapters, weights)
+
+
+def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
+    """[dW, db] of every projection, in the dtypes of what is trained. dy: (M, sum O); x: (M, I), what they read.
+
+    One product where all weights are wanted, whose rows are theirs. A float32 weight gets the product as it was
+    accumulated, not rounded to half precision on the way.
+    """
+    out: list[Tensor | None] = [None] * (2 * len(plan.projections))
+    trained, columns = weight_tensors(plan.projections), plan.columns()
+    if all(wants[::2]):
+        for index, part in enumerate(_weight_grad(dy, x, trained[0]).split([p.out_features for p in plan.projections])):
+            out[2 * index] = part.to(_dtype(trained[2 * index]))
+    else:
+        for index, c in enumerate(columns):
+            if wants[2 * index]:
+                out[2 * index] = _weight_grad(dy[:, c], x, trained[2 * index]).to(_dtype(trained[2 * index]))
+    for index, c in enumerate(columns):
+        if wants[2 * index + 1]:
+            summed = dy[:, c].sum(0, dtype=accumulate_dtype(plan.dtype))
+            out[2 * index + 1] = summed.to(_dtype(trained[2 * index + 1]))
+    return out
+
+
+def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+    """(O, I): in the products' dtype where that is the weight's, else as accumulated."""
+    return torch.mm(dy.t(), x) if _dtype(weight) == dy.dtype else mm_accurate(dy.t(), x)
+
+
+def _dtype(trained: Tensor | None) -> torch.dtype:
+    assert trained is not None  # its gradient is wanted
+    return trained.dtype
 
 
 def adapter_input_grad(plan: Plan, b: Tensor, dy: Tensor) -> Tensor:

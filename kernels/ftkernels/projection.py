@@ -1,4 +1,6 @@
-"""Linear layers with LoRA adapters as data, checked; and their frozen weights, joined where they share an input."""
+"""Linear layers as data, checked: frozen ones with LoRA adapters, or trained ones; and their weights, joined where they
+share an input.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +73,18 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One frozen linear layer with or without a LoRA adapter.
+    """One linear layer: frozen, with or without a LoRA adapter; or trained, without.
 
     Attributes:
-        weight: (O, I), floating and frozen, or a ``FrozenWeight``.
-        bias: (O,), frozen, or None.
+        weight: (O, I), floating, or a ``FrozenWeight``. It gets a gradient where it requires one.
+        bias: (O,), or None. So does this.
         a, b: the adapter, (R, I) and (O, R); both or neither.
         scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
         dropout: probability that an element of the adapter's input is dropped; 0 when not training.
         packed: the adapters of the group that this layer is in, packed already (``ftkernels.adapter_packs``): every
             layer of the group has the same. None packs them in each call.
+        copy: (O, I), a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None
+            casts it in each call.
     """
 
     weight: Tensor | FrozenWeight
@@ -90,6 +94,11 @@ class Projection:
     scaling: float = 1.0
     dropout: float = 0.0
     packed: Packed | None = None
+    copy: Tensor | None = None
+
+    def operand(self, dtype: torch.dtype) -> Tensor | FrozenWeight:
+        """What products in ``dtype`` read: the weight, or its copy where that has the dtype."""
+        return self.weight if self.copy is None or self.copy.dtype != dtype else self.copy
 
     @property
     def out_features(self) -> int:
@@ -115,22 +124,22 @@ def check_projection(projection: Projection, in_features: int, name: str) -> Non
     """Refuse a projection that does not fit, before any product is taken.
 
     Raises:
-        ValueError: naming the projection and the mismatch: packed integers, trainable base weights, shapes, or dropout.
+        ValueError: naming the projection and the mismatch: packed integers, shapes, dropout, or an adapter on a weight
+            that is trained itself.
     """
     p = projection
     shape = tuple(p.weight.shape)
-    if isinstance(p.weight, Tensor):
-        if not p.weight.is_floating_point():
-            raise ValueError(
-                f"{name}: a {p.weight.dtype} tensor of shape {shape} is not a weight for {in_features} features; pass "
-                "the quantised weight object instead"
-            )
-        if p.weight.requires_grad:
-            raise ValueError(f"{name}: the fused LoRA operations need a frozen base weight")
+    if isinstance(p.weight, Tensor) and not p.weight.is_floating_point():
+        raise ValueError(
+            f"{name}: a {p.weight.dtype} tensor of shape {shape} is not a weight for {in_features} features; pass "
+            "the quantised weight object instead"
+        )
     if len(shape) != 2 or shape[1] != in_features:
         raise ValueError(f"{name}: weight {shape} does not take {in_features} features")
-    if p.bias is not None and (p.bias.shape != shape[:1] or p.bias.requires_grad):
-        raise ValueError(f"{name}: bias must be frozen with shape {shape[:1]}, got {tuple(p.bias.shape)}")
+    if p.bias is not None and p.bias.shape != shape[:1]:
+        raise ValueError(f"{name}: bias must have shape {shape[:1]}, got {tuple(p.bias.shape)}")
+    if p.a is not None and any(t is not None for t in weight_tensors([p])):
+        raise ValueError(f"{name}: an adapter needs a frozen base weight")
     if (p.a is None) != (p.b is None):
         raise ValueError(f"{name}: an adapter needs both A and B")
     if p.a is not None and p.b is not None:
@@ -139,6 +148,12 @@ def check_projection(projection: Projection, in_features: int, name: str) -> Non
             raise ValueError(f"{name}: A {a} and B {b} do not fit a weight of {shape}")
     if not 0.0 <= p.dropout < 1.0:
         raise ValueError(f"{name}: dropout must be in [0, 1), got {p.dropout}")
+
+
+def weight_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
+    """[weight, bias] of every projection in turn, None for what is frozen: inputs of an autograd Function."""
+    found = [t if isinstance(t, Tensor) else None for p in projections for t in (p.weight, p.bias)]
+    return [t if t is not None and t.requires_grad else None for t in found]
 
 
 def project_reference(x: Tensor, projection: Projection) -> Tensor:
@@ -200,14 +215,12 @@ def join_weights(parameters: Sequence[Tensor]) -> Tensor:
     Afterwards the group's base GEMM is one product. Returns the buffer, (sum O, I).
 
     Raises:
-        ValueError: weights of different input features, dtype or device, or trainable ones.
+        ValueError: weights of different input features, dtype or device.
     """
     first = parameters[0]
     for p in parameters:
         if p.dim() != 2 or p.shape[1] != first.shape[1] or p.dtype != first.dtype or p.device != first.device:
             raise ValueError("only matrices of one dtype, device and number of input features can be joined")
-        if p.requires_grad:
-            raise ValueError("only frozen weights can be joined")
     buffer = torch.cat([p.detach() for p in parameters])
     for p, part in zip(parameters, buffer.split([p.shape[0] for p in parameters]), strict=True):
         p.data = part

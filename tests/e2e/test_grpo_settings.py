@@ -43,6 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "grpo": {"loss_type": "cispo", "epsilon_high": 5.0},
     },
     "full": {"lora": None, "grpo": {"loss_type": "grpo"}, "train": {"gradient_checkpointing": "offload"}},
+    "full, on the kernels' torch form": {
+        "lora": None,
+        "model": {"kernels": "reference", "dtype": "bfloat16"},
+        "train": {"pure_bf16": True, "bf16_stochastic_round": True},
+    },
     "DoRA on a few layers, plateau": {
         "train": {
             "lr_scheduler_type": "reduce_lr_on_plateau",

@@ -54,6 +54,12 @@ def _bits(draft: Draft, given: Given) -> None:
         draft.lost(given, "of bitsandbytes' formats there is quantization.method: nf4")
 
 
+def _pure_bf16(draft: Draft, given: Given) -> None:
+    r.switched_by("model.dtype", "bfloat16")(draft, given)
+    if truth(given.value) and draft.said("finetuning_type") == "full":
+        draft.put("train.pure_bf16", True, given)
+
+
 def _datasets(key: str) -> r.Rule:
     def rule(draft: Draft, given: Given) -> None:
         names = given.value if isinstance(given.value, list) else str(given.value).split(",")
@@ -160,7 +166,7 @@ RULES = r.Rules(
         "interleave_probs": _weights,
         "mix_strategy": r.harmless("rows of all sources are mixed; weights stand beside each source in data.train"),
         "flash_attn": r.attention,
-        "pure_bf16": r.switched_by("model.dtype", "bfloat16"),
+        "pure_bf16": _pure_bf16,
         "use_unsloth": r.kernels,
         "enable_liger_kernel": r.kernels,
         "do_train": r.ignored,

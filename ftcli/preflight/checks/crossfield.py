@@ -12,7 +12,7 @@ from ftcli.tables import exports, judges, layouts, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT253 to FT259, FT264, FT266 to FT269, FT272 to FT274; FT451, FT452 and FT767 of evaluation tasks."""
+    """FT253 to FT259, FT264, FT266 to FT269, FT272 to FT275; FT451, FT452 and FT767 of evaluation tasks."""
     yield from _data(context)
     yield from _lengths(context)
     yield from optimisation.check(context, installed)

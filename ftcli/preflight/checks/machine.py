@@ -16,8 +16,8 @@ _BUSY_SHARE = 0.9
 
 
 def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
-    """FT501 dtype, FT503 kernels, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508 quantised products,
-    FT509 paged optimizers.
+    """FT275 parameters in bfloat16, FT501 dtype, FT503 kernels, FT504 memory in use by others, FT505 bfloat16 on a CPU,
+    FT508 quantised products, FT509 paged optimizers.
     """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = version(BFLOAT16_CAPABILITY), version(device.capability or (0, 0))
@@ -27,6 +27,14 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             f"{device.name} has no bfloat16: it needs compute capability {needed}, this GPU has {found}",
             help="use model.dtype: float16 (the loss is then scaled) or float32 (twice the memory; auto takes it "
             "here); or a GPU from Ampere on (a10, l4, a100, ...)",
+        )
+    train = context.recipe.train
+    if context.work == "train" and train.pure_bf16 and plan.compute == "float32" and context.recipe.lora is None:
+        yield context.error(
+            "FT275",
+            "train.pure_bf16",
+            f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32",
+            help="set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out",
         )
     reason = why_no_kernels(device)
     if context.recipe.model.kernels == "triton" and reason is not None:

@@ -8,10 +8,11 @@ from ftcli.tables import optimizers, schedules
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
-    """FT253, FT255, FT259, FT268, FT272 and FT273."""
+    """FT253, FT255, FT259, FT268, FT272, FT273 and FT275."""
     if context.work != "train":
         return
     yield from _optimizer(context, installed)
+    yield from _rounding(context)
     yield from _schedule(context)
     yield from _arguments(context)
     yield from _warm_up(context)
@@ -47,6 +48,48 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
             "train.adam_beta1",
             f"train.optim: {train.optim} divides by adam_beta1 to find its average",
             help="use a value above 0, such as 0.9",
+        )
+
+
+def _rounding(context: Context) -> Findings:
+    """FT275: parameters in bfloat16, and how updates are rounded to them."""
+    recipe, train = context.recipe, context.recipe.train
+    if train.bf16_stochastic_round and not train.pure_bf16:
+        yield context.error(
+            "FT275",
+            "train.bf16_stochastic_round",
+            "train.bf16_stochastic_round rounds to parameters in bfloat16, and train.pure_bf16 is off",
+            help="set train.pure_bf16: true too, or leave both out: parameters in float32 need no rounding",
+        )
+    if not train.pure_bf16:
+        return
+    if recipe.lora is not None:
+        yield context.error(
+            "FT275",
+            "train.pure_bf16",
+            "train.pure_bf16 is about full fine-tuning; with a `lora` section the base is in the compute dtype anyway",
+            help="remove train.pure_bf16; adapters stay in float32",
+        )
+    if recipe.lora is None and recipe.quantization.method != "none":
+        yield context.error(
+            "FT275",
+            "train.pure_bf16",
+            f"train.pure_bf16 is about plain weights, and quantization.method is {recipe.quantization.method}",
+            help="remove train.pure_bf16; what is rounded from stays in float32",
+        )
+    if recipe.model.dtype not in ("auto", "bfloat16"):
+        yield context.error(
+            "FT275",
+            "model.dtype",
+            f"train.pure_bf16 holds parameters in bfloat16, and model.dtype is {recipe.model.dtype}",
+            help="use model.dtype: bfloat16",
+        )
+    wanted = "stochastic" if train.bf16_stochastic_round else "nearest"
+    if wanted not in optimizers.row(train.optim).rounds:
+        able = ", ".join(name for name in optimizers.names() if wanted in optimizers.row(name).rounds)
+        how = "stochastically" if train.bf16_stochastic_round else "in bfloat16"
+        yield context.error(
+            "FT275", "train.optim", f"train.optim: {train.optim} cannot round updates {how}", help=f"use {able}"
         )
 
 

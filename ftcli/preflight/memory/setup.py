@@ -20,7 +20,7 @@ from ftcli.facts.shape import ModelShape
 from ftcli.facts.trained import Trained, trained_parameters
 from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.tables import code_of, policies, quantizations
+from ftcli.tables import code_of, optimizers, policies, quantizations
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
 
@@ -127,6 +127,21 @@ class Setup:
             attention_by_kernel=execution.sends_attention,
         )
 
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of one element of the residual stream: on the kernels in the compute dtype, elsewhere as the embeddings
+        give it.
+        """
+        return self.plan.compute_bytes if self.execution.on_kernels else self.plan.parameter_bytes
+
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether ftcli's own form of the recipe's optimizer is taken."""
+        whole = self.recipe.lora is None and self.execution.on_kernels
+        return optimizers.row(self.recipe.train.optim).build_own is not None and (
+            whole or self.plan.rounding is not None
+        )
+
     @cached_property
     def trained(self) -> Trained:
         """What is trained."""
@@ -191,7 +206,7 @@ class Setup:
         lora = self.recipe.lora
         return Setting(
             seq_len=seq_len,
-            bytes_residual=self.plan.parameter_bytes,
+            bytes_residual=self.stream_bytes,
             bytes_compute=self.plan.compute_bytes,
             autocast=self.plan.autocast,
             adapted=tuple(dict.fromkeys(each.linear for each in self.adapters)),

@@ -102,11 +102,12 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
 
 
 def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Term]:
-    """What outlives a micro-batch: copies that autocast makes, gradients, optimizer state, a reference model.
+    """What outlives a micro-batch: copies in the compute dtype, gradients, optimizer state, a reference model.
 
     Gradients are there from the end of a backward pass to the optimizer's step; where micro-batches are accumulated, in
     the other phases of training too. Autocast casts each trained matrix once in a forward pass and holds the copies
-    until its context ends. Backward keeps those that it needs, or makes them again where layers run again.
+    until its context ends. Backward keeps those that it needs, or makes them again where layers run again. On the
+    kernels copies are made once a step, into memory that stays.
 
     CUDA graphs write gradients into memory that is there all the time, from where they are moved to be accumulated.
     """
@@ -116,11 +117,11 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
         later: tuple[Phase, ...] = (GENERATION,) if setup.execution.on_kernels else (GENERATION, EVALUATION)
         phases = tuple(phase for phase in (*phases, *later) if phase in always)
-        if setup.execution.on_kernels and setup.adapters:  # packed for all layers at once, into memory that stays
+        if setup.execution.on_kernels:  # for all layers at once
             phases = always
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
-    gradients = 4 * trained.elements
+    gradients = setup.plan.gradient_bytes * trained.elements
     if setup.graphed:
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
         yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
@@ -158,9 +159,11 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     last = 0 if setup.wholly_graphed else workspace + int(tokens * layer.kept)
     yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
-    yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
+    if not setup.own_optimizer:  # which works on one parameter after the other
+        yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if setup.head_is_trained:
-        yield Term("head gradient", 4 * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
+        head = setup.plan.gradient_bytes * setup.shape.hidden_size * setup.shape.vocab_size
+        yield Term("head gradient", head, (BACKWARD,))
     if _copies_run_again(setup):
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
@@ -251,7 +254,7 @@ def _cast_elements(setup: Setup) -> int:
     if setup.rounds != "no":
         return 0  # products take what the masters are rounded to
     if setup.recipe.lora is None:
-        return setup.shape.linear_parameters
+        return 0 if setup.plan.parameter == setup.plan.compute else setup.shape.linear_parameters
     return setup.trained.by_autocast
 
 
@@ -275,14 +278,14 @@ def _embedding_gradient(setup: Setup) -> int:
     if lora is not None and "embed_tokens" not in lora.modules_to_save:
         return 0
     waiting = shape.tied and setup.recipe.train.gradient_accumulation_steps > 1
-    return 4 * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
+    return setup.plan.gradient_bytes * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
 
 
 def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:
     """The backbone's output, its gradient that the loss computes in forward, and what the last norm keeps."""
     hidden = setup.shape.hidden_size
     norm = norm_bytes(hidden, setup.shape, setting, setting.bytes_residual)
-    return int(tokens * (2 * hidden * setup.plan.parameter_bytes + norm))
+    return int(tokens * (2 * hidden * setup.stream_bytes + norm))
 
 
 def _masked_densely(setup: Setup) -> bool:
@@ -298,7 +301,7 @@ def _shared(setup: Setup) -> int:
 
 def _made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
     """Masks, and the cosines and sines of the positions."""
-    tables = 2 * seq_len * setup.shape.head_dim * setup.plan.parameter_bytes
+    tables = 2 * seq_len * setup.shape.head_dim * setup.stream_bytes
     return tables + _masks(setup, rows, seq_len, padded=padded)
 
 
@@ -311,10 +314,12 @@ def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = setup.shape, setup.plan.compute_bytes
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
-    if setup.plan.parameter_bytes != element or (setup.plan.autocast and setup.head_is_trained):
+    held_apart = setup.recipe.lora is not None and setup.head_is_trained  # in float32
+    if setup.plan.parameter_bytes != element or (setup.plan.autocast and held_apart):
         needed += shape.vocab_size * shape.hidden_size * element  # the head, cast
     if training and setup.head_is_trained:
-        needed += 4 * shape.hidden_size * (shape.vocab_size + min(shape.vocab_size, LOSS_VOCABULARY_SLAB))
+        slab = 0 if setup.device.kind == "cuda" else min(shape.vocab_size, LOSS_VOCABULARY_SLAB)
+        needed += 4 * shape.hidden_size * (shape.vocab_size + slab)
     return needed
 
 
@@ -324,7 +329,7 @@ def _evaluation(setup: Setup, settled: Settled) -> int:
     rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len
     together, width = setup.largest_shape(rows, seq_len)
     tokens, setting = together * width, setup.setting(width, padded=_masked_densely(setup))
-    hidden = 3 * tokens * shape.hidden_size * setup.plan.parameter_bytes
+    hidden = 3 * tokens * shape.hidden_size * setup.stream_bytes
     hidden += _made_once(setup, together, width, padded=_masked_densely(setup))
     layer = int(tokens * setup.layers.forward_peak(shape, setting)) + _dequantized(setup, settled)
     scoring = hidden + max(layer, _cross_entropy(setup, tokens, training=False))

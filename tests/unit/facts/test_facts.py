@@ -25,6 +25,7 @@ BILLIONS = {
     "mistralai/Mistral-7B-v0.1": 7.24,
     "mistralai/Mistral-7B-v0.3": 7.25,
     "mistralai/Mistral-Small-24B-Base-2501": 23.57,
+    "Qwen/Qwen3-4B": 4.02,
     "Qwen/Qwen3-8B": 8.19,
     "microsoft/bitnet-b1.58-2B-4T": 2.41,
     "microsoft/bitnet-b1.58-2B-4T-bf16": 2.41,

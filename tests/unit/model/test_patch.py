@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from ftkernels.lowrank import weight_grads
 from ftkernels.rms_norm import rms_norm
 from ftkernels.rows import as_rows
 from torch import nn
@@ -20,6 +21,7 @@ from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, forward_loss
+from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
@@ -53,12 +55,17 @@ PARTS: dict[str, Any] = {"phi3": (transformers.Phi3Config, {"sliding_window": 5}
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
 
 
-def adapted(name: str, **lora: Any) -> peft.PeftModel:
+def plain(name: str, **changes: Any) -> transformers.PreTrainedModel:
     kind, extra = (CONFIGS | PARTS)[name]
-    config = kind(**SIZES, **extra)
+    config = kind(**{**SIZES, **extra, **changes})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def adapted(name: str, **lora: Any) -> peft.PeftModel:
+    model = plain(name)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
     model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     torch.manual_seed(1)
@@ -110,7 +117,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def run(model: peft.PeftModel) -> tuple[float, dict[str, torch.Tensor]]:
+def run(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = forward_loss(model, batch()).loss
     loss.backward()
@@ -229,10 +236,76 @@ def test_what_cannot_be_fused_stays_and_says_why(lora: dict[str, Any], words: st
     assert words in applied.table[0].reason
 
 
-def test_full_fine_tuning_is_left_alone() -> None:
-    kind, extra = CONFIGS["llama"]
-    model = transformers.AutoModelForCausalLM.from_config(kind(**SIZES, **extra))
-    assert "full fine-tuning" in patch(model, "reference").table[0].reason
+#: What is special in full fine-tuning: heads that are the embedding and that are not, biases, capped scores and logits.
+WHOLE = [
+    *((name, {"tie_word_embeddings": tied}) for name in (*CONFIGS, *PARTS) for tied in (False, True)),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), WHOLE, ids=str)
+def test_full_fine_tuning_has_transformers_loss_and_every_gradient(name: str, changes: dict[str, Any]) -> None:
+    model = plain(name, **changes)
+    for parameter in model.parameters():  # norms and biases begin with ones and zeros
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    loss, gradients = run(model)
+    assert set(gradients) == {key for key, _ in model.named_parameters()}
+    applied = patch(model, "reference")
+    assert all(entry.on for entry in applied.table) or name in PARTS
+    patched_loss, patched = run(model)
+    assert patched_loss == pytest.approx(loss, rel=1e-5)
+    assert set(patched) == set(gradients)
+    for key, wanted in gradients.items():
+        assert (patched[key] - wanted).norm() <= 1e-4 * wanted.norm(), key
+    applied.undo()
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    storages = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_full_fine_tuning_gives_the_same_gradients_under_every_checkpointing_policy(name: str) -> None:
+    def trained(policy: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        model = plain(name)
+        patch(model, "reference")
+        model.train()
+        use_checkpointing(model, policy)
+        if policy is True:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return run(model)
+
+    loss, gradients = trained(False)
+    for policy in (True, "selective", "offload"):
+        again, recomputed = trained(policy)
+        assert again == loss
+        for key, wanted in gradients.items():
+            assert torch.equal(recomputed[key], wanted), (policy, key)
+
+
+def test_a_weight_that_is_trained_beside_an_adapter_is_refused() -> None:
+    model = adapted("llama")
+    base_of(model).get_decoder().layers[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
+    assert patch(model, "reference").off[0].reason == "mlp.up_proj: its base weight is trained beside an adapter"
+
+
+@pytest.mark.parametrize("held", [1, 2**31], ids=["layer by layer", "all at once"])
+def test_self_check_of_full_fine_tuning_names_the_layer_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    monkeypatch.setattr("ftcli.model.selfcheck._HELD_BYTES", held)
+    model = plain("qwen3")
+    check, applied = self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+    assert check.passed
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    def of_half(*arguments: Any) -> Any:
+        return [None if g is None else 0.5 * g for g in weight_grads(*arguments)]
+
+    monkeypatch.setattr("ftkernels.lora_mlp.weight_grads", of_half)
+    with pytest.raises(FtcliError, match=r"FT704.*gradient of mlp\.down_proj\.weight by 0\.5"):
+        self_check(model, applied, "reference", batch(), PLAN)
 
 
 def test_unknown_families_are_named() -> None:

@@ -102,13 +102,28 @@ def test_large_ranks_take_products_of_their_own(load: Any) -> None:
     [
         ("model.kernels=off", "h100", "model.kernels: off"),
         ("model.kernels=auto", "cpu", "no CUDA GPU"),
-        ("lora=null", "h100", "full fine-tuning"),
+        ("lora.use_dora=true", "h100", "DoRA"),
     ],
 )
 def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str, word: str) -> None:
     rows = rows_for(load(LLAMA % ("float32", 16), override), named_device(device))
     assert rows["layers"].runs == "transformers"
     assert word in rows["layers"].reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "said"),
+    [
+        ("bfloat16", (), "their gradients are float32, of copies in bfloat16 that each step makes"),
+        ("float32", (), "their gradients are float32"),
+        ("bfloat16", ("train.pure_bf16=true",), "their gradients are bfloat16"),
+    ],
+)
+def test_full_fine_tuning_is_on_the_kernels(load: Any, dtype: str, settings: tuple[str, ...], said: str) -> None:
+    rows = rows_for(load(LLAMA % (dtype, 16), "lora=null", *settings), named_device("h100"))
+    assert rows["norms, rotary embedding, gated unit"].runs == "triton"
+    assert rows["products of the weights"] == Part("products of the weights", "torch", said)
+    assert "LoRA products" not in rows
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a100-80gb", "h100"])

@@ -86,7 +86,7 @@ def test_only_capped_scores_without_a_kernel_grow_with_the_square_of_the_length(
         ("google/gemma-2-9b", LORA, "h100", "train", ("fused", "triton")),
         ("google/gemma-2-9b", LORA, "t4", "train", ("fused", "eager")),
         ("google/gemma-2-9b", LORA, "cpu", "train", ("transformers", "eager")),
-        ("google/gemma-2-9b", "", "h100", "train", ("transformers", "eager")),
+        ("google/gemma-2-9b", "", "h100", "train", ("fused", "triton")),
         ("google/gemma-2-9b", LORA, "h100", "eval", ("fused", "triton")),
         ("google/gemma-2-9b", "", "h100", "eval", ("fused", "triton")),
         ("google/gemma-2-9b", LORA + "#kernels: off", "h100", "train", ("transformers", "eager")),
@@ -148,14 +148,26 @@ def test_gradients_are_there_before_the_end_of_backward_only_under_accumulation(
 
 
 def test_cast_copies_are_gone_when_the_optimizer_steps(case: Callable[..., Case]) -> None:
-    kept = case("google/gemma-2-2b", ROWS).estimate()
+    kept = case("google/gemma-2-2b", ROWS, "model.kernels=off").estimate()
     assert "autocast copies" in kept.phases["forward"]
     assert "autocast copies" in kept.phases["backward"]
     assert "autocast copies" not in kept.phases["optimizer step"]
-    again = case("google/gemma-2-2b", ROWS, "train.gradient_checkpointing=true").estimate()
+    again = case("google/gemma-2-2b", ROWS, "model.kernels=off", "train.gradient_checkpointing=true").estimate()
     assert "autocast copies" in again.phases["forward"]  # autocast's own cache holds them until its context ends
     assert "autocast copies" not in again.phases["backward"]
     assert again.parts["copies run again"] == again.parts["autocast copies"] // 26
+
+
+def test_on_the_kernels_one_copy_of_the_weights_stays_and_bfloat16_parameters_need_none(
+    case: Callable[..., Case],
+) -> None:
+    made = case("google/gemma-2-2b", ROWS).estimate()
+    assert all("autocast copies" in parts for parts in made.phases.values())
+    parts, count = case("google/gemma-2-2b", ROWS, "train.pure_bf16=true").estimate().parts, 2614341888
+    assert parts["autocast copies"] == 0
+    assert parts["weights"] == parts["gradients"] == 2 * count
+    assert parts["optimizer"] == 8 * count
+    assert "optimizer workspace" not in parts
 
 
 def test_full_fine_tuning_ends_its_backward_with_the_embeddings(case: Callable[..., Case]) -> None:
@@ -306,8 +318,9 @@ def test_the_state_of_each_optimizer_is_in_the_estimate(case: Callable[..., Case
     norms = (26 * 4 + 1) * 2304
     linears = count - embedding - norms
     assert made["adamw_torch"].parts["optimizer"] == made["adamw_torch_fused"].parts["optimizer"] == 8 * count
-    assert made["adamw_torch"].parts["optimizer workspace"] == 4 * count
-    assert made["adamw_torch_fused"].parts["optimizer workspace"] == 0
+    assert "optimizer workspace" not in made["adamw_torch"].parts  # our own form of it
+    plain = case("google/gemma-2-2b", FULL, "model.kernels=off").estimate()
+    assert plain.parts["optimizer workspace"] == 4 * count
     eight = 8 * (embedding + norms) + 2 * linears + linears // 32
     assert made["adamw_8bit"].parts["optimizer"] == eight
     paged = made["paged_adamw_8bit"]
