@@ -36,6 +36,8 @@ class ExportFormat:
         return self.write is not None
 
 
+_GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
+
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
         "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True),
@@ -44,9 +46,9 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             "ftcli.export.gguf.write:write",
             merges=True,
             llama_cpp=True,
-            package=Package("gguf", "ftcli[gguf]", "export to GGUF"),
+            package=_GGUF,
         ),
-        "ollama": ExportFormat(merges=True),
+        "ollama": ExportFormat("ftcli.export.ollama.write:write", merges=True, llama_cpp=True, package=_GGUF),
         "bitnet": ExportFormat(merges=True),
         "fp8": ExportFormat(merges=True),
     }

@@ -42,7 +42,7 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "model.attention=flex_attention",
         "model.attention=triton",
         "export.formats=[fp8]",
-        "export.formats=[safetensors, ollama]",
+        "export.formats=[safetensors, fp8]",
         "export.formats=[bitnet]",
     ],
 )

@@ -62,7 +62,7 @@ def test_what_its_row_says_is_known_to_the_checks(user: User) -> None:
     (finding,) = [finding for finding in document["findings"] if finding["severity"] == "error"]
     assert status == 2
     assert finding["code"] == "FT269"
-    assert "formats: [safetensors, gguf, nonsense]" in finding["help"]
+    assert "formats: [safetensors, gguf, ollama, nonsense]" in finding["help"]
 
 
 @pytest.mark.parametrize("name", [name for name, row in exports.TABLE.items() if not row.supported])

@@ -1,0 +1,1 @@
+"""Ollama: a GGUF file and a Modelfile whose template renders what training rendered."""
