@@ -1,7 +1,7 @@
 """Bytes that a decoder layer on ftcli's kernels keeps for backward. Legend and element sizes as in ``activations``.
 
-P is the packed rank: the next power of two, 16 at least. Adapters only: a layer whose weights are trained stays as
-transformers wrote it.
+P is the packed rank: the next power of two, 16 at least; 0 where the weights are trained themselves, whose gradients
+need nothing else: what norms give is formed again.
 
 ================  ==================================================================================================
 residual stream   2 · (pH + 4): the input of each half and its rsqrt. Layers with four norms keep the inputs of the
@@ -62,6 +62,8 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
             kept += rotated + 4 * (shape.num_heads + shape.num_kv_heads)
             if reference and c != 4:
                 kept += 4 * (shape.q_width + shape.kv_width)
+            if reference and setting.full:  # torch keeps what a trained weight multiplies
+                kept += (4 if shape.family.norm == "gemma" else c) * (shape.q_width + shape.kv_width)
         elif reference:
             kept += rotated
         return kept
