@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ftcli.errors import Finding
+from ftcli.ranks import Place
 
 
 class Progress(Protocol):
@@ -85,6 +86,7 @@ class Session:
         environment: The few variables that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``,
             ``SLURM_JOB_ID`` ...); never secrets.
         cache_dir: Where tokenized data is cached; None for nowhere.
+        place: Which of several processes this is; None where nobody has started several.
     """
 
     reporter: Reporter = field(default_factory=SilentReporter)
@@ -96,3 +98,4 @@ class Session:
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=_no_environment)
     cache_dir: Path | None = None
+    place: Place | None = None

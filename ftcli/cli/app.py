@@ -23,7 +23,7 @@ from ftcli.cli.environment import (
     results_only_on_stdout,
     style_for,
 )
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Ended, Request
 from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
 from ftcli.errors import ExitCode, Finding, first_line
 from ftcli.tables import methods
@@ -89,13 +89,16 @@ def build_app() -> typer.Typer:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The outcome of one invocation. ``told`` are the findings that its reporter has printed already."""
+    """The outcome of one invocation. ``told`` are the findings that its reporter has printed already. Of several ranks
+    one tells it (``told_by_us``).
+    """
 
     exit_code: int
     findings: tuple[Finding, ...] = ()
     told: tuple[Finding, ...] = ()
     result: object = None
     text: str | None = None
+    told_by_us: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,6 +129,8 @@ def _main(words: list[str]) -> int:
         _tell(parsed, command=None, json="--json" in words)
         return parsed.exit_code
     answer = _run(parsed, words)
+    if isinstance(answer.result, Ended) or not answer.told_by_us:
+        return answer.exit_code
     if parsed.raw and answer.text is not None:
         typer.echo(answer.text)
     else:
@@ -154,6 +159,7 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
 
 def _run(request: AnyRequest, words: list[str]) -> _Answer:
     session, reporter = open_session(request.options, words)
+    leads = session.place is None or session.place.leads
     try:
         stdout = nullcontext() if request.owns_stdout else results_only_on_stdout()
         with stdout, library_environment(session), fewer_library_warnings(session):
@@ -161,13 +167,13 @@ def _run(request: AnyRequest, words: list[str]) -> _Answer:
         text = _text_of(result, request)
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure.describe(error, command=session.command, debug=session.debug)
-        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings))
+        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=leads)
     status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
-    return _Answer(status, (), tuple(reporter.findings), result, text)
+    return _Answer(status, (), tuple(reporter.findings), result, text, leads)
 
 
 def _text_of(result: object, request: AnyRequest) -> str | None:
-    if request.options.json and not request.raw:
+    if isinstance(result, Ended) or (request.options.json and not request.raw):
         return None
     return request.render(result) if request.render is not None else render.result_text(result)
 

@@ -23,7 +23,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: What a run is sent for each signal that this process gets. A scheduler may have sent SIGTERM to all processes, and a
 #: second one would end a run without its last checkpoint; a second SIGHUP does not.
-_PASSED_ON: Mapping[SignalName, signal.Signals] = {
+PASSED_ON: Mapping[SignalName, signal.Signals] = {
     "SIGINT": signal.SIGINT,
     "SIGTERM": signal.SIGHUP,
     "SIGHUP": signal.SIGHUP,
@@ -42,14 +42,9 @@ class RunProcess:
             stdout=self._answer,
             env=environment,
             start_new_session=True,
-            preexec_fn=_obeying(self._libc()),
+            preexec_fn=obeying(),
         )
         self._signalled = 0
-
-    @staticmethod
-    def _libc() -> ctypes.CDLL | None:
-        """The C library where it has prctl, loaded before there is a fork."""
-        return ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def ended(self) -> tuple[int, str | None] | None:
         """Exit status and reason; None while it runs."""
@@ -67,11 +62,12 @@ class RunProcess:
         """The first one is passed on so that it cannot count twice; the second one as it is."""
         self._signalled += 1
         if self._process.poll() is None:
-            self._process.send_signal(_PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
+            self._process.send_signal(PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
 
 
-def _obeying(libc: ctypes.CDLL | None) -> Callable[[], None]:
+def obeying() -> Callable[[], None]:
     """What a process does before it becomes a run: it hears SIGHUP, also when whoever started it is killed."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before there is a fork
 
     def before() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored, and with it what is passed on

@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 
+from ftcli.cli.place import own_gpu, place_of
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
@@ -57,7 +58,10 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
     terminal = is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
     style = style_for(sys.stderr)
     reporter: CollectingReporter
-    if terminal and not options.quiet:
+    place = place_of(os.environ)
+    if place is not None and not place.leads:
+        reporter = CollectingReporter(unfailing(open(os.devnull, "w")), style, quiet=True)  # noqa: SIM115, PTH123
+    elif terminal and not options.quiet:
         reporter = TerminalReporter(unfailing(sys.stderr), style, quiet=False, color=_wants_color(sys.stderr))
     else:
         reporter = CollectingReporter(unfailing(sys.stderr), style, quiet=options.quiet)
@@ -71,6 +75,7 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
         command=("ftcli", *(mask(word) for word in argv)),
         environment=recorded(os.environ),
         cache_dir=cache_dir(os.environ),
+        place=place,
     )
     return session, reporter
 
@@ -105,14 +110,12 @@ def library_environment(session: Session) -> Iterator[None]:
         wanted |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     if not session.is_tty or session.quiet:
         wanted |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    wanted |= _of_ranks(session)
     left_over = _of_launchers(os.environ)
-    if left_over:
-        names = ", ".join(left_over)
-        session.reporter.warn(f"one process is used: {names} of the environment has no effect on ftcli")
     unset = [*left_over, *(name for name in os.environ if name.startswith(_MPI_PREFIXES))]
     before = {name: os.environ.get(name) for name in (*wanted, *unset)}
     for name, value in wanted.items():
-        if before[name] is None or name == "HF_HUB_OFFLINE":
+        if before[name] is None or name in ("HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"):
             os.environ[name] = value
     for name in unset:
         del os.environ[name]
@@ -124,6 +127,17 @@ def library_environment(session: Session) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value_before
+
+
+def _of_ranks(session: Session) -> Mapping[str, str]:
+    """What a rank needs in its environment; of anybody else's leavings is told that they have no effect."""
+    if session.place is not None:  # what torch says of closed connections, ftcli says with the rank's number
+        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **own_gpu(os.environ, session.place)}
+    left_over = _of_launchers(os.environ)
+    if left_over:
+        names = ", ".join(left_over)
+        session.reporter.warn(f"one process is used: {names} of the environment has no effect on ftcli")
+    return {}
 
 
 def _of_launchers(environment: Mapping[str, str]) -> list[str]:

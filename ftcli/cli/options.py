@@ -45,6 +45,12 @@ ResumeOption = Annotated[
     str | None,
     typer.Option("--resume", metavar="auto|never|PATH", help="Continue a run, or start anew (run.resume)."),
 ]
+GpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", metavar="N|auto", help="Train on N GPUs, or on all that are visible (launch.num_processes)."
+    ),
+]
 CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="STEP|best", help="A checkpoint of the run in place of its result."),
@@ -66,6 +72,7 @@ def overrides(
     output_dir: str | None = None,
     max_steps: str | None = None,
     resume: str | None = None,
+    gpus: int | None = None,
 ) -> tuple[Override, ...]:
     """Everything on the command line that changes the recipe, in the order in which it is applied.
 
@@ -82,6 +89,8 @@ def overrides(
         if value is not None:
             text = f"{key}={value}" if key == "train.max_steps" else f"{key}={_quoted(value)}"
             made.append(Override(text=text, label=f"{option} {value}"))
+    if gpus is not None:
+        made.append(Override(text=f"launch.num_processes={gpus}", label=f"--gpus {gpus}"))
     return tuple(made)
 
 

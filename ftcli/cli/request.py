@@ -40,5 +40,12 @@ class Request(Generic[R]):
     owns_stdout: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command has run in other processes, one of which has told what came of it, with this exit status."""
+
+    exit_code: int
+
+
 #: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.
 AnyRequest: TypeAlias = Request[Any]

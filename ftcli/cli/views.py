@@ -27,7 +27,9 @@ def check_text(result: CheckResult) -> str:
     lines = [_verdict_line(result), "", *_facts(result), *_kernel_lines(report.parts)]
     memory, disk = report.memory, report.disk
     if memory is not None:
-        lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak})"]
+        ranks = report.setup.ranks
+        each = f" on each of {ranks} {'GPUs' if report.device.kind == 'cuda' else 'processes'}" if ranks > 1 else ""
+        lines += ["", f"memory  {_of(memory.total_bytes, report.verdict)} at its peak ({memory.peak}){each}"]
         lines += _sizes(memory.parts)
         lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
         lines += _sizes({"paged optimizer": memory.paged_bytes})
@@ -57,7 +59,8 @@ def _verdict_line(result: CheckResult) -> str:
         needs = "" if least is None else f": it needs more than {gib(least.total)} GiB, which hold no activations"
         return f"no problem found on {device}; memory could not be estimated{needs}"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
-    return f"{words.get(verdict.level, verdict.level)} on {device}"
+    ranks = report.setup.ranks
+    return f"{words.get(verdict.level, verdict.level)} on {f'each of {ranks} ' if ranks > 1 else ''}{device}"
 
 
 def _facts(result: CheckResult) -> list[str]:
@@ -149,6 +152,11 @@ def bench_text(result: BenchResult) -> str:
     first = " in the first step, with all that is set up in it" if timing.first_step_only else " a step"
     head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
     peaks = _peaks(timing.peak_memory_bytes, result.predicted)
+    several = result.measured.several
+    if several is not None:
+        together = f"{several.tokens_per_second_in_all:,.0f} tokens/s on {several.gpus} GPUs"
+        alone = f"{several.share_of_single_gpus:.1%} of what they achieve each alone"
+        head = f"{together}, {alone}; on each {head}"
     return "\n".join([head, _computed(result.measured.computing), *peaks, "", result_text(result)])
 
 

@@ -127,5 +127,8 @@ class LoraConfig(Section):
 class LaunchConfig(Section):
     """On how many processes a run is spread."""
 
-    engine: Annotated[str, Word(engines.names)] = Field(default="single", description="How processes work together.")
+    engine: Annotated[str, Word(engines.names)] = Field(
+        default="auto",
+        description="How processes work together: `auto` is `ddp` where there are several.",
+    )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")

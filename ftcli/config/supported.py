@@ -12,9 +12,6 @@ def supported(key: str) -> tuple[str, ...] | None:
         return SUPPORTED_ATTENTION
     if key == "launch.engine":
         return engines.supported()
-    if key == "launch.num_processes":
-        most = max((engines.row(name).processes or 0) for name in engines.supported())
-        return ("1",) if most == 1 else None
     if key == "quantization.method":
         return quantizations.supported()
     if key == "export.formats":

@@ -165,6 +165,33 @@ class EpochSampler(Sampler[int]):
         return iter(self._epochs.order(self._epoch))
 
 
+class RankSampler(EpochSampler):
+    """The share of one of ``size`` ranks: of the epoch's batches every ``size``-th, from the ``rank``-th on.
+
+    So the batches that are computed at the same time are those that one process would take one after the other. All
+    ranks have the same number: where the epoch has no batch left, it is the sequence :attr:`Epochs.units`, which there
+    is not; the collator makes a batch without labels of it.
+    """
+
+    def __init__(self, epochs: Epochs, batch_size: int, rank: int, size: int) -> None:
+        super().__init__(epochs)
+        self._batch_size, self._rank, self._size = batch_size, rank, size
+
+    def __len__(self) -> int:
+        batches = -(-len(self._epochs) // self._batch_size)
+        turns = -(-batches // self._size)
+        last = (turns - 1) * self._size + self._rank
+        left = max(len(self._epochs) - last * self._batch_size, 0)
+        return (turns - 1) * self._batch_size + (min(left, self._batch_size) or 1)
+
+    def __iter__(self) -> Iterator[int]:
+        order, size = self._epochs.order(self._epoch), self._batch_size
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        for turn in range(0, len(batches), self._size):
+            mine = turn + self._rank
+            yield from batches[mine] if mine < len(batches) else [self._epochs.units]
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What the first epoch computes: its ``tokens``, what fills rows up, and how many ``shapes`` micro-batches have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
+from ftcli.evaluate.share import Sums, summed_over_ranks
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of, hidden_states, next_token_loss
@@ -23,6 +24,8 @@ from ftcli.reporting import Reporter
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ftcli.run.group import Group
 
 #: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention
 #: across.
@@ -67,6 +70,7 @@ def evaluate_loss(
     reporter: Reporter,
     layout: BatchLayout = "right",
     pack_length: int | None = None,
+    group: Group | None = None,
 ) -> LossResult:
     """Evaluates ``sequences`` in batches of like length. No logits are kept, sums are double precision, and the result
     is the same to rounding whatever ``batch_size``, ``layout`` and the order of ``sequences``.
@@ -76,6 +80,7 @@ def evaluate_loss(
             length, "packed" where they are not.
         pack_length: Tokens that share a place in a batch. None: with "packed" those of the longest sequence, with
             "unpadded" each sequence has a place.
+        group: Ranks that share the sequences, and all get the same result.
 
     Raises:
         FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
@@ -92,14 +97,21 @@ def evaluate_loss(
     def where(group: list[int]) -> Origin:
         return max((sequences[i] for i in group), key=lambda tokens: len(tokens.input_ids)).row.origin
 
+    def run(mine: Sequence[list[int]]) -> Iterator[tuple[Sequence[list[int]], Sums]]:
+        with reporter.progress(sum(len(places) for places in mine), "evaluating") as progress:
+            for chosen, sums in in_batches(mine, batch_size, step, where=where, reporter=reporter, what="evaluation"):
+                yield chosen, sums
+                progress.advance(sum(len(places) for places in chosen))
+
     total, correct, count = 0.0, 0, 0
     was_training = model.training
     model.eval()
     try:
-        with reporter.progress(len(lengths), "evaluating") as progress:
-            for chosen, sums in in_batches(groups, batch_size, step, where=where, reporter=reporter, what="evaluation"):
+        if group is not None:
+            total, correct, count = summed_over_ranks(group, groups, batch_size, run)
+        else:
+            for _, sums in run(groups):
                 total, correct, count = total + sums[0], correct + sums[1], count + sums[2]
-                progress.advance(sum(len(group) for group in chosen))
     finally:
         model.train(was_training)
     return _result(total, correct, count, len(lengths))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.run.group import Group
+
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
@@ -44,11 +46,13 @@ class Evaluator:
 
     ``sequences`` are the held-out rows of ``data.eval`` as tokens.
     ``functions`` holds the user's judges by what the recipe's tasks call them (``path.py:function``).
+    ``group`` are the ranks that share the rows of :meth:`loss`; what is generated, one rank generates.
     """
 
     job: Job
     sequences: Sequence[Tokens]
     functions: Mapping[str, Function] = field(default_factory=dict)
+    group: Group | None = None
     _asked: dict[str, list[Asked]] = field(default_factory=dict, repr=False)
 
     def read_tasks(self) -> None:
@@ -133,6 +137,7 @@ class Evaluator:
             reporter=self.job.reporter,
             layout=layout,
             pack_length=self.job.recipe.data.max_seq_len if packing else None,
+            group=self.group,
         )
 
     def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[Asked]) -> Answered:

@@ -77,6 +77,16 @@ class DeviceFacts:
         """Memory that a run may use: what is free, or all of a device that was only named."""
         return self.free_bytes if self.free_bytes is not None else self.memory_bytes
 
+    def of_each(self, processes: int) -> DeviceFacts:
+        """What each of so many processes has of this machine: a GPU of its own, and its share of the RAM."""
+        if processes == 1:
+            return self
+        host = None if self.host_free_bytes is None else self.host_free_bytes // processes
+        if self.kind == "cuda":
+            return replace(self, host_free_bytes=host)
+        free, total = (None if size is None else size // processes for size in (self.free_bytes, self.memory_bytes))
+        return replace(self, free_bytes=free, memory_bytes=total, host_free_bytes=host)
+
 
 def gpu_of(device: DeviceFacts) -> Gpu:
     """The device as :mod:`ftkernels.limits` describes one."""

@@ -5,12 +5,12 @@ Heavy libraries are imported inside the functions that need them, so that a faul
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.launch import in_this_process
+from ftcli.pipeline.launch import in_this_process, spread
 from ftcli.pipeline.options import BenchOptions, ChatOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.exporting import Exported
+    from ftcli.run.group import Group
+
+T = TypeVar("T")
 
 __all__ = ["BenchOptions", "ChatOptions", "bench", "chat", "check", "evaluate", "export", "train"]
 
@@ -38,12 +41,24 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
 
     Each method answers with a type of its own.
     """
+    loaded = spread(loaded, session.place)
     method = methods.method_of(loaded.recipe, command)
-    engine = engines.row(loaded.recipe.launch.engine)
-    work = partial(code_of(method.run), loaded, session)
+    run = code_of(method.run)
+
+    def work(group: Group | None) -> object:
+        # Preflight refuses several processes for a method that is not made for them.
+        return run(loaded, session) if group is None or not method.on_ranks else run(loaded, session, group)
+
+    return _launched(work, loaded, session)
+
+
+def _launched(work: Callable[[Group | None], T], loaded: LoadedRecipe, session: Session) -> T:
+    """The work, under the recipe's engine."""
+    launch = loaded.recipe.launch
+    engine = engines.row(launch.engine)
     # Preflight refuses an engine that is not supported yet; it runs in this process.
-    launch = in_this_process if engine.run is None else code_of(engine.run)
-    result: object = launch(work, loaded.recipe.launch.num_processes)
+    start = in_this_process if engine.run is None else code_of(engine.run)
+    result: T = start(work, session, launch.num_processes)
     return result
 
 
@@ -77,4 +92,5 @@ def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Benc
     """The real training step on synthetic tokens and random weights."""
     from ftcli.pipeline.benchmark import bench_step
 
-    return bench_step(loaded, session, options)
+    loaded = spread(loaded, session.place)
+    return _launched(lambda group: bench_step(loaded, session, options, group), loaded, session)

@@ -53,6 +53,25 @@ class Computing:
 
 
 @dataclass(frozen=True, slots=True)
+class Several:
+    """Several GPUs that train together, as against the same ones when each trained alone, at the same time.
+
+    Attributes:
+        gpus: How many there are.
+        tokens_per_second_in_all: Of all of them, at the pace of the slowest.
+        tokens_per_second_alone: The sum of what each achieved alone.
+        share_of_single_gpus: The one over the other.
+        peak_memory_bytes_of_each: The most that each needed.
+    """
+
+    gpus: int
+    tokens_per_second_in_all: float
+    tokens_per_second_alone: float
+    share_of_single_gpus: float
+    peak_memory_bytes_of_each: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Profiled:
     """The kernels of one step by time, and how long the GPU worked; None where no step was profiled."""
 
@@ -84,6 +103,7 @@ class Measured:
     self_check: SelfCheck | None
     cuda_graphs: str
     host: HostMemory | None = field(metadata=SPREAD)
+    several: Several | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
@@ -22,6 +23,7 @@ from ftcli.pipeline.bench_result import (
     Measured,
     Predicted,
     Profiled,
+    Several,
     StoredRate,
     Timing,
 )
@@ -32,13 +34,20 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.tables import code_of, quantizations, schedules
 
+if TYPE_CHECKING:
+    from ftcli.run.group import Group
 
-def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
+
+def bench_step(
+    loaded: LoadedRecipe, session: Session, options: BenchOptions, group: Group | None = None
+) -> BenchResult:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
     true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
 
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
+
+    The ranks of ``group`` take as many steps each by itself before, which is what the steps together are held against.
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
@@ -58,7 +67,10 @@ def bench_step(loaded: LoadedRecipe, session: Session, options: BenchOptions) ->
         report = replace(report, setup=report.setup.changed({"train.uncheckpointed_layers": left_out}))
     recipe = report.recipe
     sizes = _sizes(recipe, options, mix)
-    measured = (_measure_evaluation if options.evaluation else _measure)(report, session, options, sizes)
+    if options.evaluation:
+        measured = _measure_evaluation(report, session, options, sizes)
+    else:
+        measured = _measure(report, session, options, sizes, group)
     flops = step_flops(
         report.facts,
         recipe.lora,
@@ -96,7 +108,7 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len})
     train = recipe.train.model_copy(
         update={
-            "max_steps": options.steps + 1 + options.profile,
+            "max_steps": _steps(recipe, options),
             "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
             "gradient_accumulation_steps": 1,
             "warmup_steps": 0.0,
@@ -125,9 +137,15 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     )
 
 
+def _steps(recipe: Recipe, options: BenchOptions) -> int:
+    """All steps: the first, those that are timed, and one to record. Several ranks begin with as many, each alone."""
+    timed = 1 + options.steps
+    return (timed if recipe.launch.num_processes == 1 else 2 * timed) + options.profile
+
+
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
     """Tokens of each row that is trained or evaluated."""
-    rows = recipe.train.per_device_train_batch_size * (options.steps + 1 + options.profile)
+    rows = recipe.train.per_device_train_batch_size * _steps(recipe, options) * recipe.launch.num_processes
     longest = recipe.data.max_seq_len
     return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
 
@@ -138,15 +156,26 @@ def _micro_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> l
     return [sizes[step * batch : (step + 1) * batch] for step in range(first, options.steps + 1)]
 
 
-def _measure(report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int]) -> Measured:
+def _measure(
+    report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int], group: Group | None
+) -> Measured:
     import torch
 
     from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.base import TrainerHooks
-    from ftcli.trainers.bench import StepProfiler, StepTimer, device_memory, measure_matmul_rate, synthetic_rows
+    from ftcli.trainers.bench import (
+        Joining,
+        StepProfiler,
+        StepTimer,
+        StepTimes,
+        device_memory,
+        measure_matmul_rate,
+        synthetic_rows,
+    )
     from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.sft import build_sft_trainer
+    from ftcli.trainers.together import numbers_agreed
 
     job = open_job(report, session)
     batch = job.recipe.train.per_device_train_batch_size
@@ -156,22 +185,33 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions, s
     kernels = build.put_on_kernels(job, model, tokens)
     batches = build.laid_out(job, model, tokens)
     timer = StepTimer(job.device)
-    profiler = StepProfiler(job.device, options.steps + 2) if options.profile else None
+    last, alone = _steps(job.recipe, options), 0 if group is None else options.steps + 1
+    profiler = StepProfiler(job.device, last) if options.profile else None
+    if group is not None:
+        group.form(job.device, numbers_agreed(1, batch))
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch)
+        trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch, group)
         trainer.add_callback(timer)
+        if group is not None:
+            trainer.add_callback(Joining(trainer, group, after=alone))
         if profiler is not None:
             trainer.add_callback(profiler)
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {job.recipe.data.max_seq_len}"):
             trainer.train()
-    times = timer.times(options.steps + 1)
-    micro_batches = _micro_batches([sizes[row] for row in trainer.epochs.order(0)], batch, options)
-    memory = report.memory
+    times = timer.times(alone + options.steps + 1)
+    by_itself, together = StepTimes(times.seconds[:alone]), StepTimes(times.seconds[alone:])
+    ordered = [sizes[row] for row in trainer.sampler()]
+    micro_batches = _micro_batches(ordered[alone * batch :], batch, options)
+    memory, peak = report.memory, trainer.peak_memory_bytes()
+    several = None
+    if group is not None:
+        before = _rate(_micro_batches(ordered, batch, options), by_itself.steady)
+        several = _several(group, before, micro_batches, together.steady, peak)
     return Measured(
-        timing=_timing(micro_batches, times.first, times.steady, options, trainer.peak_memory_bytes()),
-        computing=_computing(micro_batches, batches, times.steady),
+        timing=_timing(micro_batches, times.first, together.steady, options, peak),
+        computing=_computing(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
         profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
@@ -179,7 +219,27 @@ def _measure(report: PreflightReport, session: Session, options: BenchOptions, s
         self_check=kernels.self_check,
         cuda_graphs=trainer.cuda_graphs() or why_not_graphed(job, model) or "on",
         host=HostMemory(None, None) if memory is None else HostMemory(memory.pinned_host_bytes, memory.offloaded),
+        several=several,
     )
+
+
+def _several(
+    group: Group, alone: float, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
+) -> Several:
+    """All ranks' numbers; the same on each of them."""
+    import torch
+
+    tokens, seconds = float(sum(map(sum, micro_batches))), _seconds(micro_batches, steady)
+    told = group.gather(torch.tensor([alone, tokens, seconds, float(peak)], dtype=torch.float64))
+    rows = [row.tolist() for row in told]
+    in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
+    singly = sum(row[0] for row in rows)
+    return Several(group.size, in_all, singly, in_all / singly, tuple(int(row[3]) for row in rows))
+
+
+def _rate(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
+    """Tokens per second."""
+    return sum(map(sum, micro_batches)) / _seconds(micro_batches, steady)
 
 
 def _measure_evaluation(
@@ -237,7 +297,7 @@ def _timing(
     return Timing(
         steps=options.steps,
         first_step_only=options.steps == 0,
-        tokens_per_second=sum(map(sum, micro_batches)) / _seconds(micro_batches, steady),
+        tokens_per_second=_rate(micro_batches, steady),
         step_ms=1000 * median,
         step_ms_min=1000 * min(steady),
         step_ms_max=1000 * max(steady),

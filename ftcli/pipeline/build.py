@@ -96,14 +96,18 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
     return model
 
 
-def tell_download(job: Job) -> None:
-    """What loading the base will download, before it takes its time."""
+def to_download(job: Job) -> int:
+    """Bytes of the base that loading it will download."""
     facts, model = job.facts, job.recipe.model
     if facts.is_local or model.init != "pretrained" or job.session.offline:
-        return
-    missing = missing_bytes(facts.name, model.revision)
-    if missing:
-        job.reporter.info(f"download: {gib(missing)} GiB of weights from {facts.name}")
+        return 0
+    return missing_bytes(facts.name, model.revision)
+
+
+def tell_download(job: Job) -> None:
+    """What loading the base will download, before it takes its time."""
+    if missing := to_download(job):
+        job.reporter.info(f"download: {gib(missing)} GiB of weights from {job.facts.name}")
 
 
 def _dequantized_layers(job: Job) -> int:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.lifecycle import Launched, RunContext, add_to_manifest, raise_if_stopped
+from ftcli.pipeline.context import Launched, RunContext
+from ftcli.pipeline.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.pipeline.start import Rows, tell_start
@@ -59,7 +60,7 @@ def fit(
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
     from ftcli.model.saved import check_saved, require_saveable, save_weights
-    from ftcli.trainers.base import TrainerHooks
+    from ftcli.trainers.base import TrainerHooks, not_interruptible
     from ftcli.trainers.callbacks import RunCallback, Schedule
 
     recipe = job.recipe
@@ -69,7 +70,7 @@ def fit(
         recipe.checkpoint.keep_last,
         evaluate if evaluates else None,
         context.metrics.sync,
-        context.stop.interruptible,
+        context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluates and recipe.checkpoint.keep_best,
         stopping=_stopping(recipe) if evaluates else None,
         completions=Completions(context.directory.completions_dir).write,
@@ -89,21 +90,23 @@ def fit(
             return _trained_before(trainer, context, context.opened.trained)
         require_saveable(model)
         tell_start(context, job, model, rows)
-        callback = RunCallback(trainer, schedule, context.write_line, progress, context.stop)
+        callback = RunCallback(trainer, schedule, context.write_line, progress, context.stops)
         trainer.add_callback(callback)
         _train(trainer, context)
         _tell_launches(trainer, context)
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
         with _rescued(trainer, context), trainer.evaluated_weights():
-            context.save_result(
-                lambda folder: save_weights(model, folder),
-                lambda folder: check_saved(model, folder),
-                lambda folder: job.tokenizer.save_pretrained(str(folder)),
-                lambda folder: write_card(context.directory, folder),
-            )
+            if context.leads:
+                context.save_result(
+                    lambda folder: save_weights(model, folder),
+                    lambda folder: check_saved(model, folder),
+                    lambda folder: job.tokenizer.save_pretrained(str(folder)),
+                    lambda folder: write_card(context.directory, folder),
+                )
         trainer.settle()
     summary = _summary(trainer, callback, context)
-    context.opened.note_trained(summary)
+    if context.leads:
+        context.opened.note_trained(summary)
     return Fitted(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
@@ -160,16 +163,30 @@ def _rescued(trainer: Any, context: RunContext) -> Any:
     try:
         yield
     except FtcliError as error:
-        if error.exit_code != ExitCode.OUT_OF_MEMORY:
+        if error.exit_code != ExitCode.OUT_OF_MEMORY and not _of_another_rank(error, context):
             raise
         let_go(error)
-        raise _with_rescue(trainer, context, error) from error
+        checkpoint = _rescue(trainer, context)
+        if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY:
+            raise
+        raise with_checkpoint(error, checkpoint) from error
     except Exception as error:
         if is_out_of_memory(error):
             short = out_of_memory_in_training(trainer, context.report, error)
             raise _with_rescue(trainer, context, short) from error
         _rescue(trainer, context)
         raise
+
+
+def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
+    """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
+    if context.group is None:
+        return False
+    from ftcli.run.group import PeerFailed, RankLost
+
+    if isinstance(error, RankLost):
+        return context.group.settled()
+    return isinstance(error, PeerFailed) and error.exit_code not in (ExitCode.DIVERGED, ExitCode.PREFLIGHT)
 
 
 def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliError:

@@ -42,7 +42,7 @@ class HeldOut:
         """Measures the model before training; its numbers by name."""
         loss = self.evaluator.loss(self.model)
         self.base, self.before = _of_loss(loss), self._answers()
-        write_evaluation(self.directory.eval_path, Evaluation(base=self.base, samples=_pairs(self.before, ())))
+        self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())))
         return numbers(loss)
 
     def resume(self, run: RunDirectory) -> None:
@@ -57,7 +57,7 @@ class HeldOut:
         """Measures the model as it is after ``step``; its numbers by name."""
         loss = self.evaluator.loss(self.model)
         rows = _pairs(self.before, self._answers())
-        write_evaluation(self.directory.eval_path, Evaluation(self.base, _of_loss(loss), rows, step))
+        self._write(Evaluation(self.base, _of_loss(loss), rows, step))
         return numbers(loss)
 
     def end(self) -> LossResult | None:
@@ -70,12 +70,21 @@ class HeldOut:
             with as_base(self.model):
                 self.before = self._answers()
         trained = _of_loss(loss)
-        write_evaluation(self.directory.eval_path, Evaluation(self.base, trained, _pairs(self.before, after)))
+        self._write(Evaluation(self.base, trained, _pairs(self.before, after)))
         return loss
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process asks for answers and writes."""
+        return self.evaluator.group is None or self.evaluator.group.leads
+
+    def _write(self, evaluation: Evaluation) -> None:
+        if self._leads:
+            write_evaluation(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
         settings = self.evaluator.job.recipe
-        if not settings.data.eval or not settings.eval.samples:
+        if not settings.data.eval or not settings.eval.samples or not self._leads:
             return []
         try:
             return self.evaluator.samples(self.model, settings.eval.samples)

@@ -1,13 +1,67 @@
-"""How the processes of a run are started: the code of :mod:`ftcli.tables.engines`."""
+"""How the processes of a run work together: the code of :mod:`ftcli.tables.engines`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ftcli.config.load import LoadedRecipe
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.ranks import Place
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.run.group import Group
 
 T = TypeVar("T")
 
 
-def in_this_process(work: Callable[[], T], processes: int) -> T:
+def in_this_process(work: Callable[[Group | None], T], session: Session, processes: int) -> T:
     """``single``: runs the work in this process. Preflight has refused recipes that ask for more than one."""
-    return work()
+    return work(None)
+
+
+def together(work: Callable[[Group | None], T], session: Session, processes: int) -> T:
+    """``ddp``: runs the work as one of several ranks, each with the whole model; as ``single`` where there is one.
+
+    The ranks are started by `ftcli train --gpus N`, or by torchrun. Whatever fails on one of them ends them all.
+
+    Raises:
+        FtcliError: FT517 (exit 3) in a process that nobody has started as a rank.
+    """
+    place = session.place
+    if processes == 1 and (place is None or place.size == 1):
+        return work(None)
+    if place is None:
+        raise FtcliError.single(
+            "FT517",
+            f"launch.num_processes {processes}: this process was started alone",
+            exit_code=ExitCode.PREFLIGHT,
+            help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
+        )
+    from ftcli.run.group import Group, announced
+
+    group = Group(place, session.reporter)
+    with announced(group):
+        return work(group)
+
+
+def spread(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
+    """The recipe for as many processes as there are, where a launcher has started them.
+
+    Raises:
+        FtcliError: FT517 (exit 3) when the recipe asks for another number.
+    """
+    if place is None:
+        return loaded
+    launch = loaded.recipe.launch
+    if place.folder is None and launch.num_processes not in (1, place.size):
+        raise FtcliError.single(
+            "FT517",
+            f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started",
+            exit_code=ExitCode.PREFLIGHT,
+            help="leave launch.num_processes out under torchrun: it says how many there are",
+        )
+    changed = launch.model_copy(update={"num_processes": place.size})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": changed}))

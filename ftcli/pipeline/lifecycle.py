@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +13,26 @@ from ftcli.config import DatasetConfig, Recipe
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.facts.licence import Licence, licence_of
+from ftcli.facts.licence import licence_of
 from ftcli.pipeline.checking import checked
-from ftcli.pipeline.shortage import out_of_memory
-from ftcli.plain import JsonMap, plain_fields
+from ftcli.pipeline.context import BaseCard, BeganWith, BuiltModel, Launched, RunContext
+from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
+from ftcli.plain import plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
-from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
 from ftcli.run.card import write_card
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
-from ftcli.run.metrics import MetricsLine, MetricsWriter
+from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.signals import (
     LeavePhase,
+    SignalName,
     StopNow,
     StopRequest,
     StopRequested,
@@ -42,130 +41,17 @@ from ftcli.run.signals import (
 )
 
 if TYPE_CHECKING:
-    from ftcli.facts.batches import Batches
-    from ftcli.model.patch import LayerKernel
-    from ftcli.model.quantized import QuantizedLayer
-    from ftcli.model.selfcheck import SelfCheck
-    from ftcli.pipeline.data import LaidOut
     from ftcli.pipeline.reinforcement import Agreement
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltModel:
-    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, whether
-    the layers run as CUDA graphs (``on``, or why not), and how batches are laid out for it.
-    """
-
-    kernels: Sequence[LayerKernel]
-    self_check: SelfCheck | None
-    quantization: Sequence[QuantizedLayer]
-    cuda_graphs: str
-    batches: LaidOut | Batches
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """What the manifest says of CUDA graphs once training is over."""
-
-    cuda_graphs: str
-
-
-@dataclass(frozen=True, slots=True)
-class BaseCard:
-    """What is known of the base model for the result's card; ``licence`` is None where its own card says nothing."""
-
-    model_type: str
-    licence: Licence | None
-
-
-@dataclass(frozen=True, slots=True)
-class BeganWith:
-    """What the manifest says of the run's inputs."""
-
-    inputs: Inputs
-    base: BaseCard
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """An open run: its directory, where it continues, where metrics go, and who may stop it.
-
-    ``previous`` is the manifest of the run that this process continues; empty for a new run.
-    """
-
-    session: Session
-    command: str
-    report: PreflightReport
-    opened: OpenedRun
-    previous: JsonMap
-    metrics: MetricsWriter
-    loggers: OpenLoggers
-    stop: StopRequest
-    live: LiveReport
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe as it runs: nothing in it is left to be chosen."""
-        return self.report.recipe
-
-    @property
-    def directory(self) -> RunDirectory:
-        """The run's paths."""
-        return self.opened.directory
-
-    @property
-    def held_to_inputs(self) -> bool:
-        """Whether the inputs must be those that the run began with.
-
-        With ``--resume PATH`` they need not be: its user asks to do something else with a checkpoint.
-        """
-        return bool(self.previous) and not self.recipe.run.resumes_elsewhere
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A part of the run that a signal ends at once: ``loading the model``, ``evaluating`` …
-
-        Raises FtcliError FT728 (exit 75 or 130) after a signal, FT703 (exit 5) when memory runs out.
-        """
-        try:
-            with self.stop.interruptible(name):
-                yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise out_of_memory(f"while {name}", self.report, error) from error
-
-    def write_line(self, line: MetricsLine) -> None:
-        """Appends to metrics.jsonl and gives the numbers to the loggers; ``line`` has ``step``."""
-        step = int(line["step"])
-        self.metrics.write(step, {key: value for key, value in line.items() if key != "step"})
-        self.loggers.log(step, line)
-
-    def save_result(self, *writers: Callable[[Path], object]) -> Path:
-        """Writes adapter/ or model/ under another name and renames it. Each of ``writers`` writes into the folder.
-
-        Raises FtcliError FT723 or FT724 when it cannot be written.
-        """
-        target = self.directory.adapter_dir if self.recipe.lora is not None else self.directory.model_dir
-        staged = target.with_name(f"{WRITING_PREFIX}{target.name}")
-        try:
-            with writing_into(staged, target):
-                shutil.rmtree(staged, ignore_errors=True)  # left behind by a crash
-                staged.mkdir()
-                for write in writers:
-                    write(staged)
-                for file in staged.iterdir():
-                    # safetensors makes files that only their owner can read; the umask decides, as for all others.
-                    file.chmod(stat.S_IMODE(self.directory.status_path.stat().st_mode))
-                replace_directory(staged, target)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-        return target
+    from ftcli.run.group import Group
 
 
 @contextmanager
-def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterator[RunContext | None]:
+def checked_run(
+    loaded: LoadedRecipe, session: Session, command: str, group: Group | None = None
+) -> Iterator[RunContext | None]:
     """Preflight, then the recipe's run directory for this process; None when its run is complete already.
+
+    Of several ranks the first one opens it, and the others follow.
 
     From the first moment SIGTERM, SIGHUP and SIGINT end the run in an orderly way: exit 75 or 130, status.json and
     report written. Whatever ends the block is written there, then goes on its way.
@@ -173,9 +59,18 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterato
     recipe = loaded.recipe
     stopping = StopRequest(sigterm=recipe.checkpoint.on_sigterm, say=session.reporter.info)
     with second_signal_as_error(), stopping as stop:
+        if group is not None:
+            group.listen(lambda: stop.requested)
         with stop.interruptible("checking the recipe"):
             report = checked(loaded, session, command)
-        with _opened_run(recipe, session, report, command, stop) as context:
+        if group is not None and not group.leads:
+            with stop.interruptible("opening the run directory"):
+                followed = follow(session, report, command, stop, group)
+            yield followed
+            return
+        with _opened_run(recipe, session, report, command, stop, group) as context:
+            if group is not None:
+                lead(group, context)
             if context is not None and report.checkpointing.requested == "auto":
                 session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
             yield context
@@ -183,7 +78,7 @@ def checked_run(loaded: LoadedRecipe, session: Session, command: str) -> Iterato
 
 @contextmanager
 def _opened_run(
-    recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest
+    recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest, group: Group | None
 ) -> Iterator[RunContext | None]:
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     path = Path(str(recipe.run.output_dir))
@@ -198,6 +93,7 @@ def _opened_run(
             return
         with _recorded(opened, session, stop):
             previous = read_manifest(opened.directory.manifest_path) if opened.resume_step else {}
+            report = with_its_batch(report, previous, session)
             metrics = stack.enter_context(
                 MetricsWriter(
                     opened.directory.metrics_path,
@@ -208,7 +104,7 @@ def _opened_run(
             with stop.interruptible("opening the metrics loggers"):
                 loggers = stack.enter_context(_open_loggers(recipe, opened, session))
             context = RunContext(
-                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory)
+                session, command, report, opened, previous, metrics, loggers, stop, LiveReport(opened.directory), group
             )
             with stop.interruptible("reading the data's fingerprints"):
                 _write_manifest(context, recipe_yaml)
@@ -330,6 +226,8 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         resume_step=opened.resume_step,
         previous=context.previous,
         predicted_memory=report.memory,
+        ranks=recipe.launch.num_processes,
+        micro_batches=micro_batches(recipe),
     )
     write_manifest(opened.directory.manifest_path, manifest)
 
@@ -367,6 +265,8 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
 
     Raises FtcliError FT731, FT734 or FT735 (exit 2) with what differs.
     """
+    if not context.leads:
+        return
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
     licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
@@ -375,16 +275,17 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
 
 def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith | Launched | Agreement) -> None:
     """Adds what is known only once the model is built, or trained."""
+    if not context.leads:
+        return
     manifest = read_manifest(context.directory.manifest_path)
     write_manifest(context.directory.manifest_path, {**manifest, **plain_fields(part)})
 
 
-def raise_if_stopped(context: RunContext, stopped_by: str | None, step: int) -> None:
+def raise_if_stopped(context: RunContext, stopped_by: SignalName | None, step: int) -> None:
     """Ends a run that a signal stopped, after its checkpoint was written (exit 75 or 130)."""
     if stopped_by is None:
         return
     checkpoint = context.directory.checkpoints.path(step)
-    name = context.stop.requested or "SIGTERM"
     raise FtcliError(
         [
             Finding(
@@ -393,5 +294,5 @@ def raise_if_stopped(context: RunContext, stopped_by: str | None, step: int) -> 
                 help="run the same command again: it continues from there",
             )
         ],
-        exit_code_of(name),
+        exit_code_of(stopped_by),
     )

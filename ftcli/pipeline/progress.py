@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ftcli.pace import Pace
+from ftcli.pipeline.context import Unwritten
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import Live, LiveReport
@@ -25,7 +26,11 @@ class StepProgress:
     """Progress over optimizer steps. The line is made when training begins and its length is known."""
 
     def __init__(
-        self, reporter: Reporter, description: str, live: LiveReport, clock: Callable[[], float] = time.monotonic
+        self,
+        reporter: Reporter,
+        description: str,
+        live: LiveReport | Unwritten,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._reporter = reporter
         self._description = description

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
+from ftcli.pipeline.context import BuiltModel, RunContext
 from ftcli.pipeline.fit import Fitted, fit
 from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
-from ftcli.pipeline.lifecycle import BuiltModel, RunContext, add_to_manifest, checked_run, keep_inputs
+from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result
 from ftcli.pipeline.start import Rows
 from ftcli.plain import SPREAD

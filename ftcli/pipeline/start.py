@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
-from ftcli.pipeline.lifecycle import RunContext
+from ftcli.pipeline.context import RunContext
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ def trained(job: Job, model: Any) -> str:
 def batch(recipe: Recipe) -> str:
     """The effective batch: what one step of the optimizer learns from."""
     size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
-    parts = f"{size} at a time x {accumulated} accumulated"
+    ranks = recipe.launch.num_processes
+    parts = f"{size} at a time x {accumulated} accumulated" + (f" x {ranks} processes" if ranks > 1 else "")
     if recipe.grpo is not None and recipe.grpo.num_generations:
         each = recipe.grpo.num_generations
-        return f"{size * accumulated:,} completions a step ({parts}), {each} of each prompt"
+        return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt"
     unit = "packed rows" if recipe.data.packing else "rows"
-    return f"{size * accumulated:,} {unit} a step ({parts})"
+    return f"{size * accumulated * ranks:,} {unit} a step ({parts})"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
+from ftcli.pipeline.context import BuiltModel, RunContext
 from ftcli.pipeline.fit import Fitted, fit
 from ftcli.pipeline.held_out import HeldOut, began_in, numbers
-from ftcli.pipeline.lifecycle import BuiltModel, RunContext, add_to_manifest, checked_run, keep_inputs
+from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.progress import shown
 from ftcli.pipeline.results import CompleteRun, complete_result, write_token_counts
 from ftcli.pipeline.start import Rows
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ftcli.data.prepare import Prepared
     from ftcli.facts.batches import Batches
     from ftcli.job import Job
+    from ftcli.run.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,14 @@ class SupervisedResult:
     seconds: float
 
 
-def train_supervised(loaded: LoadedRecipe, session: Session) -> SupervisedResult | CompleteRun:
-    """Trains the recipe into its run directory.
+def train_supervised(
+    loaded: LoadedRecipe, session: Session, group: Group | None = None
+) -> SupervisedResult | CompleteRun:
+    """Trains the recipe into its run directory, as one of the ranks of ``group`` where there are several.
 
     Raises FtcliError for everything that a user can cause; exit 75 or 130 after a signal, with a checkpoint written.
     """
-    with checked_run(loaded, session, "train") as context:
+    with checked_run(loaded, session, "train", group) as context:
         if context is None:
             return complete_result(loaded.recipe, session)
         return _train(session, context)
@@ -51,16 +56,18 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
     from ftcli.pipeline import build, data
     from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.sft import build_sft_trainer
+    from ftcli.trainers.together import numbers_agreed
 
-    started = time.perf_counter()
-    with context.phase("preparing data"):
+    started, group = time.perf_counter(), context.group
+    with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
         epochs = data.training_epochs(job, train_data)
         planned = job.report.setup.execution.batches
         computed = _counted(context, job, epochs, train_data, eval_data, planned)
     with context.phase("loading the model"):
-        model = build.build_trainable(job)
+        with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
+            model = build.build_trainable(job)
         kernels = build.put_on_kernels(job, model, train_data.sequences)
         batches = build.laid_out(job, model, epochs.sequences)
         if batches != planned:
@@ -68,14 +75,20 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         graphs, layout = why_not_graphed(job, model) or "on", data.LaidOut(batches, computed)
         built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, layout)
         add_to_manifest(context, built)
-        held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences), model)
-    keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
+        held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences, group=group), model)
+        if group is not None:
+            told = numbers_agreed(
+                job.recipe.train.gradient_accumulation_steps, job.recipe.train.per_device_train_batch_size
+            )
+            group.form(job.device, told)
+    if context.leads:
+        keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)
     fitted = fit(
         context,
         job,
         model,
-        lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch),
+        lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch, group),
         held_out.after_step if job.recipe.data.eval else None,
         Rows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )
@@ -106,6 +119,8 @@ def _counted(
     from ftcli.pipeline.data import computed_with
 
     computed = computed_with(job, epochs, train_data, batches)
+    if not context.leads:
+        return computed
     ledgers = {"train": train_data.ledgers, "eval": eval_data.ledgers}
     write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
     return computed

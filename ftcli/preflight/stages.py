@@ -62,7 +62,8 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     device = probe_device() if device is None else device
     if context.work != "export":
         device = with_products_tried(device, loaded.recipe.quantization)
-    setup = Setup(loaded.recipe, facts, within_budget(device, loaded.recipe), context.work, context.method)
+    each = device.of_each(loaded.recipe.launch.num_processes if context.work == "train" else 1)
+    setup = Setup(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method)
     checkpointing = choose_checkpointing(setup)
     setup = with_graphs_that_fit(checkpointing.applied_to(setup))
     context = replace(context, recipe=setup.recipe)

@@ -15,7 +15,8 @@ from ftcli.tables import methods
 
 #: Sections and keys that may differ when a run is resumed, because no weight depends on them. Everything else decides
 #: what is learnt; so do `train.max_steps` and `train.num_train_epochs`, through the learning rate of every step.
-#: Every checkpointing policy gives the same bits, and another machine may need another one.
+#: Every checkpointing policy gives the same bits, and another machine may need another one. On another number of
+#: processes a step still learns from as many micro-batches as the run began with.
 HARMLESS = (
     "run.name",
     "run.output_dir",
@@ -28,6 +29,7 @@ HARMLESS = (
     "train.gradient_checkpointing",
     "train.uncheckpointed_layers",
     "train.memory_budget_gib",
+    "launch",
 )
 
 #: What the tensors of a checkpoint depend on, whatever the training method.

@@ -39,7 +39,7 @@ LIBRARIES = (
 
 _GIT_SECONDS = 2.0
 #: What a run began with; later processes are held to it.
-_KEPT_ON_RESUME = ("inputs",)
+_KEPT_ON_RESUME = ("inputs", "micro_batches")
 
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
@@ -141,6 +141,8 @@ def build_manifest(
     activations: Activations,
     predicted_memory: MemoryEstimate | None,
     data: Sequence[Fingerprint],
+    ranks: int = 1,
+    micro_batches: int = 1,
     resume_step: int = 0,
     previous: JsonMap | None = None,
     folder: Path | None = None,
@@ -151,6 +153,8 @@ def build_manifest(
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
         data: Fingerprints of the data files.
+        ranks: Processes that train together.
+        micro_batches: What a step learns from, over all of them.
         resume_step: Step this process starts from.
         previous: The manifest of the run so far; its ``processes`` are kept and this one is appended, and its
             ``inputs`` stay what the run began with.
@@ -168,6 +172,7 @@ def build_manifest(
     )
     before = dict(previous or {}) if resume_step else {}
     manifest: JsonObject = {
+        "micro_batches": micro_batches,
         **{key: before[key] for key in _KEPT_ON_RESUME if key in before},
         "format": 1,
         "command": command,
@@ -181,6 +186,7 @@ def build_manifest(
         "parts": parts,
         "activations": activations,
         "predicted_memory": predicted_memory,
+        "ranks": ranks,
     }
     return {key: plain(value) for key, value in manifest.items()}
 

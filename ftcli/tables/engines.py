@@ -12,7 +12,8 @@ class Engine:
     """One engine.
 
     Attributes:
-        run: Code: ``(work, processes) -> result``, runs ``work()``; None: not supported yet.
+        run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
+            work together, or None; None: not supported yet.
         processes: Most processes that it takes; None: any number.
     """
 
@@ -22,8 +23,9 @@ class Engine:
 
 TABLE: Mapping[str, Engine] = MappingProxyType(
     {
+        "auto": Engine("ftcli.pipeline.launch:together"),
         "single": Engine("ftcli.pipeline.launch:in_this_process", processes=1),
-        "ddp": Engine(),
+        "ddp": Engine("ftcli.pipeline.launch:together"),
         "fsdp": Engine(),
     }
 )

@@ -23,7 +23,8 @@ class Method:
         command: The command that trains with it.
         title: Its name in messages.
         help: The help text of its command.
-        run: Code: ``(loaded, session) -> result``, the whole command.
+        run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
+            ``(loaded, session, group)``.
         memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
@@ -32,6 +33,7 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         scores_tasks: `eval.tasks` are scored before and after training.
         packs: It supports ``data.packing`` and weights of sources.
+        on_ranks: Several processes can train with it.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
         package: What it can use beside ftcli.
@@ -50,6 +52,7 @@ class Method:
     from_prompts: bool = False
     scores_tasks: bool = False
     packs: bool = True
+    on_ranks: bool = False
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
     package: Package | None = None
@@ -87,6 +90,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             _TRAIN_HELP,
             run="ftcli.pipeline.training:train_supervised",
             memory="ftcli.preflight.memory.methods:supervised",
+            on_ranks=True,
         ),
         "grpo": Method(
             "grpo",
@@ -111,6 +115,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
+                    "launch.num_processes": (1,),
                 }
             ),
         ),

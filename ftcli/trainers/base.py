@@ -46,7 +46,8 @@ class CheckpointStore(Protocol):
         ...
 
 
-def _not_interruptible(_phase: str) -> AbstractContextManager[None]:
+def not_interruptible(_phase: str) -> AbstractContextManager[None]:
+    """A block that a signal does not end."""
     return nullcontext()
 
 
@@ -64,7 +65,7 @@ class TrainerHooks:
     keep_last: int
     evaluate: Callable[[int], dict[str, float]] | None
     before_checkpoint: Callable[[], None] | None = None
-    interruptible: Callable[[str], AbstractContextManager[None]] = _not_interruptible
+    interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
     keep_best: bool = False
     stopping: Stopping | None = None
     completions: Callable[[int, Sequence[Completion]], None] | None = None
@@ -145,6 +146,10 @@ class RunTrainerMixin(OptimisationMixin):
         self._pending = [w for w in self._pending if before_step is not None and w.step >= before_step]
         for watched in due:
             watched.require_finite(self.row_origins)
+
+    def watch_loss(self, loss: Tensor) -> None:
+        """Remembers the loss of a batch, to be checked for NaN and infinity later."""
+        self.watch("the loss", loss)
 
     def _batch_rows(self) -> tuple[int, ...]:
         return self._rows[self._batch] if 0 <= self._batch < len(self._rows) else ()

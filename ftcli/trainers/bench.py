@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.fp8 import multiply_rows, quantize_rows
@@ -17,6 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ftcli.data.tokens import Tokens
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
+
+if TYPE_CHECKING:
+    from ftcli.run.group import Group
+    from ftcli.trainers.together import TogetherMixin
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
 MATMUL_CUDA = (8192, 8192, 8192)
@@ -105,6 +109,26 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
             events = pairwise(self._events[: steps + 1])
             return StepTimes(tuple(float(a.elapsed_time(b)) / 1000.0 for a, b in events))
         return StepTimes(tuple(b - a for a, b in pairwise(self._marks[: steps + 1])))
+
+
+class Joining(TrainerCallback):  # type: ignore[misc]
+    """Ranks that train each by itself for ``after`` steps, and together from then on."""
+
+    def __init__(self, trainer: TogetherMixin, group: Group, after: int) -> None:
+        self._trainer, self._group, self._after = trainer, group, after
+        trainer.reduces = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All begin at the same time."""
+        self._group.agree("alone")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """From the next step on gradients are added up."""
+        if state.global_step == self._after:
+            self._group.agree("together")
+            self._trainer.reduces = True
 
 
 class StepProfiler(TrainerCallback):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 
 from ftcli.data.collate import EpochCollator
-from ftcli.data.order import Epochs, EpochSampler, plain_epochs
+from ftcli.data.order import Epochs, EpochSampler, RankSampler, plain_epochs
 from ftcli.data.tokens import Tokens
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
@@ -28,6 +29,7 @@ from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.quantised import warm_up
 from ftcli.trainers.scaling import use_loss_scaling
+from ftcli.trainers.together import COUNTS_KEY, TogetherMixin, host_counts
 from ftcli.trainers.view import TrainedView
 from ftcli.trainers.watch import ROWS_KEY
 
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from ftcli.model.stack import DecoderStack
+    from ftcli.run.group import Group
 
 
-class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
+class SftTrainer(TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows."""
 
     plan: DtypePlan
@@ -46,7 +49,13 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
     stack: DecoderStack | None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
-        return EpochSampler(self.epochs)
+        return self.sampler()
+
+    def sampler(self) -> EpochSampler:
+        """The order of this process's sequences."""
+        if self.group is None:
+            return EpochSampler(self.epochs)
+        return RankSampler(self.epochs, self.args.per_device_train_batch_size, self.group.rank, self.group.size)
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return model if isinstance(model, TrainedView) else TrainedView(super()._wrap_model(model, *args, **kwargs))
@@ -74,7 +83,7 @@ class SftTrainer(RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
             items = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         with compute_context(device, self.plan.compute, self.plan.autocast):
             loss = forward_loss(self.model, inputs, num_items=items, stack=self.stack).loss
-        self.watch("the loss", loss)
+        self.watch_loss(loss)
         self.phase = BACKWARD
         return loss
 
@@ -93,10 +102,16 @@ class WithRows:
     vocab_size: int
 
     def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor | list[int]]:
-        """The batch, under ROWS_KEY the numbers of its sequences, and under SUPERVISED the positions."""
-        batch = self.collate(chosen)
+        """The batch, under ROWS_KEY the numbers of its sequences, under SUPERVISED the positions, and under COUNTS_KEY
+        how many tokens it has. The sequence after the last one stands for a batch of which nothing is learnt.
+        """
+        blank = chosen[0]["index"] == self.collate.epochs.units
+        batch = self.collate([{"index": 0}] if blank else chosen)
+        if blank:
+            batch["labels"].fill_(IGNORE_INDEX)
         supervised = supervised_positions(batch["labels"], self.vocab_size)
-        return {**batch, SUPERVISED: supervised, ROWS_KEY: [row["index"] for row in chosen]}
+        rows = [] if blank else [row["index"] for row in chosen]
+        return {**batch, SUPERVISED: supervised, ROWS_KEY: rows, COUNTS_KEY: host_counts(batch, supervised, blank)}
 
 
 def training_arguments(job: Job, scratch_dir: str) -> Arguments:
@@ -144,6 +159,18 @@ def use_one_gpu(args: TrainingArguments, reporter: Reporter) -> None:
 
 
 @contextmanager
+def own_ranks() -> Iterator[None]:
+    """A block in which transformers does not warn that nobody has told it of the other ranks."""
+    logger = logging.getLogger("transformers.training_args")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
 def config_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Takes back what a trainer's constructor writes into the model's config.
 
@@ -167,23 +194,26 @@ def build_sft_trainer(
     data: Epochs | Sequence[Tokens],
     hooks: TrainerHooks,
     scratch_dir: str,
+    group: Group | None = None,
 ) -> SftTrainer:
     """A trainer over tokenized ``data``, ready for :meth:`train`.
 
     Args:
         data: What an epoch holds, and in which order; or rows, of which an epoch holds each once.
         scratch_dir: A folder for the files that transformers insists on writing; none of them is part of the run.
+        group: The ranks that train together; None for one process.
     """
     train = job.recipe.train
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, job.recipe.run.seed)
     use_checkpointing(
         model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
     )
-    args = SFTConfig(
-        **training_arguments(job, scratch_dir),
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
+    with own_ranks():
+        args = SFTConfig(
+            **training_arguments(job, scratch_dir),
+            max_length=None,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
     use_one_gpu(args, job.reporter)
     with config_kept(model):
         trainer = SftTrainer(
@@ -193,10 +223,11 @@ def build_sft_trainer(
                 EpochCollator(epochs, job.pad_token_id, job.batches(model)), head_of(model).weight.shape[0]
             ),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
-            train_dataset=Dataset.from_dict({"index": range(epochs.units)}),
+            train_dataset=Dataset.from_dict({"index": range(epochs.units + (group is not None))}),
             processing_class=job.tokenizer,
         )
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
+    trainer.group = group
     if job.plan.loss_scaling:
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ class Server:
             "HF_HUB_OFFLINE": "1",
         }
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # read when libraries are imported
+        quiet["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         quiet["FTCLI_CACHE"] = str(folder / "cache")
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("drill_server.py")), self.socket]
         self._process = subprocess.Popen(
@@ -136,6 +137,7 @@ class Server:
         cwd: Path,
         preparations: Iterator[Any] | tuple[Any, ...] = (),
         script: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Drill:
         """A command, or another program, in its own process. A pause among ``preparations`` is written without its
         folder.
@@ -147,7 +149,7 @@ class Server:
             "words": list(words),
             "script": None if script is None else str(script),
             "folder": str(cwd),
-            "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache")},
+            "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache"), **(environment or {})},
             "preparations": prepared,
             "limits": {},
         }

@@ -112,16 +112,49 @@ def starve(target: str, call: int, spare: int) -> None:
     _wrap(target, around)
 
 
-def fail(target: str, message: str) -> None:
-    """``target`` raises RuntimeError."""
+def fail(target: str, message: str, call: int = 1) -> None:
+    """From its ``call``-th call on, ``target`` raises RuntimeError."""
 
-    def around(_function: Callable[..., Any]) -> Callable[..., Any]:
-        def failing(*_args: Any, **_kwargs: Any) -> Any:
-            raise RuntimeError(message)
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= call:
+                raise RuntimeError(message)
+            return function(*args, **kwargs)
 
         return failing
 
     _wrap(target, around)
+
+
+def spoil(target: str, call: int) -> None:
+    """In its ``call``-th call, ``target`` gives NaN."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        def spoilt(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = function(*args, **kwargs)
+            return result * float("nan") if calls == call else result
+
+        return spoilt
+
+    _wrap(target, around)
+
+
+def impatient(seconds: float) -> None:
+    """The ranks of this process wait for others no longer than ``seconds`` without a sign of life."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        patience = importlib.import_module("ftcli.run.group").Patience(told=seconds / 2, silent=seconds)
+        return lambda self, place, reporter: function(self, place, reporter, patience)
+
+    _wrap("ftcli.run.group:Group.__init__", around)
 
 
 def small_files(limit: int) -> None:
@@ -138,7 +171,7 @@ def workers(count: int) -> None:
     _wrap("ftcli.trainers.sft:training_arguments", around)
 
 
-_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, small_files, workers)}
+_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, spoil, impatient, small_files, workers)}
 
 
 # -- the server ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftcli.cli import options, views
+from ftcli.cli import options, ranks, views
+from ftcli.cli.environment import results_only_on_stdout
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
 
@@ -37,6 +38,7 @@ def bench(
     evaluation: Annotated[
         bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")
     ] = False,
+    gpus: options.GpusOption = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,
     offline: options.OfflineOption = False,
@@ -53,15 +55,21 @@ def bench(
       ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
       ftcli bench recipes/smoke.yaml --steps 5 --json
       ftcli bench recipes/gemma2-9b.yaml --eval
+      ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
 
-    def action(session: Session) -> BenchResult:
+    def action(session: Session) -> BenchResult | ranks.Ended:
         from ftcli import pipeline
 
-        loaded = options.load(recipe, options.overrides(set_))
+        changes = options.overrides(set_)
+        loaded = ranks.spread(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+        if isinstance(loaded, ranks.Ended):
+            return loaded
         wanted = pipeline.BenchOptions(
             batch=batch, seq=seq, lengths=lengths, layers=layers, steps=steps, profile=profile, evaluation=evaluation
         )
-        return pipeline.bench(loaded, session, wanted)
+        with results_only_on_stdout():
+            return pipeline.bench(loaded, session, wanted)
 
-    return Request("bench", options.common(json, quiet, offline, debug), action, views.bench_text)
+    common = options.common(json, quiet, offline, debug)
+    return Request("bench", common, action, views.bench_text, exit_code=ranks.exit_code, owns_stdout=True)

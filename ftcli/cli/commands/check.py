@@ -28,6 +28,10 @@ def check(
             autocompletion=completion.gpus,
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, help="Answer for N of them (launch.num_processes)."),
+    ] = None,
     show_sample: Annotated[
         int,
         typer.Option(
@@ -51,13 +55,15 @@ def check(
     Examples:
       ftcli check recipes/gemma2-9b.yaml
       ftcli check recipes/gemma2-9b.yaml --as h100 --offline
+      ftcli check recipes/llama3.1-8b.yaml --as h100 --gpus 8
       ftcli check recipes/smoke.yaml --show-sample 3
     """
 
     def action(session: Session) -> CheckResult:
         from ftcli import pipeline
 
-        return pipeline.check(options.load(recipe, options.overrides(set_)), session, as_gpu, show_sample)
+        changes = options.overrides(set_, gpus=gpus)
+        return pipeline.check(options.load(recipe, changes), session, as_gpu, show_sample)
 
     def render(result: CheckResult) -> str:
         shown = samples.samples_text(result.samples, style_for(sys.stdout))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ftcli.cli import options
+from ftcli.cli import options, ranks
+from ftcli.cli.environment import results_only_on_stdout
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
 from ftcli.tables.methods import Method
@@ -19,6 +20,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         output_dir: options.OutputDirOption = None,
         max_steps: options.MaxStepsOption = None,
         resume: options.ResumeOption = None,
+        gpus: options.GpusOption = None,
         json: options.JsonOption = False,
         quiet: options.QuietOption = False,
         offline: options.OfflineOption = False,
@@ -28,9 +30,14 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
             from ftcli import pipeline
 
             changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
-            return pipeline.train(options.load(recipe, changes), session, method.command)
+            spread = ranks.spread(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+            if isinstance(spread, ranks.Ended):
+                return spread
+            with results_only_on_stdout():
+                return pipeline.train(spread, session, method.command)
 
-        return Request(method.command, options.common(json, quiet, offline, debug), action)
+        common = options.common(json, quiet, offline, debug)
+        return Request(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)
 
     train.__doc__ = method.help
     return train

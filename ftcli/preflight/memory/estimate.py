@@ -68,8 +68,8 @@ class MemoryEstimate:
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak of torch's allocator: the total without what CUDA itself takes."""
-        return self.total_bytes - self.parts["runtime"]
+        """The peak of torch's allocator: the total without what CUDA itself takes, and NCCL."""
+        return self.total_bytes - self.parts["runtime"] - self.parts.get("NCCL", 0)
 
     def as_dict(self) -> JsonObject:
         """What JSON says of it; all sizes in bytes."""

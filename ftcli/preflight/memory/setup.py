@@ -170,6 +170,11 @@ class Setup:
         return min(self.recipe.train.uncheckpointed_layers, self.shape.num_layers) if self.policy.by_layer else 0
 
     @property
+    def ranks(self) -> int:
+        """Processes that train together, each on a device of its own."""
+        return self.recipe.launch.num_processes if self.trains else 1
+
+    @property
     def rows(self) -> int:
         """Rows of a micro-batch."""
         return self.recipe.train.per_device_train_batch_size

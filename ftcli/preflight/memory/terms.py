@@ -41,6 +41,8 @@ STEP: Final = "optimizer step"
 GENERATION: Final = "generation"
 EVALUATION: Final = "evaluation"
 EXPORT: Final = "export"
+#: What connections between GPUs take, outside of torch's allocator.
+_NCCL_BYTES = 512 * 2**20
 _TRAINING: tuple[Phase, ...] = (FORWARD, BACKWARD, END, STEP)
 
 
@@ -127,6 +129,10 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
     else:
         yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
+    if setup.ranks > 1:
+        yield Term("gradients of all ranks", gradients, always, lasting=True)
+        if setup.device.kind == "cuda":
+            yield Term("NCCL", _NCCL_BYTES, always, lasting=True)
     state = optimizer_state(recipe.train.optim, trained)
     held = state.device if setup.device.kind == "cuda" else state.total  # a CPU's memory is the host's
     yield Term("optimizer", held, always, lasting=True)

@@ -43,15 +43,19 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
 @pytest.mark.parametrize(
     ("line", "told", "never"),
     [
-        ("deepspeed: ds.json\n", "which this version does not have yet", "write `engine"),
-        ("fsdp: full_shard\n", "remove it; `launch.engine` may be single", "write `engine"),
-        ("num_gpus: 2\n", "which this version does not have yet", "write `num_processes"),
+        ("deepspeed: ds.json\n", "write `engine: ...` in section `launch`", "not have yet"),
+        ("fsdp: full_shard\n", "remove it; `launch.engine` may be auto or single or ddp", "write `engine"),
+        ("num_gpus: 2\n", "write `num_processes: ...` in section `launch`", "not have yet"),
         ("flash_attention: true\n", "`model.attention` may be auto or eager or sdpa", "write `attention"),
         ("rl: dpo\n", "`rl: dpo` (axolotl) has no counterpart here", "ftcli grpo"),
         ("rl: grpo\n", "run it with `ftcli grpo`", "no counterpart"),
         ("stage: dpo\n", "`stage: dpo` (LLaMA-Factory) has no counterpart here", "write `method"),
         ("load_in_4bit: true\n", "write `method: nf4` in section `quantization`", "not have yet"),
-        ("launch: {engine: deepspeed}\n", "must be one of single, not text `deepspeed`", "did you mean `fsdp`"),
+        (
+            "launch: {engine: deepspeed}\n",
+            "must be one of auto, single, ddp, not text `deepspeed`",
+            "did you mean `fsdp`",
+        ),
         ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "fp8"),
     ],
 )

@@ -35,8 +35,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
-        "launch.num_processes=2",
-        "launch.engine=ddp",
         "launch.engine=fsdp",
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",

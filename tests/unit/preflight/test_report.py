@@ -65,7 +65,7 @@ def test_the_report_is_plain_json(load: Callable[..., Any]) -> None:
 
 
 def test_stages_end_where_the_first_errors_are_and_tell_all_of_them(load: Callable[..., Any], tmp_path: Path) -> None:
-    crossfield = "model.attention=triton", "launch.engine=ddp", "data.chat_template=nowhere.jinja"
+    crossfield = "model.attention=triton", "launch.engine=fsdp", "data.chat_template=nowhere.jinja"
     beyond = "data.max_seq_len=100000", "lora.target_modules=[nothing]"
     rows = f"data.train=[{tmp_path}/none.jsonl]", f"data.eval=[{tmp_path}/neither.jsonl]"
     assert failure(load(FINE, *crossfield, *beyond, *rows)) == (ExitCode.RECIPE, ["FT250", "FT250", "FT424"])

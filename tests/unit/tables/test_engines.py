@@ -1,4 +1,4 @@
-"""An engine is a row: a made-up one starts the run, with as many processes as the recipe asks for."""
+"""An engine is a row: a made-up one starts the run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ftcli.plain import SPREAD
+from ftcli.reporting import Session
 from ftcli.tables import code_of, engines
 from ftcli.tables.engines import Engine
 from tests.e2e.conftest import User
@@ -23,9 +24,9 @@ class Launched:
     processes: int
 
 
-def launch(work: Callable[[], object], processes: int) -> Launched:
+def launch(work: Callable[[None], object], session: Session, processes: int) -> Launched:
     """The made-up engine: runs the work here, and says what it was asked for."""
-    return Launched(work(), processes)
+    return Launched(work(None), processes)
 
 
 @pytest.fixture
@@ -35,11 +36,11 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def test_a_made_up_engine_starts_the_run(user: User) -> None:
-    launched = {"engine": "made-up", "num_processes": 3}
-    assert user.done("train", user.recipe("r", train={"max_steps": 1}, launch=launched))["processes"] == 3
+    launched = {"engine": "made-up", "num_processes": 1}
+    assert user.done("train", user.recipe("r", train={"max_steps": 1}, launch=launched))["processes"] == 1
 
 
-@pytest.mark.parametrize("launched", [{"engine": "ddp"}, {"engine": "single", "num_processes": 2}])
+@pytest.mark.parametrize("launched", [{"engine": "fsdp"}, {"engine": "single", "num_processes": 2}])
 def test_what_is_not_supported_yet_is_refused_by_name(launched: dict[str, Any], user: User) -> None:
     status, document = user.run("train", user.recipe("r", train={"max_steps": 1}, launch=launched))
     assert status == 2

@@ -1,0 +1,87 @@
+"""Which rank of a run this process is, by what a launcher has put into its environment; and the GPU that is its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.ranks import Place
+
+#: In a rank's environment: the folder of :class:`ftcli.ranks.Place`.
+FOLDER = "FTCLI_GROUP"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: What torchrun always sets. Where one of them is missing, the others are somebody's leavings.
+_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """The place of a process that ftcli or torchrun has started as a rank; None for all others.
+
+    Raises:
+        FtcliError: FT517 (exit 3) where srun has started the same command several times, each of which would train.
+    """
+    folder = environment.get(FOLDER)
+    try:
+        if folder is not None:
+            return _place(environment, folder=Path(folder))
+        if all(name in environment for name in _TORCHRUN):
+            hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            port = int(environment["MASTER_PORT"])
+            return _place(environment, address=environment["MASTER_ADDR"], port=port, hosted=hosted)
+    except (KeyError, ValueError):
+        return None
+    return None
+
+
+def _place(
+    environment: Mapping[str, str],
+    *,
+    address: str = "127.0.0.1",
+    port: int | None = None,
+    folder: Path | None = None,
+    hosted: bool = False,
+) -> Place:
+    rank, size, local, locally = (
+        int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    return Place(rank, size, local, locally, address, port, folder, hosted)
+
+
+def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
+    """Refuses a command that srun has started several times without a launcher.
+
+    Raises:
+        FtcliError: FT517 (exit 3).
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if place is None and tasks.isdecimal() and int(tasks) > 1:
+        raise FtcliError.single(
+            "FT517",
+            f"srun has started this command {tasks} times, and each would train the same run",
+            exit_code=ExitCode.PREFLIGHT,
+            help="start one task on each host, and torchrun in it: docs/multi-gpu.md shows how",
+        )
+
+
+def own_gpu(environment: Mapping[str, str], place: Place | None) -> Mapping[str, str]:
+    """What makes this rank's GPU the only one that it sees, where the launcher shows it those of all ranks."""
+    if place is None or place.folder is not None or place.size == 1:
+        return {}
+    listed = environment.get(_VISIBLE)
+    if listed is None:
+        return {_VISIBLE: str(place.local_rank)} if gpus_of_host() else {}
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    return {_VISIBLE: names[place.local_rank]} if place.local_rank < len(names) and len(names) > 1 else {}
+
+
+def gpus_of_host() -> int | None:
+    """How many GPUs NVIDIA's driver has on this host; None where it does not say. Takes no time, unlike torch."""
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208 - only the number matters
+    except OSError:
+        return None

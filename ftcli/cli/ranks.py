@@ -1,0 +1,65 @@
+"""Decides whether a command runs in this process or in several, and starts these."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ftcli.cli import options
+from ftcli.cli.place import gpus_of_host, refuse_copies
+from ftcli.cli.request import Ended
+from ftcli.errors import ExitCode
+from ftcli.reporting import Session
+
+if TYPE_CHECKING:
+    from ftcli.config.load import LoadedRecipe, Override
+
+__all__ = ["Ended", "exit_code", "spread"]
+
+
+def spread(
+    load: Callable[[Sequence[Override]], LoadedRecipe], gpus: str | None, session: Session
+) -> LoadedRecipe | Ended:
+    """The recipe to run in this process; or how the processes ended that have run it.
+
+    Args:
+        load: Loads the recipe, with further overrides.
+        gpus: ``--gpus``: it says so for ``launch.num_processes``.
+
+    Raises:
+        FtcliError: FT516 (exit 3) for more GPUs than there are, FT150 (exit 2) for what is no number, FT517 (exit 3)
+            where srun has started several copies of the command.
+    """
+    from ftcli.cli import children
+
+    refuse_copies(os.environ, session.place)
+    if session.place is not None:
+        return load(())
+    devices: tuple[str | None, ...] = (None,)
+    more: Sequence[Override] = ()
+    if gpus is not None:
+        devices = children.devices(gpus, os.environ, _count)
+        more = options.overrides((), gpus=len(devices))
+    loaded = load(more)
+    wanted = loaded.recipe.launch.num_processes
+    if wanted == 1 or loaded.recipe.launch.engine == "single":
+        return loaded
+    if gpus is None and _count():
+        devices = children.devices(str(wanted), os.environ, _count)
+    from ftcli.cli.workers import run_ranks
+
+    return run_ranks(sys.argv[1:], wanted, [device for device in devices if device is not None])
+
+
+def exit_code(result: object) -> int:
+    """The status of a command that may have run in several processes."""
+    return result.exit_code if isinstance(result, Ended) else int(ExitCode.OK)
+
+
+def _count() -> int:
+    from ftcli.cli.children import count_gpus
+
+    found = gpus_of_host()
+    return count_gpus() if found is None else found

@@ -1,0 +1,142 @@
+"""The ranks of one command as processes of this host: started, passed signals, and ended together.
+
+torch's elastic agent does the same, but not as a run needs it: when a worker has failed it kills the others after 30
+seconds, whatever they are writing, it gives back no exit code of theirs, and a second signal leaves them behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from ftcli.cli.children import PASSED_ON, obeying
+from ftcli.cli.place import FOLDER
+from ftcli.cli.request import Ended
+from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.ranks import lost_name
+from ftcli.run.signals import SignalName
+
+_POLL_SECONDS = 0.05
+#: A rank may take so long to end when another one was killed: rank 0 writes a checkpoint, the others do nothing.
+_LAST_CHECKPOINT_SECONDS = 900.0
+_NOTHING_TO_DO_SECONDS = 20.0
+
+
+class Ranks:
+    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once."""
+
+    def __init__(self, words: Sequence[str], count: int, devices: Sequence[str], folder: Path) -> None:
+        self._folder = folder
+        self._signalled = 0
+        self._lost: dict[int, str] = {}
+        self._since: dict[int, float] = {}
+        prepare = obeying()
+        self._processes = [
+            subprocess.Popen(  # noqa: S603 - words of ours, and no shell
+                [sys.executable, "-P", "-m", "ftcli", *words],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment_of(rank, count, devices, folder)},
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+            for rank in range(count)
+        ]
+
+    def wait(self) -> Ended:
+        """Until all have ended. Raises FtcliError FT710 (exit 75) where rank 0 could not say how itself."""
+        with self._signals_passed_on():
+            while any(process.poll() is None for process in self._processes):
+                self._look()
+                time.sleep(_POLL_SECONDS)
+        self._look()
+        status = self._processes[0].returncode
+        if status >= 0:
+            return Ended(status)
+        first = next(iter(self._lost), 0)
+        message = f"rank {first} was killed by {self._lost.get(first, signal_name(-status))}"
+        help = "start the same command again: it goes on from the last checkpoint"
+        raise FtcliError([Finding("FT710", message, help=help)], ExitCode.PREEMPTED)
+
+    def _look(self) -> None:
+        """Leaves word of ranks that were killed, and kills those that do not end after it."""
+        now = time.monotonic()
+        for rank, process in enumerate(self._processes):
+            status = process.poll()
+            if status is None:
+                continue
+            self._since.setdefault(rank, now)
+            if status < 0 and rank not in self._lost and not self._signalled > 1:
+                self._lost[rank] = signal_name(-status)
+                (self._folder / lost_name(rank)).write_text(self._lost[rank], encoding="utf-8")
+        if not self._since:
+            return
+        failed = any(process.poll() not in (None, 0) for process in self._processes)
+        leader_over = 0 in self._since
+        limit = _NOTHING_TO_DO_SECONDS if leader_over else _LAST_CHECKPOINT_SECONDS
+        begun = self._since[0] if leader_over else min(self._since.values())
+        if (failed or leader_over) and now - begun > limit:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.kill()
+
+    @contextlib.contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        names: tuple[SignalName, ...] = ("SIGINT", "SIGTERM", "SIGHUP")
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = {signal.Signals[name]: name for name in names if not (ignored and name == "SIGHUP")}
+
+        def passed_on(number: int, _frame: FrameType | None) -> None:
+            self._signal(numbers[signal.Signals(number)])
+
+        before = {number: signal.signal(number, passed_on) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signal(self, name: SignalName) -> None:
+        """The first one so that it cannot count twice, the second as it is, and the third ends all."""
+        self._signalled += 1
+        for process in self._processes:
+            if process.poll() is None:
+                if self._signalled > 2:
+                    process.kill()
+                else:
+                    process.send_signal(PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
+
+
+def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) -> Mapping[str, str]:
+    """What a rank finds in its environment: its place, and its GPU alone, which it knows as the first one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = {
+        FOLDER: str(folder),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count))),
+    }
+    return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
+
+
+def run_ranks(words: Sequence[str], count: int, devices: Sequence[str]) -> Ended:
+    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none."""
+    with tempfile.TemporaryDirectory(prefix="ftcli-ranks-") as folder:
+        return Ranks(words, count, devices, Path(folder)).wait()
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``, or the number of a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,175 @@
+"""An open run as its phases see it: where it continues, where numbers go, who may stop it, and what is told of it."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftcli.config import Recipe
+from ftcli.facts.licence import Licence
+from ftcli.pipeline.shortage import out_of_memory
+from ftcli.plain import JsonMap
+from ftcli.preflight.report import PreflightReport
+from ftcli.reporting import Session
+from ftcli.run.atomic import WRITING_PREFIX, replace_directory, writing_into
+from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.inputs import Inputs
+from ftcli.run.loggers.opened import OpenLoggers
+from ftcli.run.metrics import MetricsLine, MetricsWriter
+from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.report import Live, LiveReport
+from ftcli.run.signals import StopRequest
+
+if TYPE_CHECKING:
+    from ftcli.facts.batches import Batches
+    from ftcli.model.patch import LayerKernel
+    from ftcli.model.quantized import QuantizedLayer
+    from ftcli.model.selfcheck import SelfCheck
+    from ftcli.pipeline.data import LaidOut
+    from ftcli.run.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """What a rank that does not lead has in place of metrics.jsonl, loggers and report: nothing is written."""
+
+    path: Path
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def update(self, live: Live, *, urgent: bool = False) -> bool:
+        """Nothing."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """What the manifest says of the model as it was built: the kernel of each layer, what is stored quantised, whether
+    the layers run as CUDA graphs (``on``, or why not), and how batches are laid out for it.
+    """
+
+    kernels: Sequence[LayerKernel]
+    self_check: SelfCheck | None
+    quantization: Sequence[QuantizedLayer]
+    cuda_graphs: str
+    batches: LaidOut | Batches
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What the manifest says of CUDA graphs once training is over."""
+
+    cuda_graphs: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCard:
+    """What is known of the base model for the result's card; ``licence`` is None where its own card says nothing."""
+
+    model_type: str
+    licence: Licence | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeganWith:
+    """What the manifest says of the run's inputs."""
+
+    inputs: Inputs
+    base: BaseCard
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """An open run: its directory, where it continues, where metrics go, and who may stop it.
+
+    ``previous`` is the manifest of the run that this process continues; empty for a new run.
+    """
+
+    session: Session
+    command: str
+    report: PreflightReport
+    opened: OpenedRun
+    previous: JsonMap
+    metrics: MetricsWriter | Unwritten
+    loggers: OpenLoggers | Unwritten
+    stop: StopRequest
+    live: LiveReport | Unwritten
+    group: Group | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes: the only one, or rank 0 of several."""
+        return self.group is None or self.group.leads
+
+    @property
+    def stops(self) -> StopRequest | Group:
+        """What says that training is to stop: of several ranks, what they have agreed on."""
+        return self.group or self.stop
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it runs: nothing in it is left to be chosen."""
+        return self.report.recipe
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's paths."""
+        return self.opened.directory
+
+    @property
+    def held_to_inputs(self) -> bool:
+        """Whether the inputs must be those that the run began with.
+
+        With ``--resume PATH`` they need not be: its user asks to do something else with a checkpoint.
+        """
+        return bool(self.previous) and not self.recipe.run.resumes_elsewhere
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the run that a signal ends at once: ``loading the model``, ``evaluating`` …
+
+        Raises FtcliError FT728 (exit 75 or 130) after a signal, FT703 (exit 5) when memory runs out.
+        """
+        try:
+            with self.stop.interruptible(name):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(f"while {name}", self.report, error) from error
+
+    def write_line(self, line: MetricsLine) -> None:
+        """Appends to metrics.jsonl and gives the numbers to the loggers; ``line`` has ``step``."""
+        if isinstance(self.metrics, Unwritten) or isinstance(self.loggers, Unwritten):
+            return
+        step = int(line["step"])
+        self.metrics.write(step, {key: value for key, value in line.items() if key != "step"})
+        self.loggers.log(step, line)
+
+    def save_result(self, *writers: Callable[[Path], object]) -> Path:
+        """Writes adapter/ or model/ under another name and renames it. Each of ``writers`` writes into the folder.
+
+        Raises FtcliError FT723 or FT724 when it cannot be written.
+        """
+        assert self.leads
+        target = self.directory.adapter_dir if self.recipe.lora is not None else self.directory.model_dir
+        staged = target.with_name(f"{WRITING_PREFIX}{target.name}")
+        try:
+            with writing_into(staged, target):
+                shutil.rmtree(staged, ignore_errors=True)  # left behind by a crash
+                staged.mkdir()
+                for write in writers:
+                    write(staged)
+                for file in staged.iterdir():
+                    # safetensors makes files that only their owner can read; the umask decides, as for all others.
+                    file.chmod(stat.S_IMODE(self.directory.status_path.stat().st_mode))
+                replace_directory(staged, target)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        return target

@@ -1,0 +1,88 @@
+"""Ranks of one run: the first one opens it and says how it goes on; the others do the same, and write nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftcli.config import Recipe
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.pipeline.context import RunContext, Unwritten
+from ftcli.plain import JsonMap
+from ftcli.preflight.report import PreflightReport
+from ftcli.reporting import Session
+from ftcli.run import status as run_status
+from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.signals import StopRequest
+
+if TYPE_CHECKING:
+    from ftcli.run.group import Group
+
+_RUN = "run"
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Micro-batches that an optimizer step learns from, over all processes."""
+    return recipe.train.gradient_accumulation_steps * recipe.launch.num_processes
+
+
+def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session) -> PreflightReport:
+    """A run that goes on with another number of processes accumulates so much that its steps stay what they were.
+
+    Raises:
+        FtcliError: FT737 (exit 2) where that cannot be done.
+    """
+    recipe, began = report.recipe, previous.get("micro_batches")
+    processes = recipe.launch.num_processes
+    if not isinstance(began, int) or began == micro_batches(recipe) or recipe.run.resumes_elsewhere:
+        return report
+    if began % processes:
+        fitting = [n for n in range(1, began + 1) if began % n == 0]
+        raise FtcliError.single(
+            "FT737",
+            f"a step of this run learns from {began} micro-batches, which {processes} processes cannot share",
+            exit_code=ExitCode.RECIPE,
+            help=f"continue it with {' or '.join(map(str, fitting))} processes",
+        )
+    each = began // processes
+    session.reporter.info(f"a step of this run learns from {began} micro-batches: {processes} x {each} accumulated")
+    return with_accumulation(report, each)
+
+
+def with_accumulation(report: PreflightReport, count: int) -> PreflightReport:
+    """The report with another number of micro-batches that each process accumulates."""
+    return replace(report, setup=report.setup.changed({"train.gradient_accumulation_steps": count}))
+
+
+def lead(group: Group, context: RunContext | None) -> None:
+    """Tells the other ranks how the run goes on."""
+    if context is None:
+        group.publish(_RUN, {"complete": True})
+        return
+    opened = context.opened
+    group.publish(
+        _RUN,
+        {
+            "complete": False,
+            "resume_from": None if opened.resume_from is None else str(opened.resume_from),
+            "trained": opened.trained is not None,
+            "accumulation": context.recipe.train.gradient_accumulation_steps,
+        },
+    )
+
+
+def follow(
+    session: Session, report: PreflightReport, command: str, stop: StopRequest, group: Group
+) -> RunContext | None:
+    """The run as rank 0 has opened it, for a rank that writes nothing; None when it is complete already."""
+    told = group.awaited(_RUN)
+    if told["complete"]:
+        return None
+    run = RunDirectory(Path(str(report.recipe.run.output_dir)))
+    status = run_status.read_status(run.status_path) if told["trained"] else None
+    resume_from = None if told["resume_from"] is None else Path(told["resume_from"])
+    opened = OpenedRun(run, resume_from, already_complete=False, trained=None if status is None else status.trained)
+    nothing = Unwritten(run.metrics_path)
+    report = with_accumulation(report, told["accumulation"])
+    return RunContext(session, command, report, opened, {}, nothing, nothing, stop, nothing, group)

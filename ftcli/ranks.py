@@ -1,0 +1,48 @@
+"""Which of the processes of one run this is, as its launcher said: the value, without anything that talks to others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among ``size`` that train together. Rank 0 leads: it alone writes, prints and locks.
+
+    Attributes:
+        rank, size: Number of this process, and how many there are, over all hosts.
+        local_rank, local_size: The same among those of this host.
+        address, port: Where the processes find each other. Without a port rank 0 takes a free one, and says so in
+            ``folder``.
+        folder: Where ftcli's own launcher leaves word of a process that was killed; None under another launcher.
+        hosted: Whether the launcher itself answers at ``address``; else rank 0 does.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = "127.0.0.1"
+    port: int | None = None
+    folder: Path | None = None
+    hosted: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    @property
+    def local_leader(self) -> int:
+        """The rank that prepares data and weights on this host."""
+        return self.rank - self.local_rank
+
+
+#: In :attr:`Place.folder`: the port that rank 0 listens at, and one file for each process that was killed.
+PORT_NAME = "port"
+
+
+def lost_name(rank: int) -> str:
+    """Name of the file that says by which signal a rank was killed."""
+    return f"lost-{rank}"

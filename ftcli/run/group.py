@@ -1,0 +1,374 @@
+"""The processes of one run: how they find each other, decide together, add up their gradients, and end together.
+
+Decisions are made on the host, in :meth:`Group.agree`: a short vector of each rank goes to all, twice a step. No rank
+acts on something that only it knows, a signal or an exhausted memory; it says so there, and all act alike. What is on
+the device is only added up after all have agreed that it will be, so a failing rank leaves nobody waiting on a GPU.
+
+A process that is killed closes its connections, which the others see at once. One that hangs stops to say every second
+that it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.plain import JsonObject
+from ftcli.ranks import Place, lost_name
+from ftcli.reporting import Reporter
+from ftcli.run.meeting import meeting_point
+from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.signals import SignalName, StopRequested
+from ftcli.run.signs import SignsOfLife
+
+#: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
+#: which signal it got.
+_HEAD = 4
+_SIGNALS: tuple[SignalName, ...] = get_args(SignalName)
+#: How often a wait looks at what the others say.
+_LOOK_SECONDS = 0.5
+#: NCCL ends a process whose collective has taken so long.
+_DEVICE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; and that
+    a rank that lives may be late.
+    """
+
+    meeting: float = 600.0
+    told: float = 10.0
+    silent: float = 60.0
+    late: float = 7200.0
+
+
+class PeerFailed(FtcliError):
+    """Another rank has failed, and this one ends with it: that one's findings and exit code."""
+
+
+class RankLost(FtcliError):
+    """A rank was killed, or hangs (FT710, exit 75)."""
+
+    def __init__(self, ranks: Sequence[int], how: str) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        finding = Finding(
+            "FT710",
+            f"{who or 'a rank'} {how}: no rank can go on without it",
+            help="start the same command again: it goes on from the last checkpoint. docs/multi-gpu.md says where to "
+            "look for the reason",
+        )
+        super().__init__([finding], ExitCode.PREEMPTED)
+
+
+class Group:
+    """This process among those of its run.
+
+    Args:
+        place: Which one it is.
+        reporter: Is told when others are waited for.
+
+    Raises:
+        FtcliError: FT712 (exit 3) when there is nobody to meet.
+    """
+
+    def __init__(self, place: Place, reporter: Reporter, patience: Patience | None = None) -> None:
+        self.place, self.rank, self.size, self.leads = place, place.rank, place.size, place.leads
+        self._reporter, self._patience = reporter, patience or Patience()
+        self.requested: SignalName | None = None
+        self._stop: Callable[[], SignalName | None] = lambda: None
+        self._calls = 0
+        self._width = 0
+        self._host: Any = None
+        self._device: Any = None
+        self._reduced: torch.cuda.Event | None = None
+        self._over = False
+        self._store = meeting_point(place, self._patience.meeting)
+        self._signs = SignsOfLife(meeting_point(place, self._patience.meeting, client=True), place)
+        self._signs.start()
+
+    # -- before there are collectives ------------------------------------------------------------------------
+
+    def listen(self, stop: Callable[[], SignalName | None]) -> None:
+        """``stop`` says which signal this process has got; the others are told in :meth:`agree`."""
+        self._stop = stop
+
+    @property
+    def signalled(self) -> bool:
+        """Whether this very process was asked to stop, which the others may not know yet."""
+        return self._stop() is not None
+
+    def publish(self, key: str, value: JsonObject) -> None:
+        """Says something that others wait for."""
+        self._store.set(key, json.dumps(value))
+
+    def awaited(self, key: str) -> JsonObject:
+        """What another rank publishes under ``key``. Raises PeerFailed or RankLost when it never will."""
+        with self._watched() as look:
+            while not self._has(key):
+                look()
+                time.sleep(0.02)
+        found: JsonObject = json.loads(self._store.get(key))
+        return found
+
+    @contextlib.contextmanager
+    def after_leader(self, what: str, needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """A block that prepares something on this host's disk: one rank enters first, the others once it has left, or
+        at once where it finds that nothing is ``needed``.
+        """
+        mine = f"{what}/{self.place.local_leader}"
+        prepares = self.rank == self.place.local_leader
+        if not prepares:
+            self.awaited(mine)
+        elif not self.leads:
+            self.awaited(f"{what}/0")
+        alone = prepares and needed()
+        if prepares and not alone:
+            self.publish(mine, {})
+        yield
+        if alone:
+            self.publish(mine, {})
+
+    def form(self, device: torch.device, numbers: int) -> None:
+        """Waits for all ranks and connects them. ``numbers`` is the most that :meth:`agree` is given."""
+        self.publish(f"ready/{self.rank}", {})
+        for rank in range(self.size):
+            self.awaited(f"ready/{rank}")
+        self._width = _HEAD + numbers
+        store = PrefixStore("group", self._store)
+        dist.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self._patience.late)
+        )
+        self._host = self._device = dist.group.WORLD
+        if device.type == "cuda":
+            self._device = dist.new_group(backend="nccl", timeout=_DEVICE_TIMEOUT)
+            dist.all_reduce(torch.zeros(1, device=device), group=self._device)  # connects the GPUs, which takes a while
+        self.agree("connected")
+
+    # -- together --------------------------------------------------------------------------------------------
+
+    def agree(self, where: str, numbers: Sequence[int] = (), *, failed: bool = False) -> list[list[int]]:
+        """Waits for all ranks, which must be at the same place, and returns the numbers of each.
+
+        Afterwards :attr:`requested` is the same signal on all ranks, if any of them got one.
+
+        Raises PeerFailed where another rank has failed, RankLost where one was killed or hangs.
+        """
+        self._calls += 1
+        self._signs.at = where
+        signal = self._stop()
+        head = [self._calls, _code(where), int(failed), 0 if signal is None else 1 + _SIGNALS.index(signal)]
+        mine = torch.zeros(self._width, dtype=torch.int64)
+        mine[: len(head) + len(numbers)] = torch.tensor([*head, *numbers], dtype=torch.int64)
+        rows = [row.tolist() for row in self.gather(mine)]
+        if failed:
+            return rows
+        if any(row[2] for row in rows):
+            self._over = True
+            raise self._failure() or RankLost([r for r, row in enumerate(rows) if row[2]], "has failed")
+        if any(row[:2] != rows[0][:2] for row in rows):
+            raise RuntimeError(f"the ranks are not at the same place ({where}): {[row[:2] for row in rows]}")
+        if self.requested is None:
+            found = next((row[3] for row in rows if row[3]), 0)
+            self.requested = _SIGNALS[found - 1] if found else None
+        return [row[_HEAD:] for row in rows]
+
+    def stop_if_asked(self, phase: str) -> None:
+        """Raises StopRequested on all ranks alike when one was asked to stop."""
+        if self.requested is not None:
+            raise StopRequested(self.requested, phase)
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """A tensor of each rank, all of one shape, on the host."""
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(rows, mine, group=self._host, async_op=True)
+            with self._watched() as look:
+                begun = time.monotonic()
+                while not work.is_completed():
+                    waited = time.monotonic() - begun
+                    time.sleep(5e-5 if waited < 0.02 else 1e-3)
+                    if waited >= _LOOK_SECONDS:
+                        look()
+            work.wait()
+        except RuntimeError as error:  # what gloo raises when a connection is closed
+            raise self._gone(error) from error
+        return rows
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Makes each tensor the sum of all ranks' ones, in place, without waiting for the device."""
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self._device)
+        if tensors[0].is_cuda:
+            self._reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._reduced.record()
+
+    def settled(self, seconds: float = 15.0) -> bool:
+        """Whether the sums that were asked for last have come, so that the weights are those of a whole step."""
+        deadline = time.monotonic() + seconds
+        while self._reduced is not None and not self._reduced.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this rank has failed, which ends them as well. Nothing is raised here."""
+        if self._over:
+            return
+        self._over = True
+        exit_code, findings = _said(error)
+        said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [_as_json(f) for f in findings]}
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set("failed", "", json.dumps(said))
+            if self._host is not None:
+                with contextlib.suppress(FtcliError):
+                    self.agree("failed", failed=True)
+
+    def close(self, *, orderly: bool) -> None:
+        """Leaves the group. Rank 0 leaves last where the launcher would end it when another one has failed."""
+        with contextlib.suppress(RuntimeError, FtcliError):
+            if self.leads:
+                self.publish("ended", {})
+            elif self.place.hosted and not orderly:
+                self.awaited("ended")
+        self._signs.stop()
+        if self._host is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            if orderly:
+                dist.destroy_process_group()
+            elif self._device is not self._host:  # what waits on the GPU for a rank that is gone would wait for ever
+                backend = self._device._get_backend(torch.device("cuda"))
+                if hasattr(backend, "abort"):
+                    backend.abort()
+
+    # -- what the others are doing ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[Callable[[], None]]:
+        """A wait. What it yields is called again and again, and raises when there is nothing to wait for any more."""
+        begun, looked, told, patience = time.monotonic(), 0.0, False, self._patience
+
+        def look() -> None:
+            nonlocal looked, told
+            now = time.monotonic()
+            if now - looked < _LOOK_SECONDS:
+                return
+            looked = now
+            if (ended := self._failure() or self._killed()) is not None:
+                self._over = True
+                raise ended
+            silent = self._signs.silent_for()
+            hung = [rank for rank, seconds in silent.items() if seconds > patience.silent]
+            if hung:
+                self._over = True
+                raise RankLost(hung, f"has given no sign of life for {patience.silent:.0f} s")
+            if now - begun > patience.late:
+                self._over = True
+                raise RankLost(self._behind(), f"has not come within {patience.late:.0f} s")
+            if now - begun > patience.told and not told:
+                told = True
+                self._reporter.info(f"waiting for {self._signs.described(self._behind(), silent)}")
+
+        try:
+            yield look
+        except dist.DistError as error:
+            raise self._gone(error) from error
+
+    def _behind(self) -> list[int]:
+        """The other ranks, those that give no sign of life first."""
+        silent = self._signs.silent_for()
+        quiet = [rank for rank, seconds in silent.items() if seconds > 3]
+        return quiet or [rank for rank in range(self.size) if rank != self.rank]
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _failure(self) -> PeerFailed | None:
+        """What the first rank that failed has said."""
+        if not self._has("failed"):
+            return None
+        said = json.loads(self._store.get("failed"))
+        findings = [Finding(**{**raw, "origin": None}) for raw in said["findings"]]
+        named = [Finding(f.code, f"rank {said['rank']}: {f.message}", None, f.help, f.severity) for f in findings]
+        return PeerFailed(named, ExitCode(said["exit_code"]))
+
+    def _killed(self) -> RankLost | None:
+        """The ranks that were killed, as ftcli's own launcher has seen it."""
+        folder = self.place.folder
+        if folder is None:
+            return None
+        for rank in range(self.size):
+            with contextlib.suppress(OSError):
+                return RankLost([rank], f"was killed by {(folder / lost_name(rank)).read_text(encoding='utf-8')}")
+        return None
+
+    def _gone(self, error: Exception) -> FtcliError:
+        """Why a connection was closed: its rank has said so before, or the launcher says so, or it went silent."""
+        self._over = True
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if (lost := self._killed()) is not None:
+                return lost
+            try:
+                if (failure := self._failure()) is not None:
+                    return failure
+            except RuntimeError:  # who held what all had to say is gone
+                return RankLost([0], "has ended")
+            with contextlib.suppress(RuntimeError):
+                silent = [rank for rank, seconds in self._signs.silent_for().items() if seconds > 3]
+                if silent:
+                    return RankLost(silent, "has ended without a word")
+            time.sleep(0.1)
+        return RankLost([], f"has closed its connection ({first_line(error)[:200]})")
+
+
+@contextlib.contextmanager
+def announced(group: Group | None) -> Iterator[None]:
+    """A block whose failure the other ranks are told, and which all leave together."""
+    if group is None:
+        yield
+        return
+    orderly = False
+    try:
+        yield
+        orderly = True
+    except Exception as error:
+        group.fail(error)
+        raise
+    finally:
+        group.close(orderly=orderly)
+
+
+def _code(where: str) -> int:
+    """A number for a place, the same in all processes."""
+    return int.from_bytes(where.encode()[:7].ljust(7), "big")
+
+
+def _said(error: BaseException) -> tuple[ExitCode, Sequence[Finding]]:
+    if isinstance(error, FtcliError):
+        return error.exit_code, error.findings
+    text = f"{type(error).__name__}: {first_line(error)[:300]}"
+    if is_out_of_memory(error):
+        return ExitCode.OUT_OF_MEMORY, (Finding("FT192", f"out of memory: {text}"),)
+    help = "run it again with --debug: the rank prints its traceback"
+    return ExitCode.BUG, (Finding("FT190", f"this is a bug in ftcli: {text}", help=help),)
+
+
+def _as_json(finding: Finding) -> JsonObject:
+    origin = "" if finding.origin is None else f"{finding.origin}: "
+    return {**asdict(finding), "message": f"{origin}{finding.message}", "origin": None}

@@ -1,0 +1,48 @@
+"""Where the ranks of a run find each other, before they are connected."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import TCPStore
+
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.ranks import PORT_NAME, Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Store:
+    """The store through which ranks find each other. Raises FtcliError FT712 when there is none within ``seconds``."""
+    timeout = timedelta(seconds=min(seconds, 60.0))
+    serves = place.leads and not place.hosted and not client
+    try:
+        if place.port is not None:
+            return TCPStore(place.address, place.port, None, serves, timeout, wait_for_workers=False)
+        assert place.folder is not None
+        told = place.folder / PORT_NAME
+        if serves:
+            store = TCPStore(place.address, 0, None, True, timeout, wait_for_workers=False)
+            aside = told.with_suffix(".new")
+            aside.write_text(str(store.port), encoding="utf-8")
+            aside.rename(told)
+            return store
+        deadline = time.monotonic() + seconds
+        while not told.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("rank 0 has not said where it is")
+            time.sleep(0.02)
+        port = int(told.read_text(encoding="utf-8"))
+        return TCPStore(place.address, port, None, False, timeout, wait_for_workers=False)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise FtcliError.single(
+            "FT712",
+            f"rank {place.rank} of {place.size} finds no other rank at {place.address}:{place.port}: "
+            f"{first_line(error)[:200]}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="start all ranks at once, with torchrun or `ftcli train --gpus N`; or unset RANK, WORLD_SIZE and "
+            "MASTER_ADDR if they were left in the environment",
+        ) from error

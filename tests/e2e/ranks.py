@@ -1,0 +1,71 @@
+"""Several ranks of one run as drills (drill.py): processes like those that `ftcli train --gpus N` starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.drill import Drill
+from tests.e2e.resilience import Drills, Preparation
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one run; ``folder`` is where their launcher leaves word."""
+
+    drills: tuple[Drill, ...]
+    folder: Path
+
+    def ended(self, seconds: float = 60.0) -> list[int]:
+        """The exit statuses, in order of the ranks."""
+        statuses = [drill.wait(seconds) for drill in self.drills]
+        for rank, drill in enumerate(self.drills):
+            assert "Traceback" not in drill.said, drill.said
+            assert rank == 0 or drill.said == "", drill.said
+        return statuses
+
+    @property
+    def said(self) -> str:
+        """What rank 0 has printed."""
+        return self.drills[0].said
+
+
+def start_ranks(
+    drills: Drills,
+    recipe: str,
+    count: int,
+    *words: str,
+    prepared: Mapping[int, tuple[Preparation, ...]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Ranks:
+    """Starts `ftcli train` as ``count`` ranks, some of them prepared, as ftcli does, or as the launcher does that has
+    set ``environment``.
+    """
+    folder = drills.folder / f"ranks-{sum(1 for _ in drills.folder.glob('ranks-*'))}"
+    folder.mkdir()
+    started = []
+    for rank in range(count):
+        place = {
+            **(environment or {"FTCLI_GROUP": str(folder)}),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
+        started.append(
+            drills.server.start(
+                *("train", recipe, "--offline", *words),
+                cwd=drills.folder,
+                preparations=(prepared or {}).get(rank, ()),
+                environment=place,
+            )
+        )
+    return Ranks(tuple(started), folder)
+
+
+def run_ranks(drills: Drills, recipe: str, count: int, *words: str) -> Ranks:
+    """Trains to the end."""
+    ranks = start_ranks(drills, recipe, count, *words)
+    assert ranks.ended() == [0] * count, ranks.said
+    return ranks
