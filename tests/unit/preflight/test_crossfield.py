@@ -64,7 +64,7 @@ def test_a_format_without_its_package_is_refused_before_training(context: Callab
 
 @pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
 def test_the_refusal_does_not_depend_on_the_command(command: str, context: Callable[..., Any]) -> None:
-    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "launch.num_processes=2", command=command)))
+    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "launch.engine=fsdp", command=command)))
 
 
 @pytest.mark.parametrize(("command", "expected"), [("eval", ["FT253"]), ("check", ["FT253"]), ("train", [])])
