@@ -13,6 +13,10 @@ from ftcli.plain import JsonMap
 PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}
 #: Rows that are decoded together come in these numbers, and multiples of the last one: one CUDA graph each.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+#: Rows that GRPO decodes together at most; further ones wait.
+MOST_ROWS = 128
+#: Float32 tensors of a row's logits that choosing a token takes at once.
+LOGIT_COPIES = 4
 #: Rotary embeddings whose frequencies change with the longest position of a call: rows of one batch would meet others'.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 #: Share of the memory that is free when an engine is built that it leaves alone.

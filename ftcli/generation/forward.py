@@ -76,7 +76,7 @@ class Forward:
                 attention.use(base, before)
 
     def prefill(self, prompts: Sequence[Prompt], cache: Cache) -> Tensor:
-        """Logits after each prompt, (prompts, V) float32; keys and values of all go to the cache."""
+        """Logits after each prompt, (prompts, V); keys and values of all go to the cache."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         ids: list[int] = []
         positions: list[int] = []
@@ -95,7 +95,7 @@ class Forward:
         return self._logits(states[last.to(states.device)])
 
     def decode(self, ids: Tensor, positions: Tensor, decode: Decode) -> Tensor:
-        """Logits after one more token of each row, (B, V) float32. ``ids`` and ``positions``: (B,) int64."""
+        """Logits after one more token of each row, (B, V). ``ids`` and ``positions``: (B,) int64."""
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         ones = torch.ones((ids.shape[0], 1), dtype=torch.bool, device=ids.device)
         inputs = {"input_ids": ids[:, None], "position_ids": positions[:, None], "attention_mask": ones}
@@ -110,9 +110,12 @@ class Forward:
         return torch.tensor(values, dtype=torch.int64).to(self._device)[None]
 
     def _logits(self, states: Tensor) -> Tensor:
-        """cap(scale · head(h)) in float32: (N, H) -> (N, V)."""
+        """cap(scale · head(h)): (N, H) -> (N, V), in float32 where anything is computed after the product."""
         layer: Any = base_of(self.model).get_output_embeddings()
-        logits: Tensor = layer(states).float()
+        logits: Tensor = layer(states)
+        if self._head.logit_scale == 1.0 and not self._head.softcap:
+            return logits
+        logits = logits.float()
         if self._head.logit_scale != 1.0:
             logits = logits * self._head.logit_scale
         cap = self._head.softcap

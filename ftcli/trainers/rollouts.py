@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.config import GrpoConfig
-from ftcli.facts.generation import cache_bytes
+from ftcli.facts.generation import MOST_ROWS, cache_bytes
 from ftcli.generation.forward import cache_shape, product_dtype
 from ftcli.generation.opening import Opened, open_generator
 from ftcli.generation.requests import Completion, Request, Stops
@@ -20,9 +20,6 @@ from ftcli.preflight.memory.terms import GENERATION
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-#: Rows that are decoded together at most; further ones wait.
-MOST_ROWS = 128
 
 
 class Rollouts:

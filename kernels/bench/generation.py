@@ -180,6 +180,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
+    parser.add_argument("--no-tables", action="store_true", help="no tables of kernels: profiling takes seconds")
     parser.add_argument("--out", type=Path, help="a folder for the figures and for tables of kernels")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -192,7 +193,14 @@ def main() -> None:
         model = model_of(shape, case, device, getattr(torch, compute))
         for batch in options.batches:
             found = measure(
-                model, case, batch, options.prompt, options.new, plan, device, options.out if half else None
+                model,
+                case,
+                batch,
+                options.prompt,
+                options.new,
+                plan,
+                device,
+                options.out if half and not options.no_tables else None,
             )
             figures.append(found)
             print(json.dumps(asdict(found)), flush=True)

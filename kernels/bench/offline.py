@@ -37,6 +37,7 @@ from ftkernels import (
     norm_parts,
     qkv_rope,
     rope,
+    sampling_kernels,
 )
 
 
@@ -179,6 +180,11 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
                     torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1.0, cap, 0,
                 ),
             )  # fmt: skip
+    for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
+        yield (
+            f"choose token, {name}",
+            lambda uniform=uniform: sampling_kernels.choose_triton(new(8, vocabulary), 1.0, uniform),
+        )
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
     n = weight.nested
     assert n is not None

@@ -40,7 +40,7 @@ from ftkernels.device import (
 from ftkernels.limits import CACHE_PAGE as PAGE
 
 #: Programs that the first kernel is split into at least, where sequences are long enough.
-_PROGRAMS = 528
+_PROGRAMS = 1056
 _MOST_SPLITS = 32
 
 
@@ -50,24 +50,6 @@ class Pages:
 
     keys: Tensor
     values: Tensor
-
-
-@triton.jit
-def _seen(
-    q, k, v, positions, lo, length, peak, total, acc, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    FAST_TANH: tl.constexpr, MASKED: tl.constexpr, CD: tl.constexpr,
-):  # fmt: skip
-    """Adds a tile of keys to the running (peak, total, acc); at least one of them is seen."""
-    FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
-    x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR
-    if MASKED:
-        x = tl.where(((positions < length) & (positions >= lo))[None, :], x, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(x, 1))
-    p = tl.exp2(x - new_peak[:, None])
-    decay = tl.exp2(peak - new_peak)
-    total = total * decay + tl.sum(p, 1)
-    acc = acc * decay[:, None] + tl.dot(p.to(CD), v, input_precision="ieee")
-    return new_peak, total, acc
 
 
 @triton.jit
@@ -89,6 +71,7 @@ def _share_kernel(
     v_stride_b,
     v_stride_h,
     table_stride,
+    table_width,
     key_heads,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -102,60 +85,73 @@ def _share_kernel(
     KEYS: tl.constexpr,
     CD: tl.constexpr,
 ):
+    FACTOR: tl.constexpr = (SCALE if SOFTCAP == 0.0 else SOFTCAP) * LOG2E
     row = tl.program_id(0) // key_heads
     head = tl.program_id(0) % key_heads
+    row64 = row.to(tl.int64)
     split = tl.program_id(1)
-    length = tl.load(length_ptr + row)
+    cached = tl.load(length_ptr + row) - 1  # tokens before the new one; -1 for an empty row
     lo = 0
     if WINDOW > 0:
-        lo = tl.maximum(length - WINDOW, 0)
+        lo = tl.maximum(cached + 1 - WINDOW, 0)
     first = lo // KEYS
-    pages = tl.cdiv(length, KEYS) - first
+    pages = tl.maximum(tl.cdiv(cached, KEYS) - first, 0)
     share = tl.cdiv(pages, SPLITS)
     begin = first + split * share
     end = tl.minimum(begin + share, first + pages)
     group = tl.arange(0, QUERIES)
     dims = tl.arange(0, BLOCK_D)
     there = dims < D
-    q_at = q_ptr + row.to(tl.int64) * q_stride_b + (head * GROUP + group)[:, None] * q_stride_h + dims[None, :]
-    q = tl.load(q_at, mask=(group < GROUP)[:, None] & there[None, :], other=0.0).to(CD)
+    query = (group < GROUP)[:, None] & there[None, :]
+    q_at = q_ptr + row64 * q_stride_b + (head * GROUP + group)[:, None] * q_stride_h + dims[None, :]
+    q = tl.load(q_at, mask=query, other=0.0).to(CD)
     peak = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-    table_ptr += row.to(tl.int64) * table_stride
-    new_page = (length - 1) // KEYS
-    # In all pages but the last one every position is written; a window hides the first ones of the first.
-    for i in range(begin, tl.minimum(end, new_page)):
-        at = (tl.load(table_ptr + i).to(tl.int64) * key_heads + head) * (KEYS * D)
-        at += tl.arange(0, KEYS)[:, None] * D + dims[None, :]
-        k = tl.load(keys_ptr + at, mask=there[None, :], other=0.0).to(CD)
-        v = tl.load(values_ptr + at, mask=there[None, :], other=0.0).to(CD)
+    table_ptr += row64 * table_stride
+    within = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
+    # The next page's number is loaded a turn ahead: so the loop's loads can be pipelined.
+    page = tl.load(table_ptr + tl.minimum(begin, table_width - 1))
+    for i in range(begin, end):
+        at = (page.to(tl.int64) * key_heads + head) * (KEYS * D) + within
+        page = tl.load(table_ptr + tl.minimum(i + 1, table_width - 1))
         positions = i * KEYS + tl.arange(0, KEYS)
-        peak, total, acc = _seen(
-            q, k, v, positions, lo, length, peak, total, acc, SCALE, SOFTCAP, FAST_TANH, WINDOW > 0, CD
-        )
-    if (begin <= new_page) & (new_page < end):
-        positions = new_page * KEYS + tl.arange(0, KEYS)
-        at = (tl.load(table_ptr + new_page).to(tl.int64) * key_heads + head) * (KEYS * D)
-        at += tl.arange(0, KEYS)[:, None] * D + dims[None, :]
-        written = (positions < length - 1)[:, None] & there[None, :]
-        here = (positions == length - 1)[:, None] & there[None, :]
-        new_k = tl.load(k_ptr + row.to(tl.int64) * k_stride_b + head * k_stride_h + dims, mask=there, other=0.0)
-        new_v = tl.load(v_ptr + row.to(tl.int64) * v_stride_b + head * v_stride_h + dims, mask=there, other=0.0)
-        k = tl.where(here, new_k[None, :].to(CD), tl.load(keys_ptr + at, mask=written, other=0.0).to(CD))
-        v = tl.where(here, new_v[None, :].to(CD), tl.load(values_ptr + at, mask=written, other=0.0).to(CD))
-        tl.store(keys_ptr + at, k.to(keys_ptr.dtype.element_ty), mask=here)
-        tl.store(values_ptr + at, v.to(values_ptr.dtype.element_ty), mask=here)
-        peak, total, acc = _seen(q, k, v, positions, lo, length, peak, total, acc, SCALE, SOFTCAP, FAST_TANH, True, CD)
+        written = (positions < cached)[:, None] & there[None, :]  # what lies behind them may be NaN
+        k = tl.load(keys_ptr + at, mask=written, other=0.0).to(CD)
+        v = tl.load(values_ptr + at, mask=written, other=0.0).to(CD)
+        x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR
+        x = tl.where(((positions < cached) & (positions >= lo))[None, :], x, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(x, 1))  # each page has a position that is seen
+        p = tl.exp2(x - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(p.to(CD), v, input_precision="ieee")
+        peak = new_peak
+    if (split == 0) & (cached >= 0):  # the new token
+        k_at = k_ptr + row64 * k_stride_b + head * k_stride_h + dims
+        v_at = v_ptr + row64 * v_stride_b + head * v_stride_h + dims
+        new_k = tl.load(k_at, mask=there, other=0.0)
+        new_v = tl.load(v_at, mask=there, other=0.0)
+        new_page = tl.load(table_ptr + cached // KEYS).to(tl.int64)
+        spot = ((new_page * key_heads + head) * KEYS + cached % KEYS) * D + dims
+        tl.store(keys_ptr + spot, new_k.to(keys_ptr.dtype.element_ty), mask=there)
+        tl.store(values_ptr + spot, new_v.to(values_ptr.dtype.element_ty), mask=there)
+        dot = tl.sum(q.to(tl.float32) * new_k[None, :].to(tl.float32), 1)
+        x = bounded(dot, SCALE, SOFTCAP, FAST_TANH) * FACTOR
+        new_peak = tl.maximum(peak, x)
+        p = tl.exp2(x - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + p
+        acc = acc * decay[:, None] + p[:, None] * new_v[None, :].to(tl.float32)
+        peak = new_peak
     heads = key_heads * GROUP
-    part = (row.to(tl.int64) * heads + head * GROUP + group) * SPLITS + split
-    mask = (group < GROUP)[:, None] & there[None, :]
+    part = (row64 * heads + head * GROUP + group) * SPLITS + split
     if SPLITS == 1:
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     else:
         tl.store(peak_ptr + part, peak, mask=group < GROUP)
         tl.store(total_ptr + part, total, mask=group < GROUP)
-    tl.store(out_ptr + part[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + part[:, None] * D + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=query)
 
 
 @triton.jit
@@ -255,6 +251,7 @@ def _launch(
             v.stride(0),
             v.stride(1),
             table.stride(0),
+            table.shape[1],
             key_heads,
             WINDOW=window,
             GROUP=heads // key_heads,
@@ -267,7 +264,7 @@ def _launch(
             SPLITS=splits,
             KEYS=PAGE,
             CD=triton_store_dtype(q.dtype),
-            num_warps=4 if size <= 128 else 8,
+            num_warps=4,
             num_stages=3 if size <= 128 else 2,
         )
         if splits > 1:

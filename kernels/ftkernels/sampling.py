@@ -18,11 +18,17 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ftkernels.device import BackendName, choose_backend
+from ftkernels.sampling_kernels import choose_triton
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FINALISER = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None))
 _MASK = 2**64 - 1
+#: Tokens whose probabilities are added up at a time.
+_BLOCK = 256
 #: What a row gets whose logits are not finite.
 NOT_FINITE = -1
 
@@ -74,7 +80,9 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def choose(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor, *, backend: BackendName = "auto"
+) -> tuple[Tensor, Tensor]:
     """The next token of each row, (B,) int64, and its log-probability, (B,) float32.
 
     The log-probability is that of the softmax of logits / T (of the logits where T is 0), before any filter: what a
@@ -83,12 +91,19 @@ def choose(logits: Tensor, sampling: Sampling, seeds: Tensor, positions: Tensor)
     Args:
         logits: (B, V), floating.
         seeds, positions: (B,), int64 and integers: what the random number depends on.
+        backend: see ``ftkernels.device.choose_backend``. Filters are torch's on every device.
     """
+    greedy = sampling.temperature == 0.0
+    if not _filters(sampling) or greedy:
+        uniform = None if greedy else uniforms(seeds, positions)
+        if choose_backend(logits.device, backend).is_triton:
+            logits = logits if logits.stride(1) == 1 else logits.contiguous()
+            return choose_triton(logits, sampling.temperature, uniform)
     scores = logits.float()
     if sampling.temperature not in (0.0, 1.0):
-        scores = scores / sampling.temperature
+        scores = scores * (1.0 / sampling.temperature)
     total = torch.logsumexp(scores, dim=-1)
-    if sampling.temperature == 0.0:
+    if greedy:
         token = scores.argmax(dim=-1)
     else:
         left = scores
@@ -120,10 +135,23 @@ def _threshold(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _inverse(scores: Tensor, uniform: Tensor) -> Tensor:
-    """The first token at which the cumulative probability exceeds u; never one of probability zero."""
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
-    reached = weights.cumsum(dim=-1)
-    at = torch.searchsorted(reached, (uniform * reached[:, -1])[:, None], right=True)[:, 0]
-    # Where u rounds up to the whole sum, the last token that has a probability.
+    """The first token at which the cumulative probability exceeds u; never one of probability zero.
+
+    The sums are taken by blocks of tokens, then within the one that u falls into: a scan of whole rows would be slow.
+    """
+    padded = F.pad(scores, (0, -scores.shape[1] % _BLOCK), value=-math.inf) if scores.shape[1] % _BLOCK else scores
+    weights = torch.exp(padded - padded.amax(dim=-1, keepdim=True)).unflatten(1, (-1, _BLOCK))
+    before = weights.sum(dim=-1).cumsum(dim=-1)
+    sought = uniform * before[:, -1]
+    block = _first_above(before, sought)
+    start = torch.where(block > 0, before.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    chosen = weights.gather(1, block[:, None, None].expand(-1, 1, _BLOCK))[:, 0]
+    return block * _BLOCK + _first_above(chosen.cumsum(dim=-1), sought - start)
+
+
+def _first_above(reached: Tensor, sought: Tensor) -> Tensor:
+    """(B,) int64: where in each row of cumulative sums (B, N) the first one above ``sought`` is. Where rounding leaves
+    none above, the last one that added something.
+    """
     last = (reached < reached[:, -1:]).sum(dim=-1)
-    return torch.minimum(at, last)
+    return torch.minimum((reached <= sought[:, None]).sum(dim=-1), last)

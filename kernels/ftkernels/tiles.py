@@ -47,6 +47,8 @@ _TILES = {
     "lowrank_add": (Tile(32, 128, 4),),
     # Columns here are heads of one program.
     "qkv_rope_forward": (Tile(16, 8, 4),),
+    # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
+    "qkv_rope_forward_few": (Tile(16, 1, 4),),
     "qkv_rope_backward": (Tile(32, 8, 4), Tile(16, 8, 4)),
 }
 # A program costs the interpreter about a millisecond, whatever its tile.

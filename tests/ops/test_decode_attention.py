@@ -143,10 +143,10 @@ def test_the_bound_on_lengths_changes_nothing(device: str) -> None:
 
 
 def test_shares_fill_a_gpu_and_have_two_pages_each() -> None:
-    assert splits_for(64, 8, 4096) == 2
+    assert splits_for(64, 8, 4096) == 3
     assert splits_for(1, 8, 131072) == 32
     assert splits_for(1, 8, 2 * PAGE) == 1
-    assert splits_for(512, 8, 4096) == 1
+    assert splits_for(256, 8, 4096) == 1
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:

@@ -66,6 +66,19 @@ def test_filters_leave_what_they_say(sampling: Sampling, left: list[int]) -> Non
     assert found.nonzero().flatten().tolist() == left
 
 
+def test_the_draw_is_the_inverse_of_the_cumulative_probability() -> None:
+    """Over a vocabulary of many blocks, the last one short, most tokens impossible in some rows."""
+    logits = torch.randn(300, 1000) * 3
+    logits[::3, 5:] = -math.inf
+    logits[1::3, :900] = -math.inf
+    seeds, at = torch.arange(300) * 31, torch.arange(300)
+    tokens, _ = choose(logits, Sampling(1.0), seeds, at)
+    reached = torch.softmax(logits.double(), -1).cumsum(-1)
+    exact = torch.searchsorted(reached, uniforms(seeds, at).double()[:, None], right=True)[:, 0]
+    assert int((tokens != exact).sum()) <= 2  # where u lies within a rounding of a bound
+    assert torch.isfinite(logits.gather(1, tokens[:, None])).all()
+
+
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     logits, seeds = torch.randn(6, 50), torch.tensor([row_seed(1, row) for row in range(6)])
     at = torch.arange(6)
@@ -95,3 +108,35 @@ def test_a_row_that_is_not_finite_says_so_and_its_neighbour_does_not(bad: float,
     tokens, _ = choose(logits, sampling, torch.arange(2), torch.zeros(2, dtype=torch.int64))
     assert tokens[0] == NOT_FINITE
     assert 0 <= tokens[1] < 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
+def test_the_kernels_choose_what_torch_chooses(temperature: float, dtype: torch.dtype, device: str) -> None:
+    """Over several blocks, the last one short; rows that lie apart; impossible tokens."""
+    wide = (torch.randn(40, 9100, device=device) * 3).to(dtype)
+    logits = wide[:, :9001]
+    logits[::3, 7:] = -math.inf
+    logits[1::3, :8500] = -math.inf
+    logits[5, :] = 2.0
+    seeds, at = torch.arange(40, device=device) * 77, torch.arange(40, device=device)
+    sampling = Sampling(temperature)
+    tokens, logprobs = choose(logits, sampling, seeds, at, backend="triton")
+    expected, exact = choose(logits, sampling, seeds, at, backend="torch")
+    assert int((tokens != expected).sum()) <= 1  # where u lies within a rounding of a bound
+    same = tokens == expected
+    assert torch.allclose(logprobs[same], exact[same], atol=1e-5)
+    assert torch.isfinite(logprobs).all()
+    again, _ = choose(logits, sampling, seeds, at, backend="triton")
+    assert torch.equal(again, tokens)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_kernels_see_what_is_not_finite(temperature: float, bad: float, device: str) -> None:
+    logits = torch.randn(2, 5000, device=device)
+    logits[0, slice(None) if bad == -math.inf else 4321] = bad
+    numbers = torch.arange(2, device=device)
+    tokens, _ = choose(logits, Sampling(temperature), numbers, numbers, backend="triton")
+    assert tokens[0] == NOT_FINITE
+    assert 0 <= tokens[1] < 5000

@@ -21,6 +21,14 @@ from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
+from ftcli.facts.generation import (
+    LOGIT_COPIES,
+    MOST_ROWS,
+    PREFILL_TOKENS,
+    CacheShape,
+    cache_bytes,
+    why_no_engine,
+)
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.facts.trained import optimizer_state, optimizer_workspace
 from ftcli.preflight.memory.activations import Setting, norm_bytes, plain_layers
@@ -28,6 +36,7 @@ from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.workspaces import cublas_bytes, mask_bytes
 from ftcli.tables import code_of, optimizers, policies
+from ftcli.tables.families import family_of
 from ftcli.tables.policies import Policy
 
 #: A part of a run with a peak of its own. What a trainer is doing goes by the same names.
@@ -343,6 +352,29 @@ def _evaluation(setup: Setup, settled: Settled) -> int:
 
 
 def _generation(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
+    """What generates ``rows`` sequences of up to ``seq_len`` tokens: the engine, or transformers in its place."""
+    if why_no_engine(setup.facts.language, known=family_of(setup.facts.text_type) is not None) is None:
+        return _by_engine(setup, settled, rows, prompt, seq_len)
+    return _by_transformers(setup, settled, rows, prompt, seq_len)
+
+
+def _by_engine(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
+    """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes.
+
+    A merged copy of the weights is made where memory has room for it besides, so it is not counted.
+    """
+    shape, element, together = setup.shape, setup.plan.compute_bytes, min(rows, MOST_ROWS)
+    cache = cache_bytes(CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element), together, seq_len)
+    tokens = max(prompt, min(together * prompt, PREFILL_TOKENS["cuda" if setup.device.kind == "cuda" else "cpu"]))
+    densely = setup.execution.masked != "triton"
+    prefill = tokens * setup.layers.forward_peak(shape, setup.setting(tokens, padded=densely))
+    prefill += 3 * tokens * shape.hidden_size * setup.plan.parameter_bytes
+    prefill += _made_once(setup, 1, tokens, padded=densely)
+    logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
+    return cache + int(prefill) + logits + _dequantized(setup, settled)
+
+
+def _by_transformers(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
     """The key-value cache of ``rows`` sequences, and the larger of two forward passes.
 
     One is over the prompts, the other over one token of each row when the cache has grown to ``seq_len``. Where rows

@@ -263,16 +263,30 @@ def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) 
     assert halved.estimate(work="grpo").parts["generation"] < estimate.parts["generation"]
 
 
-def test_generation_reads_the_prompts_at_once_and_completions_token_by_token(case: Callable[..., Case]) -> None:
+def test_generation_holds_pages_and_reads_a_few_prompts_at_once(case: Callable[..., Case]) -> None:
     def needed(prompt: int, completion: int) -> int:
         lengths = f"grpo.max_prompt_length={prompt}", f"grpo.max_completion_length={completion}"
         return case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *lengths).estimate(work="grpo").parts["generation"]
 
+    page = 2 * 32 * 32 * 1024 * 2 * 64  # of every row
+    assert needed(256, 1024) - needed(256, 512) == pytest.approx(512 / 64 * page / 0.9, abs=2)
+    assert needed(256, 1024) - needed(256, 1023) == 0
+    assert needed(512, 768) == needed(256, 1024)
+    assert needed(16384, 1) > needed(8192, 8193) + 2**30  # a prompt is read in one pass, however long
+
+
+def test_models_that_transformers_generates_with_hold_its_cache(case: Callable[..., Case]) -> None:
+    """Its rows are padded, and each layer's keys and values are repeated for all heads."""
+
+    def needed(completion: int) -> int:
+        made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, f"grpo.max_completion_length={completion}")
+        dynamic = {**made.facts.language, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        made.facts = replace(made.facts, language=dynamic)
+        return made.estimate(work="grpo").parts["generation"]
+
     cache = 2 * 32 * 32 * 1024 * 2  # of one token of every row
     repeated = 2 * 32 * 4096 * 2  # one layer's keys and values, for all its heads
-    assert needed(256, 1024) - needed(256, 512) == 512 * (cache + repeated)
-    assert needed(512, 768) == needed(256, 1024)
-    assert needed(1024, 1) > needed(256, 769) + 2**30  # a long prompt is read in one pass
+    assert needed(1024) - needed(512) == 512 * (cache + repeated)
 
 
 def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Callable[..., Case]) -> None:
