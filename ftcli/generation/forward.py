@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from ftcli.facts.generation import CacheShape
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
-from ftcli.model.backbone import base_of, head_of, hidden_states
+from ftcli.model.adapted import UNPACKED, LayerPacks
+from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states
+from ftcli.model.fused import FusedDecoderLayer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,6 +63,7 @@ class Forward:
         self._plan = plan
         self._device = device
         self._head = head_of(model)  # refuses a head that cannot be read
+        self._packed = _PackedAdapters(model, product_dtype(model, plan))
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -68,7 +72,7 @@ class Forward:
         before = None if attention.is_ours(base) else attention.use(base)
         self.model.eval()
         try:
-            with torch.no_grad(), self._context():
+            with torch.no_grad(), self._context(), self._packed.held():
                 yield
         finally:
             self.model.train(was_training)
@@ -120,3 +124,25 @@ class Forward:
             logits = logits * self._head.logit_scale
         cap = self._head.softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+
+class _PackedAdapters:
+    """The adapters of layers on the kernels, packed once for all steps of a run: they do not change within it."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
+        self._layers = [one for one in decoder_layers(base_of(model)) if isinstance(one, FusedDecoderLayer)]
+        groups = [group for layer in self._layers for group in layer.adapter_groups()]
+        self._packs = AdapterPacks(groups, dtype)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which the layers take them, as they are now."""
+        self._packs.refresh()
+        found = self._packs.packs
+        try:
+            for at, layer in enumerate(self._layers):
+                layer.packs = LayerPacks(*found[4 * at : 4 * at + 4])
+            yield
+        finally:
+            for layer in self._layers:
+                layer.packs = UNPACKED

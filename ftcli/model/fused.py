@@ -66,7 +66,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
     ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.checkpointing`, ``stack`` by
-    :mod:`ftcli.model.graphs`.
+    :mod:`ftcli.model.graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
     """
 
     def __init__(self, original: nn.Module, family: Family, activation: Activation, backend: BackendName) -> None:
@@ -85,6 +85,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.offload: Offload | None = None
         self.offloaded: Offloaded = "halves"
         self.stack: DecoderStack | None = None
+        self.packs = UNPACKED
         self.window = window_of(original.self_attn)
         self._family = family
         self._activation = activation
@@ -111,7 +112,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
                 **kwargs,
             )
             return output
-        return self.compute(hidden_states, attention_mask, position_embeddings, **kwargs)
+        return self.compute(hidden_states, attention_mask, position_embeddings, self.packs, **kwargs)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As any module's; while its stack is collecting, the layer hands its turn on (:mod:`ftcli.model.stack`)."""

@@ -73,6 +73,30 @@ class _NoGpu(DriverBase):
 SHARED_MEMORY = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 
+def generation_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """As :func:`cases`, of what generation adds."""
+    vocabulary, head = 128256, 128
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    if capability >= 80:
+        for name, q_heads, k_heads, size, cap in (("", 32, 8, head, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
+            yield (
+                f"decode attention{name}",
+                lambda q_heads=q_heads, k_heads=k_heads, size=size, cap=cap: decode_attention._launch(
+                    new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size),
+                    decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size)),
+                    torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1.0, cap, 0,
+                ),
+            )  # fmt: skip
+    for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
+        yield (
+            f"choose token, {name}",
+            lambda uniform=uniform: sampling_kernels.choose_triton(new(8, vocabulary), 1.0, uniform),
+        )
+
+
 def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, launch) of every kernel at the shapes of Llama-3.1-8B, and with Gemma-2's heads; few rows, since nothing
     runs. Without products inside elementwise kernels below capability 8.0, where they are not used.
@@ -170,21 +194,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
                 tile=qkv_rope.backward_tile(SHARED_MEMORY[capability], size, rank),
             ),
         )
-    if capability >= 80:
-        for name, q_heads, k_heads, size, cap in (("", 32, 8, head, 0.0), (", wide heads, capped", 16, 8, 256, 50.0)):
-            yield (
-                f"decode attention{name}",
-                lambda q_heads=q_heads, k_heads=k_heads, size=size, cap=cap: decode_attention._launch(
-                    new(8, q_heads, size), new(8, k_heads, size), new(8, k_heads, size),
-                    decode_attention.Pages(new(9, k_heads, 64, size), new(9, k_heads, 64, size)),
-                    torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32), 1.0, cap, 0,
-                ),
-            )  # fmt: skip
-    for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
-        yield (
-            f"choose token, {name}",
-            lambda uniform=uniform: sampling_kernels.choose_triton(new(8, vocabulary), 1.0, uniform),
-        )
+    yield from generation_cases(dtype, capability)
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
     n = weight.nested
     assert n is not None

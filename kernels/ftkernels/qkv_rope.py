@@ -34,7 +34,6 @@ from ftkernels.device import (
 from ftkernels.rope import load_rotation, rotate, rotation_arguments
 from ftkernels.tiles import Tile, tile_for
 
-
 #: Up to so many rows a program takes one head.
 _FEW_ROWS = 256
 

@@ -1,8 +1,8 @@
 """Triton kernels that choose a token of each row without filters: one pass over the logits, and one look at a block.
 
-The first kernel leaves of each block of a row its largest score m, where that is, and s = sum exp(score - m). The second
-adds the blocks up (log-sum-exp), and takes the likeliest token, or the block that the random number falls into and the
-token within it. Scores are logits / T. ``ftkernels.sampling.choose`` is the same in torch.
+The first kernel leaves of each block of a row its largest score m, where that is, and s = sum exp(score - m). The
+second adds the blocks up (log-sum-exp), and takes the likeliest token, or the block that the random number falls into
+and the token within it. Scores are logits / T. ``ftkernels.sampling.choose`` is the same in torch.
 """
 
 from __future__ import annotations
