@@ -130,7 +130,10 @@ def _finished(
     longest = max(len(one.prompt) + one.limit for one in chosen)
     found = [Completion() for _ in chosen]
     try:
-        opened = open_generator(asked.model, asked.plan, asked.device, rows=rows, longest=longest, pad=asked.pad)
+        # Without a copy of the weights: it may be between two steps of training.
+        opened = open_generator(
+            asked.model, asked.plan, asked.device, rows=rows, longest=longest, pad=asked.pad, merge=False
+        )
         for token in opened.generator.run(chosen, asked.sampling, asked.stopping):
             found[token.request].add(token)
             if token.ended is not None:

@@ -92,6 +92,7 @@ def open_generator(
     pad: int,
     kernels: Kernels = "off",
     own_settings: bool = True,
+    merge: bool = True,
     room_bytes: int | None = None,
     ahead: int = AHEAD,
 ) -> Opened:
@@ -101,6 +102,7 @@ def open_generator(
         pad: The id that fills rows up, where transformers generates.
         kernels: The recipe's; puts merged weights on the kernels where the model is not.
         own_settings: The model's ``generation_config`` counts, for what is not in a ``Sampling``.
+        merge: Merge weights into a copy where memory has room, on a GPU.
         room_bytes: Memory for the cache and a merged copy; None: what is free on a GPU.
         ahead: As :data:`ftcli.generation.engine.AHEAD`.
 
@@ -113,7 +115,7 @@ def open_generator(
     on_gpu = device.type == "cuda"
     room = free_bytes(device) if room_bytes is None and on_gpu else room_bytes
     shape = cache_shape(model, product_dtype(model, plan))
-    copied = copied_bytes(model, plan) if on_gpu else None
+    copied = copied_bytes(model, plan) if on_gpu and merge else None
     layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied)
     if layout is None:
         raise torch.OutOfMemoryError(f"no room for the key-value cache of {longest} tokens")

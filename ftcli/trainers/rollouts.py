@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.config import GrpoConfig
-from ftcli.facts.generation import MOST_ROWS, cache_bytes
-from ftcli.generation.forward import cache_shape, product_dtype
+from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.opening import Opened, open_generator
 from ftcli.generation.requests import Completion, Request, Stops
 from ftcli.generation.stopping import Stopping
 from ftcli.job import Job
-from ftcli.preflight.memory.terms import GENERATION
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -65,8 +63,8 @@ class Rollouts:
         if self._opened is not None:
             self._opened.refresh()
             return self._opened
-        room = self._lasting_room(rows)
-        grpo, job = self._grpo, self._job
+        grpo, job, memory = self._grpo, self._job, self._job.report.memory
+        held = "each step" if memory is None else memory.generator
         opened = open_generator(
             self._model,
             job.plan,
@@ -76,18 +74,8 @@ class Rollouts:
             pad=job.pad_token_id,
             kernels=job.recipe.model.kernels,
             own_settings=False,  # log-probabilities know nothing of them
-            room_bytes=room,
+            merge=held == "merged",
         )
-        if room is not None or job.device.type != "cuda":
+        if held != "each step" or job.device.type != "cuda":
             self._opened = opened
         return opened
-
-    def _lasting_room(self, rows: int) -> int | None:
-        """Memory that the estimate leaves free in every phase of training; None where the cache has no room in it."""
-        memory, available = self._job.report.memory, self._job.report.device.available_bytes
-        if memory is None or available is None or self._job.device.type != "cuda":
-            return None
-        room = available - max(memory.phase_bytes(phase) for phase in memory.phases if phase != GENERATION)
-        shape = cache_shape(self._model, product_dtype(self._model, self._job.plan))
-        longest = self._grpo.max_prompt_length + self._grpo.max_completion_length
-        return room if cache_bytes(shape, rows, longest) <= room else None

@@ -7,22 +7,25 @@ the results are in docs/performance.md. tests/gpu/test_memory_estimate.py compar
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ftcli.facts.quantization import layers_with_room
 from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.preflight.memory.generation import Generator, generation
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
 from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import Phase, Settled, graph_pool, held_by_layers, phases_of, terms
+from ftcli.preflight.memory.terms import GENERATION, Phase, Settled, graph_pool, held_by_layers, phases_of, terms
 from ftcli.tables import quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
 _RUNTIME_BYTES = {"cuda": 600 * 2**20, "cpu": 850 * 2**20}
 #: Share of the short-lived memory that torch's allocator holds beyond what is asked of it.
 _FRAGMENTATION = 0.05
+#: What is kept though a run could do without takes no more than this share of the memory.
+ROOMY_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class MemoryEstimate:
             term either.
         dequantized_layers: Decoder layers that keep their quantised weights dequantised.
         graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
+        generator: How long what completes a method's prompts is held.
     """
 
     parts: Mapping[str, int]
@@ -47,6 +51,7 @@ class MemoryEstimate:
     dequantized_layers: int = 0
     paged_bytes: int = 0
     graph_pool_bytes: int = 0
+    generator: Generator = "each step"
 
     def phase_bytes(self, phase: Phase) -> int:
         """Bytes that are needed at once in a phase."""
@@ -89,25 +94,40 @@ class MemoryEstimate:
 def estimate_memory(setup: Setup) -> MemoryEstimate | None:
     """The estimate of one setup; None for a model family whose sizes are not known.
 
-    Two things depend on how much memory there is, and are settled first: what ``offload`` sends to the host, and how
-    many layers ``quantization.keep_dequantized: auto`` dequantises for good in the memory that is left.
+    What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
+    ``quantization.keep_dequantized: auto`` dequantises for good, and whether what generates is kept.
 
     Raises:
         ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
     """
     if setup.facts.shape is None:
         return None
-    settled = Settled(offloaded_of(setup))
+    return _with_generator(setup, Settled(offloaded_of(setup), _dequantized_layers(setup)))
+
+
+def _dequantized_layers(setup: Setup) -> int:
     quantization, shape = setup.recipe.quantization, setup.shape
     possible = quantizations.row(quantization.method).holds_dequantized
     if not possible or not quantization.keep_dequantized or setup.work == "export":
-        return _added_up(setup, settled)
+        return 0
     if quantization.keep_dequantized is True:
-        layers = shape.num_layers
-    else:
-        needed, element = _added_up(setup, settled).total_bytes, setup.plan.parameter_bytes
-        layers = layers_with_room(quantization, shape, element, needed, setup.device.available_bytes)
-    return _added_up(setup, Settled(settled.offloaded, layers))
+        return shape.num_layers
+    needed, element = _added_up(setup, Settled(offloaded_of(setup))).total_bytes, setup.plan.parameter_bytes
+    return layers_with_room(quantization, shape, element, needed, setup.device.available_bytes)
+
+
+def _with_generator(setup: Setup, settled: Settled) -> MemoryEstimate:
+    """With what generates kept from step to step, and weights merged for it, where that leaves memory free."""
+    alone, batch, free = _added_up(setup, settled), setup.method_memory.generation, setup.device.available_bytes
+    if GENERATION not in alone.phases or batch is None or free is None or setup.device.kind != "cuda":
+        return alone
+    needed = generation(setup, batch)
+    ways: tuple[Generator, ...] = ("merged", "kept") if needed.copy_bytes else ("kept",)
+    for way in ways if needed.by_engine else ():
+        found = _added_up(setup, replace(settled, generator=way))
+        if found.total_bytes <= ROOMY_SHARE * free:
+            return found
+    return alone
 
 
 def offloaded_of(setup: Setup) -> Offloaded:
@@ -157,4 +177,5 @@ def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
         settled.dequantized_layers,
         paged_by(setup),
         graph_pool(setup, settled),
+        settled.generator,
     )

@@ -21,22 +21,14 @@ from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
-from ftcli.facts.generation import (
-    LOGIT_COPIES,
-    MOST_ROWS,
-    PREFILL_TOKENS,
-    CacheShape,
-    cache_bytes,
-    why_no_engine,
-)
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.facts.trained import optimizer_state, optimizer_workspace
-from ftcli.preflight.memory.activations import Setting, norm_bytes, plain_layers
+from ftcli.preflight.memory.activations import Setting, norm_bytes
 from ftcli.preflight.memory.checkpointing import Held, Offloaded
-from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.workspaces import cublas_bytes, mask_bytes
+from ftcli.preflight.memory.generation import Generator, generation, made_once
+from ftcli.preflight.memory.setup import Generation, Setup
+from ftcli.preflight.memory.workspaces import cublas_bytes
 from ftcli.tables import code_of, optimizers, policies
-from ftcli.tables.families import family_of
 from ftcli.tables.policies import Policy
 
 #: A part of a run with a peak of its own. What a trainer is doing goes by the same names.
@@ -72,10 +64,12 @@ class Settled:
     Attributes:
         offloaded: What ``offload`` sends to the host.
         dequantized_layers: How many layers keep their quantised weights dequantised.
+        generator: How long what completes a method's prompts is held.
     """
 
     offloaded: Offloaded = "halves"
     dequantized_layers: int = 0
+    generator: Generator = "each step"
 
 
 def phases_of(setup: Setup) -> tuple[Phase, ...]:
@@ -106,8 +100,12 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
         phases = tuple(phase for phase in always if phase not in (END, STEP) and not (again and phase == BACKWARD))
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := setup.method_memory.generation) is not None:
-        cache = _generation(setup, settled, batch.rows, batch.prompt, batch.seq_len)
-        yield Term("generation", cache, (GENERATION,))
+        needed = generation(setup, batch)
+        kept = always if settled.generator != "each step" else (GENERATION,)
+        yield Term("generation", needed.pass_bytes + _dequantized(setup, settled), (GENERATION,))
+        yield Term("key-value cache", needed.cache_bytes, kept, lasting=True)
+        if settled.generator == "merged":
+            yield Term("merged weights", needed.copy_bytes, kept, lasting=True)
     if EVALUATION in always:
         yield Term("evaluation", _evaluation(setup, settled), (EVALUATION,))
 
@@ -311,18 +309,7 @@ def _masked_densely(setup: Setup) -> bool:
 
 def _shared(setup: Setup) -> int:
     """What training makes once for all layers."""
-    return _made_once(setup, *setup.largest, padded=_masked_densely(setup))
-
-
-def _made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
-    """Masks, and the cosines and sines of the positions."""
-    tables = 2 * seq_len * setup.shape.head_dim * setup.stream_bytes
-    return tables + _masks(setup, rows, seq_len, padded=padded)
-
-
-def _masks(setup: Setup, rows: int, tokens: int, *, padded: bool) -> int:
-    element, window = setup.plan.parameter_bytes, setup.facts.sliding_window
-    return mask_bytes(setup.execution, rows, tokens, tokens, window, element, padded=padded)
+    return made_once(setup, *setup.largest, padded=_masked_densely(setup))
 
 
 def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
@@ -345,48 +332,10 @@ def _evaluation(setup: Setup, settled: Settled) -> int:
     together, width = setup.largest_shape(rows, seq_len)
     tokens, setting = together * width, setup.setting(width, padded=_masked_densely(setup))
     hidden = 3 * tokens * shape.hidden_size * setup.stream_bytes
-    hidden += _made_once(setup, together, width, padded=_masked_densely(setup))
+    hidden += made_once(setup, together, width, padded=_masked_densely(setup))
     layer = int(tokens * setup.layers.forward_peak(shape, setting)) + _dequantized(setup, settled)
     scoring = hidden + max(layer, _cross_entropy(setup, tokens, training=False))
-    return max(scoring, _generation(setup, settled, rows, seq_len, seq_len)) if recipe.eval.tasks else scoring
-
-
-def _generation(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
-    """What generates ``rows`` sequences of up to ``seq_len`` tokens: the engine, or transformers in its place."""
-    if why_no_engine(setup.facts.language, known=family_of(setup.facts.text_type) is not None) is None:
-        return _by_engine(setup, settled, rows, prompt, seq_len)
-    return _by_transformers(setup, settled, rows, prompt, seq_len)
-
-
-def _by_engine(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
-    """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes.
-
-    A merged copy of the weights is made where memory has room for it besides, so it is not counted.
-    """
-    shape, element, together = setup.shape, setup.plan.compute_bytes, min(rows, MOST_ROWS)
-    cache = cache_bytes(CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element), together, seq_len)
-    tokens = max(prompt, min(together * prompt, PREFILL_TOKENS["cuda" if setup.device.kind == "cuda" else "cpu"]))
-    densely = setup.execution.masked != "triton"
-    prefill = tokens * setup.layers.forward_peak(shape, setup.setting(tokens, padded=densely))
-    prefill += 3 * tokens * shape.hidden_size * setup.plan.parameter_bytes
-    prefill += _made_once(setup, 1, tokens, padded=densely)
-    logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
-    return cache + int(prefill) + logits + _dequantized(setup, settled)
-
-
-def _by_transformers(setup: Setup, settled: Settled, rows: int, prompt: int, seq_len: int) -> int:
-    """The key-value cache of ``rows`` sequences, and the larger of two forward passes.
-
-    One is over the prompts, the other over one token of each row when the cache has grown to ``seq_len``. Where rows
-    are padded, each layer repeats keys and values for all heads.
-    """
-    shape, element = setup.shape, setup.plan.parameter_bytes
-    token = 2 * rows * shape.kv_width * element  # of one layer's cache
-    # Through transformers' own layers, for the cache, with the attention of the others.
-    plain = plain_layers("eager" if setup.execution.attention == "eager" else "sdpa")
-    prefill = rows * prompt * plain.forward_peak(shape, setup.setting(prompt, padded=rows > 1))
-    prefill += shape.num_layers * token * prompt + _masks(setup, rows, prompt, padded=rows > 1)
-    repeated = token * seq_len * shape.num_heads // shape.num_kv_heads
-    decoding = shape.num_layers * token * seq_len + max(repeated, token * seq_len // 2)
-    logits = rows * shape.vocab_size * (4 + setup.plan.compute_bytes)
-    return max(int(prefill), decoding) + logits + _dequantized(setup, settled)
+    if not recipe.eval.tasks:
+        return scoring
+    needed = generation(setup, Generation(rows, seq_len, seq_len))
+    return max(scoring, needed.pass_bytes + needed.cache_bytes + _dequantized(setup, settled))

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.facts.device import GPUS
 from ftcli.facts.trained import trained_parameters
-from ftcli.preflight.memory.estimate import estimate_memory
+from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from tests.estimates import Case, setup_of
 
 GIB = 2**30
@@ -254,19 +254,37 @@ def test_evaluation_is_its_own_phase_and_only_where_there_is_something_to_evalua
     assert set(merging.parts) == {"weights", "adapters", "runtime"}
 
 
+def generation_bytes(estimate: MemoryEstimate) -> int:
+    return estimate.parts["generation"] + estimate.parts["key-value cache"]
+
+
 def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) -> None:
-    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO)
-    estimate = made.estimate(work="grpo")
+    estimate = case("mistralai/Mistral-7B-v0.3", LORA + GRPO).estimate(work="grpo")
     cache = 2 * 32 * 512 * 32 * 1024 * 2  # keys and values, rows, tokens, layers, width, bytes
-    assert estimate.parts["generation"] > cache
+    assert cache < estimate.parts["key-value cache"] < 1.3 * cache
     halved = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "train.gradient_accumulation_steps=2")
-    assert halved.estimate(work="grpo").parts["generation"] < estimate.parts["generation"]
+    assert halved.estimate(work="grpo").parts["key-value cache"] < estimate.parts["key-value cache"]
+
+
+def test_what_generates_is_kept_and_weights_are_merged_where_memory_has_room(case: Callable[..., Case]) -> None:
+    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO)
+    longer = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "grpo.max_completion_length=2048")
+    roomy, kept = made.estimate("h200", work="grpo"), made.estimate("rtx4090", work="grpo")
+    tight = longer.estimate("rtx4090", work="grpo")
+    assert (roomy.generator, kept.generator, tight.generator) == ("merged", "kept", "each step")
+    linears = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+    assert roomy.parts["merged weights"] == 2 * linears
+    assert "merged weights" not in kept.parts
+    for phase, names in roomy.phases.items():
+        assert {"key-value cache", "merged weights"} <= {*names}, phase
+    assert [phase for phase, names in tight.phases.items() if "key-value cache" in names] == ["generation"]
+    assert roomy.total_bytes <= 0.85 * int(GPUS["h200"].memory_bytes or 0)
 
 
 def test_generation_holds_pages_and_reads_a_few_prompts_at_once(case: Callable[..., Case]) -> None:
     def needed(prompt: int, completion: int) -> int:
         lengths = f"grpo.max_prompt_length={prompt}", f"grpo.max_completion_length={completion}"
-        return case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *lengths).estimate(work="grpo").parts["generation"]
+        return generation_bytes(case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *lengths).estimate(work="grpo"))
 
     page = 2 * 32 * 32 * 1024 * 2 * 64  # of every row
     assert needed(256, 1024) - needed(256, 512) == pytest.approx(512 / 64 * page / 0.9, abs=2)
@@ -282,7 +300,7 @@ def test_models_that_transformers_generates_with_hold_its_cache(case: Callable[.
         made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, f"grpo.max_completion_length={completion}")
         dynamic = {**made.facts.language, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
         made.facts = replace(made.facts, language=dynamic)
-        return made.estimate(work="grpo").parts["generation"]
+        return generation_bytes(made.estimate(work="grpo"))
 
     cache = 2 * 32 * 32 * 1024 * 2  # of one token of every row
     repeated = 2 * 32 * 4096 * 2  # one layer's keys and values, for all its heads

@@ -1,0 +1,105 @@
+"""What generates completions needs: the engine's cache and passes, or those of transformers where it generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ftcli.facts.generation import (
+    LOGIT_COPIES,
+    MOST_ROWS,
+    PREFILL_TOKENS,
+    CacheShape,
+    cache_bytes,
+    why_no_engine,
+)
+from ftcli.preflight.memory.activations import plain_layers
+from ftcli.preflight.memory.setup import Generation, Setup
+from ftcli.preflight.memory.workspaces import mask_bytes
+from ftcli.tables import quantizations
+from ftcli.tables.families import family_of
+
+#: How long what completes a method's prompts is held: made anew for each step's completions; from step to step; or from
+#: step to step with a copy of the weights that has the adapters in it.
+Generator: TypeAlias = Literal["each step", "kept", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """Bytes of a batch's generation.
+
+    Attributes:
+        cache_bytes: Keys and values.
+        pass_bytes: What a forward pass and the choice of tokens take besides.
+        copy_bytes: Of weights with adapters in them, copied where memory has room; 0 where none would be.
+        by_engine: Whether it is the engine that generates, which can be kept.
+    """
+
+    cache_bytes: int
+    pass_bytes: int
+    copy_bytes: int = 0
+    by_engine: bool = True
+
+
+def generation(setup: Setup, batch: Generation) -> Needed:
+    """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
+    if why_no_engine(setup.facts.language, known=family_of(setup.facts.text_type) is not None) is None:
+        return _by_engine(setup, batch)
+    return _by_transformers(setup, batch)
+
+
+def _by_engine(setup: Setup, batch: Generation) -> Needed:
+    """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes."""
+    shape, element, together = setup.shape, setup.plan.compute_bytes, min(batch.rows, MOST_ROWS)
+    each = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element)
+    at_once = PREFILL_TOKENS["cuda" if setup.device.kind == "cuda" else "cpu"]
+    tokens = max(batch.prompt, min(together * batch.prompt, at_once))
+    densely = setup.execution.masked != "triton"
+    prefill = tokens * setup.layers.forward_peak(shape, setup.setting(tokens, padded=densely))
+    prefill += 3 * tokens * shape.hidden_size * setup.stream_bytes
+    prefill += made_once(setup, 1, tokens, padded=densely)
+    logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
+    return Needed(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(setup))
+
+
+def _copied(setup: Setup) -> int:
+    """Bytes of the weights that :mod:`ftcli.generation.merged` would copy."""
+    recipe, shape, plan = setup.recipe, setup.shape, setup.plan
+    stored = quantizations.row(recipe.quantization.method)
+    if stored.products is not None:
+        return 0
+    every = stored.quantize is not None or plan.parameter_bytes != plan.compute_bytes
+    if recipe.lora is None and not every:
+        return 0
+    return plan.compute_bytes * shape.linear_parameters
+
+
+def _by_transformers(setup: Setup, batch: Generation) -> Needed:
+    """The key-value cache of all rows, and the larger of two forward passes.
+
+    One is over the prompts, the other over one token of each row when the cache has grown to its full length. Where
+    rows are padded, each layer repeats keys and values for all heads.
+    """
+    shape, element, rows = setup.shape, setup.plan.parameter_bytes, batch.rows
+    token = 2 * rows * shape.kv_width * element  # of one layer's cache
+    # Through transformers' own layers, for the cache, with the attention of the others.
+    plain = plain_layers("eager" if setup.execution.attention == "eager" else "sdpa")
+    prefill = rows * batch.prompt * plain.forward_peak(shape, setup.setting(batch.prompt, padded=rows > 1))
+    prefill += shape.num_layers * token * batch.prompt + masks(setup, rows, batch.prompt, padded=rows > 1)
+    repeated = token * batch.seq_len * shape.num_heads // shape.num_kv_heads
+    cache = shape.num_layers * token * batch.seq_len
+    decoding = cache + max(repeated, token * batch.seq_len // 2)
+    logits = rows * shape.vocab_size * (4 + setup.plan.compute_bytes)
+    return Needed(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)
+
+
+def made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:
+    """Masks, and the cosines and sines of the positions."""
+    tables = 2 * seq_len * setup.shape.head_dim * setup.stream_bytes
+    return tables + masks(setup, rows, seq_len, padded=padded)
+
+
+def masks(setup: Setup, rows: int, tokens: int, *, padded: bool) -> int:
+    """What attention of a call over whole rows reads its mask from."""
+    element, window = setup.plan.parameter_bytes, setup.facts.sliding_window
+    return mask_bytes(setup.execution, rows, tokens, tokens, window, element, padded=padded)
