@@ -16,7 +16,7 @@ from ftcli.facts.generation import CacheShape
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
-from ftcli.model.adapted import UNPACKED, LayerPacks
+from ftcli.model.adapted import UNPACKED, LayerPacks, Prepared
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states
 from ftcli.model.fused import FusedDecoderLayer
 
@@ -131,14 +131,14 @@ class _PackedAdapters:
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
         self._layers = [one for one in decoder_layers(base_of(model)) if isinstance(one, FusedDecoderLayer)]
-        groups = [group for layer in self._layers for group in layer.adapter_groups()]
+        groups = [group for layer in self._layers for group in layer.groups()]
         self._packs = AdapterPacks(groups, dtype)
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """A block in which the layers take them, as they are now."""
         self._packs.refresh()
-        found = self._packs.packs
+        found = [Prepared(packed) for packed in self._packs.packs]
         try:
             for at, layer in enumerate(self._layers):
                 layer.packs = LayerPacks(*found[4 * at : 4 * at + 4])
