@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,10 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 @torch.no_grad()
 def logits(model: PreTrainedModel | PeftModel, probe: Probe) -> Tensor:
     """Float32 logits (positions, vocabulary) of all positions that are not padding."""
-    output = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask, use_cache=False)
+    # transformers compiles the rounding of some layers, which needs a compiler and takes longer than the pass.
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    with torch.compiler.set_stance("force_eager") if quantized else nullcontext():
+        output = model(input_ids=probe.input_ids, attention_mask=probe.attention_mask, use_cache=False)
     real: Tensor = output.logits[probe.attention_mask.bool()].float()
     return real
 

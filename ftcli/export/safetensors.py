@@ -114,7 +114,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     model = merge(adapted, dtypes)
     align_special_tokens(model, tokenizer, stops)
     _save(model, tokenizer, folder)
-    _copy_processors(source, folder, offline=offline)
+    copy_processors(source, folder, offline=offline)
     merged = sum(name.endswith("lora_A.weight") for name in finite_tensors(source.folder))
     dtype = Counter(dtypes.values()).most_common(1)[0][0]
     return Reference(probe, exact, reference, without, dtype, merged, stops, placed)
@@ -184,10 +184,10 @@ def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
             shutil.copyfile(path, folder / path.name)
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
     if source.base.init == "pretrained":
-        _copy_processors(source, folder, offline=offline)
+        copy_processors(source, folder, offline=offline)
 
 
-def _copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
+def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
     """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
     from transformers.utils.hub import cached_file
 

@@ -14,6 +14,8 @@ from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
+from ftcli.facts.quantization import stores_masters
+from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
@@ -102,6 +104,7 @@ def export_run(
     skipped = [name for name in formats if found.kind == "model" and exports.row(name).needs_adapter]
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
+    _require_rounded(found, formats)
     results = []
     for name in dict.fromkeys(formats):
         if name in skipped:
@@ -180,6 +183,21 @@ def _record(source: ExportSource, name: str, verification: Verified) -> JsonObje
         "adapter_sha256": sha256(weights) if weights.is_file() else None,
         "verification": verification,
     }
+
+
+def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
+    """FT740 for formats that would hold masters as plain weights."""
+    unfit = [name for name in formats if not exports.row(name).masters]
+    if source.kind != "model" or not unfit:
+        return
+    if stores_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
+        raise FtcliError.single(
+            "FT740",
+            f"the weights of {source.folder.parent} are rounded in every product, and {unfit[0]} would hold what they "
+            "are rounded from as plain weights",
+            exit_code=ExitCode.RECIPE,
+            help="use export.formats: [safetensors, bitnet]",
+        )
 
 
 def _unsupported(name: str) -> FtcliError:

@@ -20,6 +20,9 @@ class ExportFormat:
         merges: It adds a run's adapter to the base model, which must be there in full precision.
         in_memory: It holds the whole merged model in float32.
         llama_cpp: llama.cpp serves it, which does not build every family.
+        masters: It can hold a model whose weights are rounded in every product; others would hold the masters as plain
+            weights, which are another model.
+        of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
     """
 
@@ -28,6 +31,8 @@ class ExportFormat:
     merges: bool = False
     in_memory: bool = False
     llama_cpp: bool = False
+    masters: bool = False
+    of_quantized: tuple[str, ...] = ()
     package: Package | None = None
 
     @property
@@ -40,8 +45,8 @@ _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
-        "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True),
-        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True, in_memory=True),
+        "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True, masters=True),
+        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True, in_memory=True, masters=True),
         "gguf": ExportFormat(
             "ftcli.export.gguf.write:write",
             merges=True,
@@ -49,7 +54,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             package=_GGUF,
         ),
         "ollama": ExportFormat("ftcli.export.ollama.write:write", merges=True, llama_cpp=True, package=_GGUF),
-        "bitnet": ExportFormat(merges=True),
+        "bitnet": ExportFormat("ftcli.export.bitnet:write", merges=True, masters=True, of_quantized=("bitnet",)),
         "fp8": ExportFormat(merges=True),
     }
 )

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from ftcli.assets import asset
 from ftcli.config import ModelConfig
@@ -32,14 +34,14 @@ def without_lora(path: str, **more: Any) -> str:
     return path
 
 
-def hidden_512(folder: Path) -> Path:
-    """A config.json of BitNet's family with hidden size 512 and one small layer."""
-    model = folder / "hidden-512"
+def one_layer(folder: Path, hidden: int) -> Path:
+    """A config.json of BitNet's family with one small layer."""
+    model = folder / f"hidden-{hidden}"
     model.mkdir()
     values: dict[str, Any] = {
         "architectures": ["BitNetForCausalLM"],
         "model_type": "bitnet",
-        "hidden_size": 512,
+        "hidden_size": hidden,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 8,
@@ -63,7 +65,7 @@ def test_five_failures_of_lengths_train_with_hidden_size_512(user: User, length:
     recipe = without_lora(
         user.recipe(
             "run",
-            model={**SCRATCH["model"], "name_or_path": str(hidden_512(user.folder))},
+            model={**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 512))},
             quantization={"method": "bitnet"},
             data={"train": [str(rows)], "eval": [str(rows)], "max_seq_len": length, "overlong": "truncate"},
             train={"max_steps": 2, "per_device_train_batch_size": 1},
@@ -129,6 +131,49 @@ def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(use
     user.goes_on_alike("run", recipe)  # the third step's share follows from its number
     again = user.done("eval", recipe, "--run", str(user.folder / "run"))["run"]
     assert again["loss"] == pytest.approx(trained["loss"], abs=1e-6)
+    packed, copied = user.done("export", str(user.folder / "run"), "--set", "export.formats=[bitnet, safetensors]")[
+        "exports"
+    ]
+    assert packed["verification"]["packed"] == 28
+    assert packed["verification"]["top1_agreement"] >= 0.95
+    assert packed["bytes"] < copied["bytes"] / 3
+    status, document = user.run("export", str(user.folder / "run"), "--set", "export.formats=[gguf]")
+    assert (status, document["findings"][-1]["code"]) == (2, "FT339")
+
+
+def test_a_packed_export_is_trained_on_from_the_same_ternary_values(user: User) -> None:
+    small = {**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 32))}
+    recipe = without_lora(user.recipe("run", **{**SCRATCH, "model": small}, data={"eval": []}, train={"max_steps": 1}))
+    user.done("train", recipe)
+    (done,) = user.done("export", str(user.folder / "run"), "--set", "export.formats=[bitnet]")["exports"]
+    assert done["verification"]["relative_error"] < 1e-5
+    assert done["verification"]["top1_agreement"] == 1.0
+    packed = user.folder / "run" / "export" / "bitnet"
+    again = without_lora(
+        user.recipe(
+            "again",
+            model={"name_or_path": str(packed), "tokenizer": "bytes"},
+            quantization={"method": "bitnet"},
+            data={"eval": []},
+            train={"max_steps": 1, "learning_rate": 1e-12},
+        )
+    )
+    user.done("train", again)
+    user.done("export", str(user.folder / "again"), "--set", "export.formats=[bitnet]")
+    name = "model.safetensors"
+    one, two = load_file(packed / name), load_file(user.folder / "again" / "export" / "bitnet" / name)
+    ternary = [key for key, tensor in one.items() if tensor.dtype == torch.uint8]
+    assert len(ternary) == 7
+    assert all(torch.equal(one[key], two[key]) for key in ternary)
+
+
+def test_adapters_on_frozen_ternary_weights_are_trained_and_not_merged(user: User) -> None:
+    recipe = user.recipe("run", quantization={"method": "bitnet"}, train={"max_steps": 2}, lora={"r": 2})
+    user.done("train", recipe)
+    assert {layer["method"] for layer in manifest(user, "run")["quantization"]} == {"bitnet"}
+    status, document = user.run("export", str(user.folder / "run"), "--set", "export.formats=[safetensors]")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT339")
+    user.done("export", str(user.folder / "run"), "--set", "export.formats=[adapter]")
 
 
 def manifest(user: User, name: str) -> dict[str, Any]:

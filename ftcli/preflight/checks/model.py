@@ -57,6 +57,8 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     method, merges = context.recipe.quantization.method, _merging(context)
     if context.recipe.lora is not None and quantizations.row(method).training is not None and merges:
         yield from _merged_with_rounded(context, method)
+    else:
+        yield from _formats_of_rounded(context, method)
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
@@ -100,6 +102,28 @@ def _merged_with_rounded(context: Context, method: str) -> Findings:
         "another model",
         help=f"use export.formats: [{', '.join(exports.supported(merges=False))}], or train without `lora`",
     )
+
+
+def _formats_of_rounded(context: Context, method: str) -> Findings:
+    """FT339: formats that would hold masters as plain weights, and those that need ternary weights and get none."""
+    if context.work == "eval":
+        return
+    rounds = quantizations.row(method).training is not None
+    tell = context.error if context.command == "export" else context.note
+    for index, name in enumerate(context.recipe.export.formats):
+        row, path = exports.row(name), f"export.formats.{index}"
+        if rounds and not row.masters:
+            usable = [each for each in exports.supported(needs_adapter=False) if exports.row(each).masters]
+            message = f"{name} would hold the masters of {method} weights as plain ones, which are another model"
+            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(usable)}]")
+        elif row.of_quantized and method not in row.of_quantized:
+            wanted = " or ".join(row.of_quantized)
+            yield tell(
+                "FT339",
+                path,
+                f"{name} packs weights of quantization.method: {wanted}, and this recipe has {method}",
+                help="leave it out",
+            )
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:

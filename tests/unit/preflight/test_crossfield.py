@@ -41,7 +41,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "model.attention=triton",
         "export.formats=[fp8]",
         "export.formats=[safetensors, fp8]",
-        "export.formats=[bitnet]",
     ],
 )
 def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Callable[..., Any]) -> None:

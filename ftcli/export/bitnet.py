@@ -1,0 +1,168 @@
+"""A model of ternary weights in the packed layout that transformers calls ``bitnet``: two bits a weight.
+
+``ftkernels.ternary`` has the layout. config.json says which class transformers is to build, and so what it does with a
+scale: ``autobitlinear`` multiplies by it; ``bitlinear`` divides, and is taken where linear layers have biases, which
+the other one would multiply as well. Everything but the linear layers is as it was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.ternary import PER_BYTE, pack
+from torch import Tensor, nn
+
+from ftcli.config import QuantizationConfig
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.export.loading import load_own_tokenizer, load_written, not_verified, source_tokenizer
+from ftcli.export.probe import compare_logits, logits, probe_batch
+from ftcli.export.resolve import ExportSource
+from ftcli.export.safetensors import SHARD_SIZE, copy_processors
+from ftcli.export.verify import Verified, check_stops, compare_tensors, compare_tokenizers, read_tensors
+from ftcli.facts.model import read_facts
+from ftcli.facts.quantization import stores_masters
+from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
+from ftcli.model.checkpoint import read_config
+from ftcli.model.load import stop_token_ids
+from ftcli.model.streamed import Holding, load_quantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Largest relative error of a layer's output, on the same input: float32 sums in another order.
+LAYER_TOLERANCE = 1e-5
+#: Largest relative error of the logits. Where the last bit of a sum decides how an activation is rounded, it comes out
+#: 1/127 of its row's largest value apart; what that makes of the logits has no sharp bound.
+LOGITS_TOLERANCE = 5e-2
+
+
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Packs a full fine-tune into ``folder`` and loads it again with plain transformers.
+
+    Raises:
+        FtcliError: FT740 for a model that was not trained with ``quantization.method: bitnet`` or cannot be packed,
+            FT741 when what was written is not the model.
+        OSError: it cannot be written.
+    """
+    _require_masters(source)
+    say("rounding the masters")
+    masters = _load(source.folder, trained=True)
+    layers = {name: module for name, module in masters.named_modules() if isinstance(module, BitLinear)}
+    divides = any(layer.bias is not None for layer in layers.values())
+    tensors = _packed(masters, layers, divides=divides)
+    _save(masters, tensors, folder, divides=divides)
+    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
+    if source.base.init == "pretrained":
+        copy_processors(source, folder, offline=offline)
+    say("verifying: loading the result again")
+    return _verify(source, folder, masters, layers, tensors, offline=offline)
+
+
+def _load(folder: Path, *, trained: bool) -> PreTrainedModel:
+    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
+    config = read_config(str(folder), revision=None, offline=True)
+    return load_quantized(str(folder), config, holding, "eager", revision=None, offline=True).eval()
+
+
+def _packed(model: PreTrainedModel, layers: dict[str, BitLinear], *, divides: bool) -> dict[str, Tensor]:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    for name, layer in layers.items():
+        if layer.out_features % PER_BYTE:
+            raise _unpackable(f"{name} has {layer.out_features} rows, and four are packed in a byte")
+        scale = layer.ternary.scale.reshape(1)
+        tensors[f"{name}.weight"] = pack(layer.ternary.data)
+        tensors[f"{name}.weight_scale"] = 1.0 / scale if divides else scale.clone()
+    return tensors
+
+
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, *, divides: bool) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE)
+    model.config.quantization_config = {
+        **declaration(model),
+        "linear_class": "bitlinear" if divides else "autobitlinear",
+        "quantization_mode": "offline",
+    }
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _verify(
+    source: ExportSource,
+    folder: Path,
+    masters: PreTrainedModel,
+    layers: dict[str, BitLinear],
+    tensors: dict[str, Tensor],
+    *,
+    offline: bool,
+) -> Verified:
+    problems = compare_tensors(read_tensors(folder), tensors)
+    frozen = _load(folder, trained=False)
+    for name, layer in layers.items():
+        problems += _unlike_masters(name, frozen.get_submodule(name), layer)
+    tokenizer = source_tokenizer(source, offline=offline)
+    problems += compare_tokenizers(load_own_tokenizer(folder), tokenizer)
+    with torch.compiler.set_stance("force_eager"):  # transformers compiles its layers, which takes minutes here
+        written = load_written(folder)
+        problems += check_stops(
+            written, stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+        )
+        for name, layer in layers.items():
+            problems += _unlike_output(name, written.get_submodule(name), layer)
+        probe = probe_batch(tokenizer, masters.get_input_embeddings().weight.shape[0])
+        compared = compare_logits(logits(written, probe), logits(masters, probe), LOGITS_TOLERANCE)
+    if not compared.relative_error <= LOGITS_TOLERANCE or compared.firm_disagreements:
+        problems.append(f"its logits differ by {compared.relative_error:.1e} from the trained model's")
+    if problems:
+        raise not_verified(folder, problems)
+    facts = {
+        "packed": len(layers),
+        "relative_error": compared.relative_error,
+        "top1_agreement": compared.top1_agreement,
+    }
+    return Verified(
+        "every ternary value and scale, each layer's output, logits in float32, tokenizer, stop tokens", facts
+    )
+
+
+def _unlike_masters(name: str, found: nn.Module, layer: BitLinear) -> list[str]:
+    if not isinstance(found, TernaryLinear):
+        return [f"{name} is not stored packed"]
+    weight, wanted = found.frozen_weight(), layer.ternary
+    off = abs(float(weight.scale) / float(wanted.scale) - 1)
+    if not torch.equal(weight.data, wanted.data) or off > 2.0**-22:  # a scale's inverse is rounded
+        return [f"{name}: the packed values are not those of its masters"]
+    return []
+
+
+@torch.no_grad()
+def _unlike_output(name: str, found: Any, layer: BitLinear) -> list[str]:
+    x = torch.randn((4, layer.in_features), generator=torch.Generator().manual_seed(0))
+    wanted, given = layer(x), found(x).float()
+    error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return [] if error <= LAYER_TOLERANCE else [f"{name}: transformers computes another product, {error:.1e} off"]
+
+
+def _require_masters(source: ExportSource) -> None:
+    if source.kind != "model" or not stores_masters(_config(source.folder)):
+        raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = read_config(str(folder), revision=None, offline=True).to_dict()
+    return found
+
+
+def _unpackable(reason: str) -> FtcliError:
+    return FtcliError.single(
+        "FT740",
+        f"nothing can be packed: {reason}",
+        exit_code=ExitCode.RECIPE,
+        help="export.formats: [safetensors] writes the masters",
+    )
