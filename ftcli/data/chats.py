@@ -23,7 +23,7 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> Stops:
     return Stops([str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids)) if text])
 
 
-#: Answers times messages of a conversation from which on it is looked at in pieces, and most that are looked at in full:
+#: Answers times messages of a conversation that is looked at in pieces, and the most that are looked at in full:
 #: two minutes.
 _MANY = 200 * 400
 _TOO_MANY = 2000 * 1000
