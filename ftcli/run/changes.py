@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from ftcli.config import Recipe
+from ftcli.config.dump import undumped
 from ftcli.plain import JsonObject
 from ftcli.tables import methods
 
@@ -89,7 +90,7 @@ def settings_of(recipe_yaml: str) -> dict[str, str]:
 
 def _parse(text: str) -> JsonObject:
     try:
-        value = yaml.safe_load(text)
+        value = undumped(text)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):

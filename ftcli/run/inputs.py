@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ftcli.config import ModelConfig
+from ftcli.config.dump import undumped
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject, plain_fields
 from ftcli.run.atomic import read_json_object
@@ -180,7 +181,7 @@ def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> 
 def _base_named_in(recipe: Path) -> JsonObject:
     """What a run's recipe says of its base; empty when it cannot be read."""
     try:
-        raw = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        raw = undumped(recipe.read_text(encoding="utf-8"))
         return _base_named(raw["model"], raw["run"]["seed"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ftcli import __version__
 from ftcli.assets import BUNDLED
+from ftcli.config.dump import undumped
 from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
@@ -121,6 +123,7 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True) -> s
     return text
 
 
+@cache
 def _template() -> Any:
     # What would be markup in Markdown is escaped in _cell: autoescape is for HTML.
     return Environment(  # noqa: S701
@@ -147,7 +150,7 @@ class _Own(str):
 
 def _recipe(path: Path) -> JsonObject:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = undumped(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return raw if isinstance(raw, dict) else {}

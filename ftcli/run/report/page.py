@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
 import yaml
@@ -15,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ftcli import __version__
+from ftcli.config.dump import undumped
 from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_text
@@ -102,13 +104,19 @@ def style() -> Markup:
 
 def template(name: str) -> Template:
     """A page's template. It escapes every value; what cannot be printed is replaced before."""
+    return _environment().get_template(name)
+
+
+@cache
+def _environment() -> Environment:
+    """Made once: a page is written again and again while a run goes on, and compiling it takes longer than that."""
     return Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
         finalize=printable,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-    ).get_template(name)
+    )
 
 
 def _metrics(run: RunDirectory, notices: list[str]) -> list[MetricsLine]:
@@ -121,7 +129,7 @@ def _metrics(run: RunDirectory, notices: list[str]) -> list[MetricsLine]:
 
 def _recipe(run: RunDirectory, notices: list[str]) -> JsonObject:
     try:
-        raw = yaml.safe_load(run.recipe_path.read_text(encoding="utf-8"))
+        raw = undumped(run.recipe_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         notices.append(f"The settings are missing: {error}")
         return {}
