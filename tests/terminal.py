@@ -16,6 +16,9 @@ import termios
 import time
 from collections.abc import Iterator, Sequence
 
+from tests.e2e import drill
+from tests.e2e.drill import Server
+
 #: Of one wait. Loading the libraries takes some ten seconds where several tests share a core.
 SECONDS = 120.0
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
@@ -24,12 +27,12 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 class Terminal:
     """ftcli in a terminal, what it has shown, and what is typed; made by :func:`in_terminal`."""
 
-    def __init__(self, words: Sequence[str], columns: int) -> None:
+    def __init__(self, command: Sequence[str], columns: int) -> None:
         self._own, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _IN_TERMINAL, *words],
+            [sys.executable, "-c", _IN_TERMINAL, *command],
             stdin=other,
             stdout=other,
             stderr=other,
@@ -92,14 +95,19 @@ _IN_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "ftcli", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
 @contextlib.contextmanager
-def in_terminal(*words: str, columns: int = 80) -> Iterator[Terminal]:
-    """``ftcli`` with these words in a terminal of that width, killed at the end of the block."""
-    terminal = Terminal(words, columns)
+def in_terminal(*words: str, columns: int = 80, server: Server | None = None) -> Iterator[Terminal]:
+    """``ftcli`` with these words in a terminal of that width, killed at the end of the block.
+
+    Args:
+        server: Runs it in a fork of itself, which starts in a moment.
+    """
+    client = ["-m", "ftcli"] if server is None else ["-S", "-E", drill.__file__, server.socket]
+    terminal = Terminal([*client, *words], columns)
     try:
         yield terminal
     finally:

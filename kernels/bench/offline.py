@@ -210,14 +210,16 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
         )
 
 
-def compile_instead_of_launch(record: list[Any], reports: dict[str, str]) -> Callable[..., Any]:
-    """A ``JITFunction.run`` that compiles and keeps what came out, and what ptxas said of it by the kernel's hash."""
+def compile_instead_of_launch(record: list[Any], reports: Path) -> Callable[..., Any]:
+    """A ``JITFunction.run`` that compiles and keeps what came out, and what ptxas said of it in a file by its hash."""
     run = JITFunction.run
 
     def compiled(self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         with contextlib.redirect_stdout(io.StringIO()) as said:
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        reports.setdefault(kernel.hash, said.getvalue())
+        report = reports / f"{kernel.hash}.ptxas"
+        if not report.exists():  # else it was compiled before, and nothing was said
+            report.write_text(said.getvalue())
         record.append(kernel)
         return kernel
 
@@ -244,16 +246,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--cache", type=Path, help="keeps what is compiled in this folder, by what it is made of")
     options = parser.parse_args()
     driver.set_active(_NoGpu(options.capability))
     triton.knobs.nvidia.dump_ptxas_log = True
     record: list[Any] = []
-    reports: dict[str, str] = {}
     failed = 0
-    cache = tempfile.TemporaryDirectory()  # ptxas says nothing of a kernel that was compiled before
-    triton.knobs.cache.dir = cache.name
+    own = tempfile.TemporaryDirectory()
+    cache = options.cache or Path(own.name)  # not Triton's own, where nobody has kept what ptxas said
+    cache.mkdir(parents=True, exist_ok=True)
+    triton.knobs.cache.dir = str(cache)
     original = JITFunction.run
-    JITFunction.run = compile_instead_of_launch(record, reports)  # type: ignore[method-assign]
+    JITFunction.run = compile_instead_of_launch(record, cache)  # type: ignore[method-assign]
     try:
         for rank in options.ranks:
             for name, launch in cases(rank, getattr(torch, options.dtype), options.capability):
@@ -268,7 +272,7 @@ def main() -> None:
                     continue
                 for kernel in record:
                     ptx = kernel.asm["ptx"]
-                    used = resources(reports[kernel.hash])
+                    used = resources((cache / f"{kernel.hash}.ptxas").read_text())
                     dots = len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx))
                     figures = "  ".join(f"{key} {value}" for key, value in used.items())
                     shared = kernel.metadata.shared
@@ -279,7 +283,7 @@ def main() -> None:
                     print(f"{name:32s} rank {rank:3d}  {figures}  shared {shared}  warps {warps}  mma {dots}{more}")
     finally:
         JITFunction.run = original  # type: ignore[method-assign]
-        cache.cleanup()
+        own.cleanup()
     sys.exit(1 if failed else 0)
 
 

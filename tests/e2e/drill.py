@@ -151,6 +151,7 @@ class Server:
             "folder": str(cwd),
             "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache"), **(environment or {})},
             "preparations": prepared,
+            "closed": [],
             "limits": {},
         }
         output = folder / "output"
@@ -170,10 +171,20 @@ class Server:
         self._process.wait(10)
 
 
+def _open(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(descriptor)
+        return True
+    return False
+
+
 def client(path: str, words: list[str]) -> int:
     """Runs one command as if it were this process: its streams, its signals, its status."""
     request: dict[str, Any] = {"words": words, "script": None, "folder": str(Path.cwd()), "preparations": []}
     request["environment"] = dict(os.environ)
+    request["closed"] = [number for number in (0, 1, 2) if not _open(number)]
+    for _ in request["closed"]:
+        os.open(os.devnull, os.O_RDWR)  # in its place, so that nothing else comes there
     request["limits"] = {number: resource.getrlimit(number) for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)}
     connection, pid = _ask(path, request, [0, 1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -260,7 +260,12 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        for number in request["closed"]:
+            os.close(number)
+        sys.stdin, sys.stdout, sys.stderr = (
+            None if number in request["closed"] else open(number, mode, closefd=False)
+            for number, mode in enumerate(("r", "w", "w"))
+        )
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
@@ -276,8 +281,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         traceback.print_exc()
         raise
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
         os._exit(status)
 
 

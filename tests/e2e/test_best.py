@@ -13,8 +13,8 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.trainers.best import Best
 from tests.e2e.conftest import User
 
-#: So large a rate that the held-out loss soon rises.
-RISING: dict[str, Any] = {"learning_rate": 2.0, "lr_scheduler_type": "constant", "max_steps": 12}
+#: So large a rate that the held-out loss rises from the second step on.
+RISING: dict[str, Any] = {"learning_rate": 10.0, "lr_scheduler_type": "constant", "max_steps": 12}
 
 
 def steps(user: User, name: str) -> list[str]:

@@ -48,7 +48,10 @@ def test_a_run_has_the_rates_that_transformers_gives(
 ) -> None:
     warm_up = 0 if name == "constant" else 2
     train = {"lr_scheduler_type": name, "lr_scheduler_kwargs": ours, "warmup_steps": warm_up, "max_steps": 9}
-    user.done("train", user.recipe("r", train=train, data={"eval": []}))
+    rows = [{"path": "bundled:smoke-train", "max_rows": 9}]
+    user.done(
+        "train", user.recipe("r", train={**train, "per_device_train_batch_size": 1}, data={"train": rows, "eval": []})
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     oracle = get_scheduler(name, optimizer, warm_up, 9, theirs)
     wanted = []

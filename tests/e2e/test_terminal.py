@@ -9,17 +9,20 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.drill import Server
 from tests.terminal import in_terminal
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("columns", [20, 80])
-def test_the_line_keeps_step_and_time_and_ctrl_c_says_what_it_does(tmp_path: Path, columns: int) -> None:
+def test_the_line_keeps_step_and_time_and_ctrl_c_says_what_it_does(
+    tmp_path: Path, columns: int, drill_server: Server
+) -> None:
     change = {"run": {"output_dir": str(tmp_path / "r")}, "train": {"max_steps": 400}, "eval": {"every_steps": 4}}
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(merged(RECIPE, change)))
-    with in_terminal("train", str(recipe), "--offline", columns=columns) as terminal:
+    with in_terminal("train", str(recipe), "--offline", columns=columns, server=drill_server) as terminal:
         terminal.wait_for(r"6/400")
         terminal.type("\x03")
         assert terminal.end() == 130

@@ -19,10 +19,21 @@ OFFLINE = Path(__file__).resolve().parents[2] / "kernels" / "bench" / "offline.p
     ids=["h200", "rtx-4090", "t4"],
 )
 def test_kernels_compile(
-    capability: str, dtype: str, ranks: str, may_spill: bool, drill_server: Server, tmp_path: Path
+    capability: str,
+    dtype: str,
+    ranks: str,
+    may_spill: bool,
+    drill_server: Server,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
 ) -> None:
-    """Within the GPU's shared memory: rank 64 needed more than an H200 has, rank 16 more than an RTX 4090."""
-    words = ("--capability", capability, "--dtype", dtype, "--ranks", *ranks.split())
+    """Within the GPU's shared memory: rank 64 needed more than an H200 has, rank 16 more than an RTX 4090.
+
+    What an earlier test run has compiled is taken from pytest's cache; Triton looks for it by the kernel's source, that
+    of what it calls, the compiler and the options.
+    """
+    cache = str(pytestconfig.cache.mkdir("kernels")) if pytestconfig.cache is not None else str(tmp_path / "kernels")
+    words = ("--capability", capability, "--dtype", dtype, "--cache", cache, "--ranks", *ranks.split())
     ran = drill_server.start(*words, cwd=tmp_path, script=OFFLINE)
     assert ran.wait(280) == 0, ran.said
     lines = ran.said.splitlines()

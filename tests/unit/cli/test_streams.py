@@ -14,6 +14,8 @@ import pytest
 from ftcli.cli.environment import library_environment
 from ftcli.cli.streams import unfailing
 from ftcli.reporting import Session
+from tests.e2e import drill
+from tests.e2e.drill import Server
 
 RECIPE = """
 version: 1
@@ -53,11 +55,13 @@ def test_a_stream_that_fails_is_written_to_all_the_same() -> None:
     ],
 )
 def test_neither_output_that_cannot_be_written_nor_a_launchers_leavings_end_a_run(
-    tmp_path: Path, shell: str, status: int
+    tmp_path: Path, shell: str, status: int, drill_server: Server
 ) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
-    words = ["bash", "-c", shell.replace("ftcli", f"{sys.executable} -m ftcli", 1)]
-    done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
+    client = f"{sys.executable} -S -E {drill.__file__} {drill_server.socket}"
+    words = ["bash", "-c", shell.replace("ftcli", client, 1)]
+    environment = {**drill_server.environment, "FTCLI_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     state = json.loads((tmp_path / "r" / "status.json").read_text())
     assert (state["state"], state["exit_code"]) == ("completed", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from ftcli.errors import FtcliError, Unwinding
 from ftcli.judges import UserJudge, load_function
 from ftcli.judges.contained import contained
+from tests.e2e.drill import Server
 
 
 def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
@@ -89,7 +89,7 @@ def test_a_fork_of_the_users_code_ends_as_it_likes_and_the_folder_is_the_old_one
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(0)", "os._exit(0)"])
-def test_no_command_exits_0_without_its_result(tmp_path: Path, ending: str) -> None:
+def test_no_command_exits_0_without_its_result(tmp_path: Path, ending: str, drill_server: Server) -> None:
     (tmp_path / "mine.py").write_text(f"import os, sys\ndef score(completions, prompts, **kw):\n    {ending}\n")
     recipe: dict[str, Any] = {
         "model": "{name_or_path: 'bundled:tiny-gemma2', dtype: float32}",
@@ -97,10 +97,9 @@ def test_no_command_exits_0_without_its_result(tmp_path: Path, ending: str) -> N
         "eval": "{generate: {max_new_tokens: 2}, tasks: [{file: 'mine.py:score'}]}",
     }
     (tmp_path / "r.yaml").write_text("version: 1\n" + "".join(f"{k}: {v}\n" for k, v in recipe.items()))
-    words = [sys.executable, "-m", "ftcli", "eval", "r.yaml", "--offline"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 4, done.stderr
-    assert "error[FT765]" in done.stderr
+    ran = drill_server.start("eval", "r.yaml", "--offline", cwd=tmp_path)
+    assert ran.wait() == 4, ran.said
+    assert "error[FT765]" in ran.said
 
 
 def test_a_function_may_be_async() -> None:
