@@ -130,14 +130,14 @@ def drills(tmp_path: Path, drill_server: Server) -> Drills:
 def shell(tmp_path: Path, drill_server: Server) -> dict[str, str]:
     """An environment in which `ftcli` starts in a moment.
 
-    `ftcli recipes` and `ftcli grpo` are the installed command all the same, in processes that import everything anew.
+    `ftcli recipes` is the installed command all the same, in a process that imports everything anew.
     """
     folder = Path(sys.executable).parent
     command = tmp_path / "bin" / "ftcli"
     command.parent.mkdir()
     command.write_text(
         "#!/bin/sh\n"
-        f'case "$1" in recipes | grpo) exec {folder}/ftcli "$@" ;; esac\n'
+        f'case "$1" in recipes) exec {folder}/ftcli "$@" ;; esac\n'
         f'exec {sys.executable} -S -E {drill.__file__} {drill_server.socket} "$@"\n'
     )
     command.chmod(0o755)

@@ -263,7 +263,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         for number in request["closed"]:
             os.close(number)
         sys.stdin, sys.stdout, sys.stderr = (
-            None if number in request["closed"] else open(number, mode, closefd=False)
+            None if number in request["closed"] else os.fdopen(number, mode, closefd=False)
             for number, mode in enumerate(("r", "w", "w"))
         )
         os.environ.clear()

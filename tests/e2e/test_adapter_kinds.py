@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from ftcli.run.checkpoint import COMPLETE_NAME, _inventory
 from tests.e2e.conftest import User
 
-BASE: dict[str, Any] = {"train": {"max_steps": 5}, "eval": {"every_steps": 2}, "checkpoint": {"every_steps": 3}}
+BASE: dict[str, Any] = {
+    "train": {"max_steps": 5},
+    "eval": {"every_steps": 2, "samples": 0},
+    "checkpoint": {"every_steps": 3},
+}
 EXPORT: dict[str, Any] = {"formats": ["adapter", "safetensors"]}
 CHOICE: dict[str, Any] = {
     "r": 4,
@@ -208,9 +212,10 @@ def test_kernels_take_modules_of_different_ranks(user: User) -> None:
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
 def test_lora_plus_goes_on_alike(optim: str, user: User) -> None:
     train = {"max_steps": 5, "loraplus_lr_ratio": 8.0, "optim": optim, "weight_decay": 0.01}
-    recipe = user.recipe("r", train=train, checkpoint={"every_steps": 3}, eval={"every_steps": 2})
+    recipe = user.recipe("r", train=train, checkpoint={"every_steps": 3}, eval={"every_steps": 2, "samples": 0})
     user.done("train", recipe)
-    user.done("train", user.recipe("plain", train={**train, "loraplus_lr_ratio": None}))
+    plain = {"eval": {"samples": 0}, "train": {**train, "loraplus_lr_ratio": None}}
+    user.done("train", user.recipe("plain", **plain))
     assert user.losses("r")[0] == user.losses("plain")[0]
     assert user.losses("r")[2:] != user.losses("plain")[2:]
     assert user.metrics("r")[0]["learning_rate"] == 1e-3

@@ -33,7 +33,8 @@ def test_the_best_checkpoint_outlives_the_rotation(user: User, monkeypatch: pyte
         return LossResult(next(losses), 1.0, 0.0, 1, 1)
 
     monkeypatch.setattr(Evaluator, "loss", loss)
-    recipe = user.recipe("r", eval={"every_steps": 1}, checkpoint={"every_steps": 2, "keep_last": 1, "keep_best": True})
+    checkpoint = {"every_steps": 2, "keep_last": 1, "keep_best": True}
+    recipe = user.recipe("r", eval={"every_steps": 1, "samples": 0}, checkpoint=checkpoint)
     user.done("train", recipe)
     assert steps(user, "r") == ["step-00000002", "step-00000004"]
     state = json.loads((user.folder / "r" / "checkpoints" / "step-00000004" / "ftcli_state.json").read_text())
@@ -42,7 +43,9 @@ def test_the_best_checkpoint_outlives_the_rotation(user: User, monkeypatch: pyte
 
 def test_training_ends_when_nothing_gets_better(user: User) -> None:
     stopping = {"patience": 2}
-    recipe = user.recipe("r", train={**RISING, "max_steps": 40, "early_stopping": stopping}, eval={"every_steps": 1})
+    recipe = user.recipe(
+        "r", train={**RISING, "max_steps": 40, "early_stopping": stopping}, eval={"every_steps": 1, "samples": 0}
+    )
     result = user.done("train", recipe)
     losses = held_out(user, "r")
     best = min(losses, key=lambda step: losses[step])
@@ -55,7 +58,7 @@ def test_a_run_that_goes_on_ends_where_the_other_did(user: User) -> None:
     train = {**RISING, "max_steps": 40, "early_stopping": {"patience": 2, "min_delta": 0.001}}
     change: dict[str, Any] = {
         "train": train,
-        "eval": {"every_steps": 1},
+        "eval": {"every_steps": 1, "samples": 0},
         "checkpoint": {"every_steps": 1, "keep_last": 9},
     }
     whole = user.done("train", user.recipe("whole", **change))
@@ -101,7 +104,8 @@ def test_what_counts_as_better() -> None:
 def test_a_checkpoint_is_evaluated_and_exported_in_place_of_the_result(full: bool, user: User) -> None:
     change: dict[str, Any] = {"lora": None} if full else {}
     change["export"] = {"formats": ["safetensors"] if full else ["adapter", "safetensors"]}
-    recipe = user.recipe("r", eval={"every_steps": 2}, checkpoint={"every_steps": 2, "keep_last": 9}, **change)
+    checkpoint = {"every_steps": 2, "keep_last": 9}
+    recipe = user.recipe("r", eval={"every_steps": 2, "samples": 0}, checkpoint=checkpoint, **change)
     user.done("train", recipe)
     run = str(user.folder / "r")
     losses = held_out(user, "r")

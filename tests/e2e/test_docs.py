@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.drill import Server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: Each page, how many blocks it has at least, and a file that it leaves.
@@ -26,16 +27,24 @@ BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DO
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "count", "left"), PAGES)
-def test_a_page_runs(page: str, count: int, left: str, shell: dict[str, str], tmp_path: Path) -> None:
+def test_a_page_runs(
+    page: str, count: int, left: str, shell: dict[str, str], drill_server: Server, tmp_path: Path
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(DOCS / "preemptible.sh", folder)
     blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
     assert len(blocks) >= count
     for language, expected, text in blocks:
-        command = ["bash", "-e", "-c", text] if language == "console" else [sys.executable, "-W", "ignore", "-c", text]
-        done = subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True, timeout=300, check=False)
         status = 0 if expected == "run" else int(expected.removeprefix("exit="))
+        if language == "python":
+            script = tmp_path / "block.py"
+            script.write_text(text, encoding="utf-8")
+            ran = drill_server.start(cwd=folder, script=script)
+            assert ran.wait(300) == status, f"{text}\n{ran.said}"
+            continue
+        command = ["bash", "-e", "-c", text]
+        done = subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == status, f"{text}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
     assert (folder / left).exists()

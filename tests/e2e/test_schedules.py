@@ -73,7 +73,7 @@ def test_a_run_has_the_rates_that_transformers_gives(
 )
 def test_a_run_that_goes_on_has_the_same_rates(name: str, arguments: dict[str, Any], user: User) -> None:
     train = {"lr_scheduler_type": name, "lr_scheduler_kwargs": arguments, "max_steps": 8}
-    recipe = user.recipe("r", train=train, eval={"every_steps": 1}, checkpoint={"every_steps": 3})
+    recipe = user.recipe("r", train=train, eval={"every_steps": 1, "samples": 0}, checkpoint={"every_steps": 3})
     user.done("train", recipe)
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     assert len(set(rates)) > 2
@@ -83,6 +83,6 @@ def test_a_run_that_goes_on_has_the_same_rates(name: str, arguments: dict[str, A
 def test_the_rate_falls_when_evaluations_get_no_better(user: User) -> None:
     arguments = {"patience": 1, "factor": 0.1, "threshold": 100.0, "threshold_mode": "abs"}  # nothing is better
     train = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": arguments, "max_steps": 6}
-    user.done("train", user.recipe("r", train=train, eval={"every_steps": 1}))
+    user.done("train", user.recipe("r", train=train, eval={"every_steps": 1, "samples": 0}))
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5])

@@ -60,6 +60,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16,
     },
 }
+#: The interpreter takes a second for each layer and two heads; one key of both queries is enough.
+INTERPRETED_SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
 #: Language models that are built only within a model of several towers, and two that are built within one as well.
 TOWERS = {row.text: name for name, row in families.MULTIMODAL.items() if row.text.endswith("_vl_text")}
 WITH_TOWERS = {**{name: name for name in ("gemma3", "mistral3")}, **TOWERS}
@@ -75,7 +77,11 @@ def model_of(family: str, kernels: str) -> Any:
         made = small_models.build(WITH_TOWERS[family])
         targets = r".*language_model.*_proj"
     else:
-        config = AutoConfig.for_model(family, **{**SMALL, **CHANGES.get(family, {})})
+        change = CHANGES.get(family, {})
+        if kernels == "interpreted" and "head_dim" not in change:
+            layers = len(change.get("layer_types", ("full_attention",)))
+            change = {**INTERPRETED_SMALL, "num_hidden_layers": layers, **change}
+        config = AutoConfig.for_model(family, **{**SMALL, **change})
         own = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config, attn_implementation=own, dtype=torch.float32)
