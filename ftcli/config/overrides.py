@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ftcli.config.extends import secrets_in
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, describe_kind
-from ftcli.config.yaml import parse_value
+from ftcli.config.yaml import MAX_DEPTH, parse_value
 from ftcli.errors import Finding, FtcliError, Origin
 
 #: Dotted keys of a recipe and the values that they are to have.
@@ -53,6 +53,9 @@ def _applied(tree: Tree, override: Override, findings: list[Finding]) -> Tree:
         problem = f"has no key, or an empty part in `{key}`" if separator else "has no `=`"
         help = "write --set section.key=value, as in --set train.learning_rate=1e-4"
         raise _Refused(Finding("FT130", f"the override {problem}", origin, help))
+    if len(path) > MAX_DEPTH:
+        help = "recipes nest about five deep"
+        raise _Refused(Finding("FT130", f"the override names a key {len(path):,} levels deep", origin, help))
     if path[0] == "extends":
         help = "write `extends` in a recipe file, or set the values one by one"
         raise _Refused(Finding("FT132", "`extends` cannot be set on the command line", origin, help))

@@ -50,11 +50,29 @@ def test_escapes_that_stand_for_no_character(tmp_path: Path, escape: str, code: 
         "logging:\n  - hf_token:\n      deep: SECRET: [\n",
         "password: |\n  first\n\n  SECRET\n\t",
         "wandb_api_key:\n  SECRET: {",
+        "x: &a SECRET\npassword: *a",
+        "x: {y: &a [b, SECRET]}\nrun: {password: [c, *a]}",
+        "x: &a\n  - b: c\n  - SECRET\ntoken: *a",
+        "headers: {Authorization: Bearer SECRET}",
+        "source: https://user:SECRET@host/x",
+        "source: [s3://:SECRET@host, postgres://me:SECRET@db:5432/x]",
     ],
 )
 def test_no_finding_shows_a_secret(tmp_path: Path, lines: str) -> None:
     error = refused(tmp_path, RECIPE + lines + "\n")
     assert "SECRET" not in findings_text(error.findings, Style(color=False))
+
+
+def test_addresses_without_a_password_are_shown() -> None:
+    for line in ("x: https://host:8080/a@b", "x: s3://me@host/a:b", "x: file:///a:b@c", "&a: *b", "x: a*b &c"):
+        assert mask(line) == line
+    assert mask("x: https://user:pw@host/x") == "x: https://*******@host/x"
+
+
+def test_keys_of_an_override_do_not_nest_without_end(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    with pytest.raises(FtcliError, match=r"FT130: the override names a key 50,001 levels deep"):
+        load_recipe(tmp_path / "r.yaml", [Override("a." * 50_000 + "b=1", "--set")])
 
 
 def test_what_follows_a_secret_is_shown_again() -> None:
@@ -64,7 +82,17 @@ def test_what_follows_a_secret_is_shown_again() -> None:
 
 def test_a_very_long_word_is_masked_at_once() -> None:
     begin = time.perf_counter()
-    for word in ("a" * 200_000, "a-" * 100_000, "a_" * 100_000, " " * 200_000, "token: " * 30_000, "hf_" * 60_000):
+    for word in (
+        "a" * 200_000,
+        "a-" * 100_000,
+        "a_" * 100_000,
+        " " * 200_000,
+        "token: " * 30_000,
+        "hf_" * 60_000,
+        "://a:" * 40_000,
+        "&a " * 60_000,
+        "://" + "a" * 200_000,
+    ):
         mask(word)
     assert time.perf_counter() - begin < 2
 
