@@ -7,6 +7,7 @@ part of a content that is a list: ``train`` and ``weight``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from ftcli.plain import JsonObject
@@ -26,8 +27,8 @@ def marks_of(turns: Sequence[Any], roles: Sequence[str], first: int = 0) -> dict
         Misfit: a mark that nothing can be made of: a weight between 0 and 1, or a turn of somebody else to be trained.
     """
     found: dict[int, Ranges | None] = {}
-    for index, (turn, role) in enumerate(zip(turns, roles, strict=True)):
-        number = first + index + 1
+    for place, (turn, role) in enumerate(zip(turns, roles, strict=True)):
+        number = first + place + 1
         name = f"message {number}"
         whole, parts = _wanted(turn, name), _parts(turn, name)
         if role != "assistant":
@@ -76,9 +77,12 @@ def _parts(turn: JsonObject, name: str) -> list[tuple[tuple[int, int], bool]]:
             start, end = end, end + len(str(part.get("text", "")))
             wanted = _wanted(part, f"a part of {name}")
             found += [((start, end), wanted)] if wanted is not None else []
-    for detail in turn.get("train_detail") or []:
+    details = turn.get("train_detail") or []
+    if not isinstance(details, list):
+        raise Misfit(f"{name}: 'train_detail' must be a list")
+    for detail in details:
         try:
-            place = (int(detail["begin_offset"]), int(detail["end_offset"]) + 1)  # axolotl counts the last one in
+            place = (index(detail["begin_offset"]), index(detail["end_offset"]) + 1)  # axolotl counts the last one in
             found.append((place, _flag(detail["train"], "train", name)))
         except (KeyError, TypeError, ValueError) as error:
             raise Misfit(f"{name}: each 'train_detail' needs begin_offset, end_offset and train") from error
