@@ -14,16 +14,27 @@ class _Unfailing(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        #: What the handler of a signal wrote in the middle of a write. It waits for that one's end.
+        self._late: list[str] = []
 
     def write(self, text: str) -> int:
-        # ValueError: the stream is closed. RuntimeError: a signal has come in the middle of a write, and its handler
-        # writes as well.
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            return self._stream.write(text)
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+            try:
+                self._stream.write(text)
+            except RuntimeError:  # "reentrant call"
+                self._late.append(text)
+            else:
+                self._catch_up()
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._stream.flush()
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._late:
+            self._stream.write(self._late.pop(0))
             self._stream.flush()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -42,6 +43,40 @@ def test_a_stream_that_fails_is_written_to_all_the_same() -> None:
     closed = io.StringIO()
     closed.close()
     print("lost", file=unfailing(closed), flush=True)
+
+
+class Interrupted(io.StringIO):
+    """A signal comes in the middle of a write or flush, and its handler writes into the same stream."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+        self._busy = False
+        self.outer: TextIO | None = None
+
+    def _do(self, name: str, *texts: str) -> int:
+        if self._busy:
+            raise RuntimeError("reentrant call inside")
+        if name == self._where and self.outer is not None:
+            self._busy, self._where = True, ""
+            print("SIGINT: said", file=self.outer, flush=True)
+            self._busy = False
+        return super().write(*texts) if texts else 0
+
+    def write(self, text: str) -> int:
+        return self._do("write", text)
+
+    def flush(self) -> None:
+        self._do("flush")
+
+
+@pytest.mark.parametrize("where", ["write", "flush"])
+def test_what_a_signal_says_in_the_middle_of_a_write_is_written_after_it(where: str) -> None:
+    stream = Interrupted(where)
+    stream.outer = unfailing(stream)
+    print("6/400", file=stream.outer, flush=True)
+    before, said, _ = stream.getvalue().partition("SIGINT: said\n")
+    assert ("6/400" in before, bool(said)) == (True, True)
 
 
 @pytest.mark.parametrize(
