@@ -60,13 +60,15 @@ class Several:
         gpus: How many there are.
         tokens_per_second_in_all: Of all of them, at the pace of the slowest.
         tokens_per_second_alone: The sum of what each achieved alone.
-        share_of_single_gpus: The one over the other.
+        tokens_per_second_of_each_alone: What that is the sum of: the slowest sets the pace of all.
+        share_of_single_gpus: The first over the second.
         peak_memory_bytes_of_each: The most that each needed.
     """
 
     gpus: int
     tokens_per_second_in_all: float
     tokens_per_second_alone: float
+    tokens_per_second_of_each_alone: tuple[float, ...]
     share_of_single_gpus: float
     peak_memory_bytes_of_each: tuple[int, ...]
 

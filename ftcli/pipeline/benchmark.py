@@ -233,8 +233,8 @@ def _several(
     told = group.gather(torch.tensor([alone, tokens, seconds, float(peak)], dtype=torch.float64))
     rows = [row.tolist() for row in told]
     in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
-    singly = sum(row[0] for row in rows)
-    return Several(group.size, in_all, singly, in_all / singly, tuple(int(row[3]) for row in rows))
+    each = tuple(row[0] for row in rows)
+    return Several(group.size, in_all, sum(each), each, in_all / sum(each), tuple(int(row[3]) for row in rows))
 
 
 def _rate(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:

@@ -20,7 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_RANDOM = ("--set", "model.init=random", "--set", "model.tokenizer=bytes", "--set", "data.eval=[]", "--offline")
+_RANDOM = (
+    "--set",
+    "model.init=random",
+    "--set",
+    "model.tokenizer=bytes",
+    "--set",
+    "data.eval=[]",
+    "--set",
+    "eval.every_steps=null",
+    "--offline",
+)
 _SMALL = (
     "--set",
     "logging.every_steps=1",
