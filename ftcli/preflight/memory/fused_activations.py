@@ -59,14 +59,8 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         rotated = c * (shape.q_width + shape.kv_width)
         kept = c * (2 * shape.q_width + 2 * shape.kv_width) + 4 * shape.num_heads
         if shape.family.head_norm:
-            kept += rotated + 4 * (shape.num_heads + shape.num_kv_heads)
-            if reference and c != 4:
-                kept += 4 * (shape.q_width + shape.kv_width)
-            if reference and setting.full:  # torch keeps what a trained weight multiplies
-                kept += (4 if shape.family.norm == "gemma" else c) * (shape.q_width + shape.kv_width)
-        elif reference:
-            kept += rotated
-        return kept
+            return kept + rotated + _head_norms(shape, setting, reference=reference)
+        return kept + (rotated if reference else 0)
 
     def forward(shape: ModelShape, setting: Setting) -> float:
         scores = _scores(shape, setting) if capped_without_kernel else 0
@@ -84,6 +78,17 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
     return LayerMemory(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
+
+
+def _head_norms(shape: ModelShape, setting: Setting, *, reference: bool) -> float:
+    """What the norms of queries and keys keep beside their outputs."""
+    c, width = setting.bytes_compute, shape.q_width + shape.kv_width
+    kept = 4.0 * (shape.num_heads + shape.num_kv_heads)
+    if reference and c != 4:
+        kept += 4 * width
+    if reference and setting.full:  # torch keeps what a trained weight multiplies
+        kept += (4 if shape.family.norm == "gemma" else c) * width
+    return kept
 
 
 def _adapters(shape: ModelShape, setting: Setting) -> float:
