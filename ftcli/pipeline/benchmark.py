@@ -163,7 +163,6 @@ def _measure(
 
     from ftcli.job import open_job
     from ftcli.pipeline import build
-    from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.bench import (
         Joining,
         StepProfiler,
@@ -174,6 +173,7 @@ def _measure(
         synthetic_rows,
     )
     from ftcli.trainers.graphed import why_not_graphed
+    from ftcli.trainers.hooks import TrainerHooks
     from ftcli.trainers.sft import build_sft_trainer
     from ftcli.trainers.together import numbers_agreed
 

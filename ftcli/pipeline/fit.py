@@ -25,9 +25,9 @@ from ftcli.run.status import Trained, TrainingSummary
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.trainers.base import TrainerHooks
     from ftcli.trainers.best import Stopping
     from ftcli.trainers.callbacks import RunCallback
+    from ftcli.trainers.hooks import TrainerHooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def fit(
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
     from ftcli.model.saved import check_saved, require_saveable, save_weights
-    from ftcli.trainers.base import TrainerHooks, not_interruptible
     from ftcli.trainers.callbacks import RunCallback, Schedule
+    from ftcli.trainers.hooks import TrainerHooks, not_interruptible
 
     recipe = job.recipe
     evaluates = evaluate is not None and recipe.eval.every_steps is not None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,10 +16,10 @@ from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.checkpoint import TRAINER_STATE
-from ftcli.run.completions import Completion
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.best import Best, Stopping, measured
+from ftcli.trainers.best import Best, measured
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState, readable
+from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
 from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
@@ -32,43 +30,6 @@ if TYPE_CHECKING:
 #: What a trainer is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
 #: everything between the others, such as collating and logging.
 Doing: TypeAlias = Phase | Literal["step", "saving"]
-
-
-class CheckpointStore(Protocol):
-    """Where checkpoints go (ftcli.run.checkpoint)."""
-
-    def staging(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to write into; it becomes the checkpoint of ``step`` when the block ends well."""
-        ...
-
-    def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
-        """Removes all but the newest complete checkpoints, and those of ``spared`` steps."""
-        ...
-
-
-def not_interruptible(_phase: str) -> AbstractContextManager[None]:
-    """A block that a signal does not end."""
-    return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerHooks:
-    """What the pipeline gives a trainer: storage, evaluation, and how many checkpoints to keep.
-
-    With ``keep_best`` the checkpoint of the best evaluation is saved and kept; ``stopping`` ends training early.
-    ``before_checkpoint`` puts the metrics on disk, so that no checkpoint is ahead of them. ``interruptible`` is entered
-    around evaluation, which is told the step: a signal raises StopRequested in it. ``completions`` takes what a model
-    that learns from rewards said at a logging step.
-    """
-
-    checkpoints: CheckpointStore | None
-    keep_last: int
-    evaluate: Callable[[int], dict[str, float]] | None
-    before_checkpoint: Callable[[], None] | None = None
-    interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
-    keep_best: bool = False
-    stopping: Stopping | None = None
-    completions: Callable[[int, Sequence[Completion]], None] | None = None
 
 
 class RunTrainerMixin(OptimisationMixin):

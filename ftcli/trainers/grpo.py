@@ -24,8 +24,9 @@ from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
 from ftcli.run.completions import Completion
-from ftcli.trainers.base import RunTrainerMixin, TrainerHooks
+from ftcli.trainers.base import RunTrainerMixin
 from ftcli.trainers.graphed import use_stack
+from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.parity import Parity, check_parity
 from ftcli.trainers.policy import PolicyMixin

@@ -24,8 +24,9 @@ from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter
 from ftcli.tables import optimizers, policies
-from ftcli.trainers.base import NO_SAVING, RunTrainerMixin, TrainerHooks
+from ftcli.trainers.base import NO_SAVING, RunTrainerMixin
 from ftcli.trainers.graphed import use_stack
+from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.quantised import warm_up
 from ftcli.trainers.scaling import use_loss_scaling

@@ -30,8 +30,8 @@ from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Session, SilentReporter
-from ftcli.trainers.base import TrainerHooks
 from ftcli.trainers.bench import synthetic_tokens
+from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.sft import build_sft_trainer
 
 #: What the profiler calls a launch.
