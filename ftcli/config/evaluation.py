@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,12 @@ class GenerateConfig(Section):
     max_new_tokens: Count = Field(default=64, description="Longest completion in tokens.")
     do_sample: bool = Field(default=False, description="Sample instead of taking the likeliest token.")
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
+    overflow: Literal["end", "sliding"] = Field(
+        default="end",
+        description="What happens where prompt and completion reach data.max_seq_len: `end` ends the completion and "
+        "says so; `sliding` goes on, and the oldest tokens are dropped, a quarter of data.max_seq_len at a time. "
+        "Prompts that are longer are data.overlong's.",
+    )
 
 
 class TaskConfig(Section):

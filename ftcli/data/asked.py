@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ftcli.config import DataConfig, DatasetConfig, GrpoConfig
+from ftcli.config import DataConfig, DatasetConfig, GenerateConfig, GrpoConfig
 from ftcli.data.budget import Budget
 from ftcli.data.ledger import skipped_finding
 from ftcli.data.prepare import allowed_of
@@ -47,10 +47,14 @@ class Room:
     cut_to: int | None = None
 
 
-def room_of_task(data: DataConfig, max_new_tokens: int) -> Room:
-    """A prompt of a task and at least one token of its answer fit ``data.max_seq_len``."""
-    longest = data.max_seq_len
+def room_of_task(data: DataConfig, generate: GenerateConfig) -> Room:
+    """A prompt of a task and at least one token of its answer fit ``data.max_seq_len``; where the window slides, the
+    prompt does.
+    """
+    longest, max_new_tokens = data.max_seq_len, generate.max_new_tokens
     help = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
+    if generate.overflow == "sliding":
+        return Room(longest, "FT431", f"more than data.max_seq_len {longest}", help, longest)
     return Room(
         longest - 1, "FT431", f"which leaves no room for an answer in data.max_seq_len {longest}", help,
         max(1, longest - max_new_tokens),

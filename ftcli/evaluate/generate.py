@@ -42,14 +42,7 @@ def generate(
     stops: Sequence[int],
     max_length: int | None = None,
 ) -> list[str]:
-    """One completion for each prompt text, special tokens removed, in the order given.
-
-    What is sampled depends on torch's random numbers and on the prompt's place among ``prompts``, not on the others.
-
-    Args:
-        batch_size: Most rows at once. Where so many do not fit into memory it is halved, with the warning FT764.
-        max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
-            shorter.
+    """One completion for each prompt text, special tokens removed, in the order given. As :func:`complete`.
 
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
@@ -57,31 +50,95 @@ def generate(
     """
     if not prompts:
         return []
-    sampling = _sampling(model, config)
-    seed = int(torch.randint(2**62, ())) if config.do_sample else 0
-    requests = [
-        _request(ids, config, max_length, row_seed(seed, at)) for at, ids in enumerate(_ids(tokenizer, prompts))
-    ]
-    asked = _Asked(model, plan, device, int(tokenizer.pad_token_id), sampling, Stopping(Stops(frozenset(stops)), None))
-    done: dict[int, Completion] = {}
-    rows = min(batch_size, len(requests))
-    with answering(model), reporter.progress(len(prompts), "generating") as progress:
-        while len(done) < len(requests):
-            # The longest come first: what does not fit is seen at once.
-            left = sorted({*range(len(requests))} - {*done}, key=lambda at: -len(requests[at].prompt))
-            if _finished(asked, requests, left, rows, done, progress):
-                break
-            if rows == 1:
-                raise too_long("generation", None)
-            reporter.finding(halved("generation", rows, rows // 2))
-            rows //= 2
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    cut = sum(one.limit < config.max_new_tokens and done[at].ended == "limit" for at, one in enumerate(requests))
-    if cut:
-        reporter.warn(f"{cut:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
-    kept = [done[at].tokens for at in range(len(requests))]
+    ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
+    kept = complete(
+        model,
+        ids,
+        config,
+        pad=int(tokenizer.pad_token_id),
+        batch_size=batch_size,
+        plan=plan,
+        device=device,
+        reporter=reporter,
+        stops=stops,
+        max_length=max_length,
+    )
     return [str(text) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+
+
+def complete(
+    model: PreTrainedModel | PeftModel,
+    prompts: Sequence[Sequence[int]],
+    config: GenerateConfig,
+    *,
+    pad: int,
+    batch_size: int,
+    plan: DtypePlan,
+    device: torch.device,
+    reporter: Reporter,
+    stops: Sequence[int],
+    max_length: int | None = None,
+) -> list[list[int]]:
+    """The tokens of one completion for each prompt, that which ended it among them, in the order given.
+
+    What is sampled depends on torch's random numbers and on the prompt's place among ``prompts``, not on the others.
+
+    Args:
+        batch_size: Most rows at once. Where so many do not fit into memory it is halved, with the warning FT764.
+        max_length: Most tokens of a prompt and its completion, which ends there; how many did is told. Every prompt is
+            shorter. Where ``config.overflow`` is ``sliding`` a completion goes on, and the model sees so many of the
+            last tokens.
+
+    Raises:
+        FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
+            finite.
+    """
+    seed = int(torch.randint(2**62, ())) if config.do_sample else 0
+    stopping = Stopping(Stops(frozenset(stops)), None)
+    asked = _Asked(model, plan, device, pad, _sampling(model, config), stopping, reporter)
+    window = _Window(config, max_length, seed)
+    kept: list[list[int]] = [[] for _ in prompts]
+    going, cut, turn = list(range(len(prompts))), 0, 0
+    with answering(model), reporter.progress(len(prompts), "generating") as progress:
+        while going:
+            requests = [window.request([*prompts[at], *kept[at]], len(kept[at]), at, turn) for at in going]
+            done = _complete(asked, requests, min(batch_size, len(requests)), progress)
+            limited = []
+            for at, found in zip(going, done, strict=True):
+                kept[at] += found.tokens
+                if found.ended == "limit" and len(kept[at]) < config.max_new_tokens:
+                    limited.append(at)
+            going, turn = (limited, turn + 1) if window.slides else ([], turn)
+            cut = len(limited)
+    if cut and not window.slides:
+        reporter.warn(f"{cut:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """How much of a text a model sees and what room is left behind it."""
+
+    config: GenerateConfig
+    length: int | None
+    seed: int
+
+    @property
+    def slides(self) -> bool:
+        """Whether completions go on where the window is full."""
+        return self.config.overflow == "sliding" and self.length is not None
+
+    def request(self, ids: Sequence[int], made: int, at: int, turn: int) -> Request:
+        """The next tokens of prompt ``at``, of which ``ids`` is all that there is, ``made`` of it by the model.
+
+        A window that is full drops its oldest quarter: the rest is read anew, from position 0.
+        """
+        limit = self.config.max_new_tokens - made
+        if self.length is not None:
+            if self.slides and len(ids) >= self.length:
+                ids = ids[len(ids) - self.length + max(1, self.length // 4) :]
+            limit = min(limit, self.length - len(ids))
+        return Request(tuple(ids), limit, (row_seed(self.seed + turn, at),))
 
 
 @contextmanager
@@ -115,6 +172,24 @@ class _Asked:
     pad: int
     sampling: Sampling
     stopping: Stopping
+    reporter: Reporter
+
+
+def _complete(asked: _Asked, requests: Sequence[Request], rows: int, progress: Progress) -> list[Completion]:
+    """All requests, ``rows`` at once and fewer where they do not fit. Raises FtcliError FT761 when one does not."""
+    done: dict[int, Completion] = {}
+    while len(done) < len(requests):
+        # The longest come first: what does not fit is seen at once.
+        left = sorted({*range(len(requests))} - {*done}, key=lambda at: -len(requests[at].prompt))
+        if _finished(asked, requests, left, rows, done, progress):
+            break
+        if rows == 1:
+            raise too_long("generation", None)
+        asked.reporter.finding(halved("generation", rows, rows // 2))
+        rows //= 2
+        if asked.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return [done[at] for at in range(len(requests))]
 
 
 def _finished(
@@ -142,17 +217,6 @@ def _finished(
     except torch.OutOfMemoryError:
         return False
     return True
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokens of rendered prompts; the template has written all special ones."""
-    found: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-    return found
-
-
-def _request(ids: Sequence[int], config: GenerateConfig, max_length: int | None, seed: int) -> Request:
-    limit = config.max_new_tokens if max_length is None else min(config.max_new_tokens, max_length - len(ids))
-    return Request(tuple(ids), limit, (seed,))
 
 
 def _sampling(model: PreTrainedModel | PeftModel, config: GenerateConfig) -> Sampling:

@@ -169,6 +169,6 @@ class Evaluator:
     def _read(
         self, data: DataConfig, sources: Sequence[DatasetConfig], max_rows: int | None
     ) -> tuple[list[Asked], list[Finding]]:
-        room = room_of_task(data, self.job.recipe.eval.generate.max_new_tokens)
+        room = room_of_task(data, self.job.recipe.eval.generate)
         offline = self.job.session.offline
         return asked_rows(sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows)

@@ -89,7 +89,7 @@ def _look(looking: Looking, report: PreflightReport, tokenizer: PreTrainedTokeni
     else:
         looking.rows("data.train", _local(recipe.data.train), stops)
         looking.rows("data.eval", _local(recipe.data.eval), stops)
-    room = room_of_task(recipe.data, recipe.eval.generate.max_new_tokens)
+    room = room_of_task(recipe.data, recipe.eval.generate)
     for task in recipe.eval.tasks:
         looking.prompts("eval.tasks", _local(task.data or recipe.data.eval), room, task.max_rows)
 

@@ -16,8 +16,14 @@ import yaml
 from safetensors.torch import load_file
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig
+from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
+from ftcli.evaluate.generate import complete
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.bitnet import finish
+from ftcli.model.checkpoint import read_config
+from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.model.tokenizer import load_tokenizer
+from ftcli.reporting import SilentReporter
 from tests.e2e.conftest import User
 
 SCRATCH: dict[str, Any] = {
@@ -75,6 +81,34 @@ def test_five_failures_of_lengths_train_with_hidden_size_512(user: User, length:
     assert result["tokens"] == 2 * length
     assert result["eval"]["tokens"] == 2 * (length - 1)
     assert all(math.isfinite(loss) for loss in user.losses("run"))
+
+
+def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path: Path) -> None:
+    """Elsewhere the token that was to be kept was overwritten, and 64 tokens that were asked for gave none."""
+    settings, cpu = QuantizationConfig(method="bitnet"), torch.device("cpu")
+    holding = Holding(settings, torch.float32, cpu, trained=True)
+    config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
+    fresh = random_quantized(config, holding, "sdpa", 0)
+    finish(fresh, kernels=True)
+    fresh.save_pretrained(tmp_path / "saved")
+    saved_config = read_config(str(tmp_path / "saved"), revision=None, offline=True)
+    saved = load_quantized(str(tmp_path / "saved"), saved_config, holding, "sdpa", revision=None, offline=True)
+    text = list(range(8, 200)) * 3
+    full = [text[:512], text[:511], [7]]
+    options: dict[str, Any] = {
+        "pad": 0,
+        "batch_size": 3,
+        "plan": DtypePlan("float32", None, "float32", False, "a test"),
+        "device": cpu,
+        "reporter": SilentReporter(),
+        "stops": (),
+        "max_length": 512,
+    }
+    found = complete(fresh, full, GenerateConfig(max_new_tokens=512, overflow="sliding"), **options)
+    assert [len(tokens) for tokens in found] == [512, 512, 512]
+    assert complete(saved, full[:1], GenerateConfig(max_new_tokens=512, overflow="sliding"), **options) == found[:1]
+    (ended,) = complete(fresh, full[1:2], GenerateConfig(max_new_tokens=512), **options)
+    assert ended == found[1][:1]  # the window was full then
 
 
 def unigram_loss(train: tuple[str, int], held_out: tuple[str, int], length: int) -> float:

@@ -70,7 +70,7 @@ def _lengths(context: Context) -> Findings:
     recipe = context.recipe
     if context.scores_tasks and recipe.eval.tasks:
         longest, new = recipe.data.max_seq_len, recipe.eval.generate.max_new_tokens
-        if new >= longest:
+        if new >= longest and recipe.eval.generate.overflow == "end":
             yield context.error(
                 "FT267",
                 "eval.generate.max_new_tokens",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.config import DataConfig, GrpoConfig
+from ftcli.config import DataConfig, GenerateConfig, GrpoConfig
 from ftcli.data.asked import Asked, Room, asked_rows, room_of_grpo, room_of_task
 from ftcli.errors import Finding, FtcliError
 
@@ -29,7 +29,7 @@ def ask(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Ask:
             lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
             Path(paths[-1]).write_text("\n".join(lines) + "\n")
         data = DataConfig.model_validate({"eval": paths, "max_seq_len": 100, **options})
-        room = room or room_of_task(data, 10)
+        room = room or room_of_task(data, GenerateConfig(max_new_tokens=10))
         return asked_rows(data.eval, data, bytes_tokenizer, room, offline=True, max_rows=max_rows)
 
     return _ask

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.config import DataConfig
+from ftcli.config import DataConfig, GenerateConfig
 from ftcli.data.asked import room_of_task
 from ftcli.data.budget import Budget
 from ftcli.data.look import Looking
@@ -77,10 +77,10 @@ def test_prompts_stop_as_well(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path
     data = data_of(tmp_path, *[{"prompt": "q", "answer": "a"}] * 50, {"prompt": 3, "answer": "a"})
     for questions, rows in ((1, 0), (20, 19)):
         looking = Looking(data, bytes_tokenizer, Counted(questions), cache_dir=None, reporter=SilentReporter())
-        looking.prompts("eval.tasks", data.train, room_of_task(data, 10))
+        looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
         looking.raise_failures()
         assert [(one.rows, one.whole) for one in looking.found] == [(rows, False)]
     looking = Looking(data, bytes_tokenizer, Budget(1e6), cache_dir=None, reporter=SilentReporter())
-    looking.prompts("eval.tasks", data.train, room_of_task(data, 10))
+    looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
     with pytest.raises(FtcliError, match="FT412"):
         looking.raise_failures()
