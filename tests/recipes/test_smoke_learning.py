@@ -49,12 +49,17 @@ def grpo(capture: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict
     return done(capture, "grpo", recipe, "--output-dir", run, *GRPO, *words)
 
 
-def test_grpo_raises_held_out_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = grpo(capsys, tmp_path)
-    assert 0.15 < result["before"]["exact_match"] < 0.5
-    assert result["after"]["exact_match"] > 0.9
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_raises_held_out_accuracy(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = grpo(capsys, tmp_path, "--set", f"run.seed={seed}")
+    before, after = result["before"]["exact_match"], result["after"]["exact_match"]
+    assert after >= 0.8
+    assert after - before >= 0.4
 
 
-def test_grpo_learns_nothing_from_shuffled_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = grpo(capsys, tmp_path, "--set", "grpo.shuffle_rewards=true")
-    assert abs(result["after"]["exact_match"] - result["before"]["exact_match"]) < 0.15
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_grpo_learns_nothing_from_shuffled_rewards(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = grpo(capsys, tmp_path, "--set", "grpo.shuffle_rewards=true", "--set", f"run.seed={seed}")
+    assert result["after"]["exact_match"] - result["before"]["exact_match"] < 0.15
