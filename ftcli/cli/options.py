@@ -51,6 +51,9 @@ GpusOption = Annotated[
         "--gpus", metavar="N|auto", help="Train on N GPUs, or on all that are visible (launch.num_processes)."
     ),
 ]
+DryRewardsOption = Annotated[
+    bool, typer.Option("--dry-rewards", help="Only score sample texts for some rows: known answers and others.")
+]
 CheckpointOption = Annotated[
     str | None,
     typer.Option("--checkpoint", metavar="STEP|best", help="A checkpoint of the run in place of its result."),

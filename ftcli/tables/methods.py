@@ -25,6 +25,7 @@ class Method:
         help: The help text of its command.
         run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
             ``(loaded, session, group)``.
+        dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
         memory: Code: a function ``Setup -> MethodMemory`` (:mod:`ftcli.preflight.memory.methods`).
         section: The recipe's section that holds its settings; None: ``train`` says it all.
         rules: Code: ``Context -> findings``, rules of its own about the recipe; None: the common ones.
@@ -46,6 +47,7 @@ class Method:
     help: str
     run: str
     memory: str
+    dry: str | None = None
     section: str | None = None
     rules: str | None = None
     row_rules: str | None = None
@@ -79,6 +81,7 @@ The rewards are those of the recipe's grpo section: built-in ones, or Python fun
 Examples:
   ftcli grpo recipes/smoke-grpo.yaml
   ftcli grpo recipes/mistral-7b-grpo.yaml --set grpo.num_generations=4 --max-steps 20
+  ftcli grpo recipes/mistral-7b-grpo.yaml --dry-rewards
 """
 
 TABLE: Mapping[str, Method] = MappingProxyType(
@@ -99,6 +102,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             _GRPO_HELP,
             run="ftcli.pipeline.reinforcement:train_grpo",
             memory="ftcli.preflight.memory.methods:grpo",
+            dry="ftcli.pipeline.dry_rewards:dry_rewards",
             section="grpo",
             rules="ftcli.preflight.checks.grpo:check",
             row_rules="ftcli.preflight.checks.grpo:check_rows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -67,6 +68,10 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
     recipe = user.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3}, **change)
     user.done("grpo", recipe)
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
+    agreed = json.loads((user.folder / "r" / "manifest.json").read_text())["log_probs"]
+    assert agreed["plain_mean"] <= agreed["allowed_mean"]
+    assert agreed["sampler_mean"] is None or agreed["sampler_mean"] <= agreed["allowed_mean"]
+    assert all(line["groups_without_spread"] >= 0 for line in user.metrics("r") if "loss" in line)
     if "lr_scheduler_kwargs" in train:
         assert len(set(rates)) > 1
     assert any(line["grad_norm"] > 0 for line in user.metrics("r") if "loss" in line)
@@ -96,3 +101,22 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
     assert [
         finding["message"] for finding in document["findings"] if finding["code"] == code and said in finding["message"]
     ]
+
+
+def test_rewards_are_tried_before_a_weight_is_loaded(user: User) -> None:
+    file = user.folder / "mine.py"
+    file.write_text("async def score(completions, prompts, answer, **columns):\n    return [0.5] * len(completions)\n")
+    rewards = [{"use": "exact_match"}, {"file": f"{file}:score", "weight": 2.0}]
+    recipe = user.recipe("r", grpo={**GRPO, "rewards": rewards}, data=DATA)
+    status, document = user.run("grpo", recipe, "--dry-rewards")
+    assert status == 0, document["findings"]
+    right, mine = document["result"]["rewards"]
+    assert (right["right"], right["others"], right["constant"]) == (1.0, 0.0, False)
+    assert (mine["mean"], mine["deviation"], mine["constant"]) == (0.5, 0.0, True)
+    assert [finding["code"] for finding in document["findings"] if finding["severity"] == "warning"] == ["FT278"]
+    assert document["result"]["rows_without_spread"] == 0
+    assert not (user.folder / "r").exists()
+    file.write_text("def score(completions, prompts, **columns):\n    raise KeyError('answer')\n")
+    status, document = user.run("grpo", recipe, "--dry-rewards")
+    assert (status, document["findings"][-1]["code"]) == (4, "FT455")
+    assert user.run("train", recipe, "--dry-rewards")[0] == 2

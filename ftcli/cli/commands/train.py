@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.reporting import Session
+from ftcli.tables import code_of
 from ftcli.tables.methods import Method
 
 
@@ -21,6 +23,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         max_steps: options.MaxStepsOption = None,
         resume: options.ResumeOption = None,
         gpus: options.GpusOption = None,
+        dry_rewards: options.DryRewardsOption = False,
         json: options.JsonOption = False,
         quiet: options.QuietOption = False,
         offline: options.OfflineOption = False,
@@ -30,6 +33,10 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
             from ftcli import pipeline
 
             changes = options.overrides(set_, output_dir=output_dir, max_steps=max_steps, resume=resume)
+            if dry_rewards and method.dry is not None:
+                with results_only_on_stdout():
+                    result: object = code_of(method.dry)(options.load(recipe, changes), session)
+                return result
             spread = ranks.spread(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
             if isinstance(spread, ranks.Ended):
                 return spread
@@ -39,5 +46,9 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         common = options.common(json, quiet, offline, debug)
         return Request(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)
 
+    if method.dry is None:
+        signature = inspect.signature(train)
+        kept = [each for name, each in signature.parameters.items() if name != "dry_rewards"]
+        train.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
     train.__doc__ = method.help
     return train

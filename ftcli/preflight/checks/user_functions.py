@@ -63,10 +63,6 @@ def _assigns(tree: ast.Module, name: str) -> bool:
 
 
 def _signature(context: Context, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Findings:
-    if isinstance(node, ast.AsyncFunctionDef):
-        message = f"{node.name} is async; it is called as a plain function"
-        yield context.error("FT452", path, message, help="write `def` instead of `async def`")
-        return
     arguments = node.args
     named = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}
     missing = [name for name in ("completions", "prompts") if name not in named]
