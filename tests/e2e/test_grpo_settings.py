@@ -71,7 +71,7 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
     agreed = json.loads((user.folder / "r" / "manifest.json").read_text())["log_probs"]
     assert agreed["plain_mean"] <= agreed["allowed_mean"]
     assert agreed["sampler_mean"] is None or agreed["sampler_mean"] <= agreed["allowed_mean"]
-    assert all(line["groups_without_spread"] >= 0 for line in user.metrics("r") if "loss" in line)
+    assert any("groups_without_spread" in line for line in user.metrics("r"))
     if "lr_scheduler_kwargs" in train:
         assert len(set(rates)) > 1
     assert any(line["grad_norm"] > 0 for line in user.metrics("r") if "loss" in line)

@@ -47,7 +47,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
         return Request(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)
 
     if method.dry is None:
-        signature = inspect.signature(train)
+        signature = inspect.signature(train, eval_str=True)
         kept = [each for name, each in signature.parameters.items() if name != "dry_rewards"]
         train.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
     train.__doc__ = method.help
