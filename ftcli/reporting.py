@@ -83,6 +83,7 @@ class Session:
     Attributes:
         is_tty: Whether messages go to a terminal.
         command: The command line with secrets masked, for the manifest.
+        arguments: The words after ``ftcli`` as they were given, to start it again with; never written anywhere.
         environment: The few variables that change what a run computes or where it runs (``CUDA_VISIBLE_DEVICES``,
             ``SLURM_JOB_ID`` ...); never secrets.
         cache_dir: Where tokenized data is cached; None for nowhere.
@@ -96,6 +97,7 @@ class Session:
     debug: bool = False
     is_tty: bool = False
     command: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=_no_environment)
     cache_dir: Path | None = None
     place: Place | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ def spread(
         devices = children.devices(str(wanted), os.environ, _count)
     from ftcli.cli.workers import run_ranks
 
-    return run_ranks(sys.argv[1:], wanted, [device for device in devices if device is not None])
+    return run_ranks(session.arguments, wanted, [device for device in devices if device is not None])
 
 
 def exit_code(result: object) -> int:

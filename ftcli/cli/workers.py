@@ -33,7 +33,7 @@ _NOTHING_TO_DO_SECONDS = 20.0
 class Ranks:
     """The processes, each in a session of its own: what a terminal sends reaches them through this one, once."""
 
-    def __init__(self, words: Sequence[str], count: int, devices: Sequence[str], folder: Path) -> None:
+    def __init__(self, command: Sequence[str], count: int, devices: Sequence[str], folder: Path) -> None:
         self._folder = folder
         self._signalled = 0
         self._lost: dict[int, str] = {}
@@ -41,7 +41,7 @@ class Ranks:
         prepare = obeying()
         self._processes = [
             subprocess.Popen(  # noqa: S603 - words of ours, and no shell
-                [sys.executable, "-P", "-m", "ftcli", *words],
+                command,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment_of(rank, count, devices, folder)},
                 start_new_session=True,
@@ -131,7 +131,7 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
 def run_ranks(words: Sequence[str], count: int, devices: Sequence[str]) -> Ended:
     """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none."""
     with tempfile.TemporaryDirectory(prefix="ftcli-ranks-") as folder:
-        return Ranks(words, count, devices, Path(folder)).wait()
+        return Ranks([sys.executable, "-P", "-m", "ftcli", *words], count, devices, Path(folder)).wait()
 
 
 def signal_name(number: int) -> str:
