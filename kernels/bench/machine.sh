@@ -35,6 +35,9 @@ steps() {
   step qwen3-8b-none qwen3-8b false
   step mistral-7b-none llama3.1-8b false --set model.name_or_path=mistralai/Mistral-7B-v0.3
   step llama3.1-8b-nf4-lean llama3.1-8b-qlora offload --batch 1 --seq 2048
+  local full=(--set model.name_or_path=Qwen/Qwen3-4B --set lora=null)
+  step qwen3-4b-full qwen3-8b false "${full[@]}" --profile
+  step qwen3-4b-full-bf16 qwen3-8b false "${full[@]}" --set train.pure_bf16=true --set train.bf16_stochastic_round=true
 }
 
 kernels() {

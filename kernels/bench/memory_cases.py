@@ -139,6 +139,7 @@ def grid_cases() -> list[Case]:
         _bench("qwen3-8b", 4, 4096, "offload", _NF4),
         _bench("gemma2-2b", 1, 1024, "true", "lora=null"),
         _bench("gemma2-2b", 2, 2048, "true", "lora=null", "train.optim=adamw_torch_fused"),
+        _bench("gemma2-2b", 1, 4096, "selective", "lora=null", "train.pure_bf16=true"),
         Case(
             "mistral-7b-grpo, completions of 64, two steps",
             "mistral-7b-grpo",
