@@ -33,6 +33,10 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(float, _Dumper.represent_float)
 
 
+#: Levels of a recipe that was dumped, far beyond what there are.
+_DEEPEST = 100
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text of `recipe` in the order of its models."""
     text: str = yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -42,9 +46,16 @@ def dump_recipe(recipe: Recipe) -> str:
 def undumped(text: str) -> Any:
     """The values of a recipe that was dumped, read by libyaml where PyYAML has it (it takes a seventh of the time).
 
-    Raises yaml.YAMLError, or ValueError, for what is no YAML.
+    Raises yaml.YAMLError, or ValueError, for what is no YAML, or nested deeper than any recipe: libyaml's bindings go
+    down by recursion, without a limit.
     """
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError(f"nested more than {_DEEPEST} levels deep")
+    return yaml.load(text, Loader=loader)  # noqa: S506 - both are safe
 
 
 def flow_text(value: Any) -> str:

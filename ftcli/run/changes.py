@@ -85,13 +85,14 @@ def settings_of(recipe_yaml: str) -> dict[str, str]:
     Raises:
         ValueError: It is not the YAML of a map.
     """
-    return _flatten(_with_defaults(_parse(recipe_yaml)))
+    return _flatten(_with_defaults(map_of(recipe_yaml)))
 
 
-def _parse(text: str) -> JsonObject:
+def map_of(text: str) -> JsonObject:
+    """The map that a run's recipe.yaml is. Raises ValueError for anything else, however deeply nested."""
     try:
         value = undumped(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {error}") from error
     if not isinstance(value, dict):
         raise ValueError("not a map")

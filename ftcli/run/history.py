@@ -13,6 +13,7 @@ from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
 from ftcli.run.metrics import MetricsLine, read_metrics
+from ftcli.run.report.values import is_number, number_or_none
 from ftcli.run.status import read_status
 
 #: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.
@@ -77,17 +78,19 @@ def summarise(path: Path) -> RunSummary:
     run = RunDirectory(path)
     status, evaluation = read_status(run.status_path), read_json_object(run.eval_path)
     lines = metrics_of(run)
-    training = [line for line in lines if _number(line.get("loss")) is not None or "reward" in line]
+    training = [line for line in lines if is_number(line.get("loss")) or "reward" in line]
     last: MetricsLine = training[-1] if training else {}
-    held_out: MetricsLine = next((line for line in reversed(lines) if _number(line.get("eval_loss")) is not None), {})
+    held_out: MetricsLine = next(
+        (line for line in reversed(lines) if number_or_none(line.get("eval_loss")) is not None), {}
+    )
     result = evaluation.get("run")
     scores: JsonMap = result if isinstance(result, dict) else {}
     return RunSummary(
         path=path,
         state=_state(path, None if status is None else status.state),
         step=int(last["step"]) if last else None,
-        loss=_number(last.get("loss")),
-        reward=_number(last.get("reward")),
+        loss=number_or_none(last.get("loss")),
+        reward=number_or_none(last.get("reward")),
         eval_loss=_first(scores.get("loss"), held_out.get("eval_loss")),
         token_accuracy=_first(scores.get("token_accuracy"), held_out.get("eval_token_accuracy")),
         tasks=_tasks(scores.get("tasks")),
@@ -117,12 +120,12 @@ def _state(path: Path, state: str | None) -> str:
 
 def _tasks(found: object) -> dict[str, float]:
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-    scores = {str(row.get("name")): _number(row.get("value")) for row in rows}
+    scores = {str(row.get("name")): number_or_none(row.get("value")) for row in rows}
     return {name: score for name, score in scores.items() if score is not None}
 
 
 def _values(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    return [value for line in lines if (value := _number(line.get(name))) is not None]
+    return [value for line in lines if (value := number_or_none(line.get(name))) is not None]
 
 
 def _median(lines: Sequence[MetricsLine], name: str) -> float | None:
@@ -130,14 +133,10 @@ def _median(lines: Sequence[MetricsLine], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def _whole(value: object) -> int | None:
-    number = _number(value)
+    number = number_or_none(value)
     return None if number is None else int(number)
 
 
 def _first(*values: object) -> float | None:
-    return next((number for value in values if (number := _number(value)) is not None), None)
+    return next((number for value in values if (number := number_or_none(value)) is not None), None)

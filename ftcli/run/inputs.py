@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ftcli.config import ModelConfig
-from ftcli.config.dump import undumped
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject, plain_fields
 from ftcli.run.atomic import read_json_object
+from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
@@ -181,9 +179,9 @@ def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> 
 def _base_named_in(recipe: Path) -> JsonObject:
     """What a run's recipe says of its base; empty when it cannot be read."""
     try:
-        raw = undumped(recipe.read_text(encoding="utf-8"))
+        raw = map_of(recipe.read_text(encoding="utf-8"))
         return _base_named(raw["model"], raw["run"]["seed"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 

@@ -52,7 +52,7 @@ def _parsed(line: bytes) -> MetricsLine | None:
     try:
         row = json.loads(line)
         int(row["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return dict(row)
 

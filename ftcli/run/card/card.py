@@ -13,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ftcli import __version__
 from ftcli.assets import BUNDLED
-from ftcli.config.dump import undumped
 from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.places import HUB
 from ftcli.run.atomic import read_json_object, storage_errors, write_text
 from ftcli.run.card.settings import training_rows
+from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
 from ftcli.run.report.facts import scores
 from ftcli.run.report.markup import visible
@@ -150,10 +150,9 @@ class _Own(str):
 
 def _recipe(path: Path) -> JsonObject:
     try:
-        raw = undumped(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return map_of(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return raw if isinstance(raw, dict) else {}
 
 
 def _base(recipe: JsonMap, manifest: JsonMap) -> Base:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ftcli import __version__
-from ftcli.config.dump import undumped
 from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_text
+from ftcli.run.changes import map_of
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsLine, read_metrics
@@ -129,11 +128,11 @@ def _metrics(run: RunDirectory, notices: list[str]) -> list[MetricsLine]:
 
 def _recipe(run: RunDirectory, notices: list[str]) -> JsonObject:
     try:
-        raw = undumped(run.recipe_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        raw = map_of(run.recipe_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         notices.append(f"The settings are missing: {error}")
         return {}
-    return {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
+    return {k: v for k, v in raw.items() if v is not None}
 
 
 def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.report.scales import number
@@ -22,14 +23,14 @@ def maps(value: object) -> list[JsonObject]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def is_number(value: object) -> bool:
-    """Whether it is a number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that a float holds; true and false are none, and neither are NaN and infinity."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def number_or_none(value: object) -> float | None:
     """The number, or None where it is something else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return float(value) if is_number(value) else None
 
 
 def numbers(lines: Sequence[JsonMap], key: str) -> list[float]:

@@ -11,8 +11,13 @@ from ftcli.errors import FtcliError
 from ftcli.facts.weights import inspect_weights
 from ftcli.rows.places import files_of
 from ftcli.run.atomic import read_json_object
+from ftcli.run.card import write_card
 from ftcli.run.checkpoint import COMPLETE_NAME, damage
+from ftcli.run.comparison import compare
+from ftcli.run.directory import RunDirectory
+from ftcli.run.history import summarise
 from ftcli.run.metrics import read_metrics
+from ftcli.run.report.page import render_report
 from ftcli.run.status import read_status
 
 DEEP = "[" * 100_000
@@ -32,6 +37,41 @@ def test_deeply_nested_json_in_the_files_of_a_run(tmp_path: Path) -> None:
     assert damage(checkpoint, thorough=True) is not None
     (tmp_path / "model.safetensors.index.json").write_text(DEEP)
     assert inspect_weights(tmp_path).missing == ()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("recipe.yaml", f"version: 1\nrun: {DEEP}"),
+        ("recipe.yaml", f"version: 1\nrun: {'- ' * 100_000}"),
+        ("recipe.yaml", "[]"),
+        ("metrics.jsonl", '{"step": 1e400, "loss": 1.0}\n'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1e400, "tokens": 1e400, "peak_memory_bytes": 1e400, "epoch": 1e400}\n'),
+        ("metrics.jsonl", f'{{"step": 1, "loss": "x", "reward": [], "tokens": {10**400}, "eval_loss": {10**400}}}\n'),
+        (
+            "eval.json",
+            '{"run": {"loss": 1e400, "tokens": 1e400, "tasks": [{"name": 1, "value": 1e400, "count": 1e400}]}}',
+        ),
+        ("status.json", '{"state": "completed", "seconds": 1e400, "started": 1e400}'),
+        ("manifest.json", '{"device": 1e400, "dtype_plan": [], "inputs": 3, "kernels": {}, "environment": 1e400}'),
+    ],
+)
+def test_a_run_with_a_damaged_file_is_listed_compared_and_reported(tmp_path: Path, file: str, content: str) -> None:
+    """Nested too deeply, or with numbers that no integer is."""
+    run = RunDirectory(tmp_path)
+    run.adapter_dir.mkdir()
+    run.recipe_path.write_text("version: 1\nmodel: {name_or_path: a}\nrun: {seed: 1}\n")
+    run.status_path.write_text('{"state": "completed", "exit_code": 0}')
+    run.metrics_path.write_text('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / file).write_text(content)
+    assert summarise(tmp_path).path == tmp_path
+    if file == "recipe.yaml":
+        with pytest.raises(FtcliError, match="FT727"):
+            compare([tmp_path, tmp_path])
+    else:
+        assert compare([tmp_path, tmp_path]).runs
+    assert "<html" in render_report(run)
+    write_card(run, run.adapter_dir)
 
 
 @pytest.mark.parametrize("state", [DEEP, "{", "[]", '{"_data_files": [{}]}', '{"_data_files": 3}'])
