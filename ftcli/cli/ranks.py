@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.cli import options
-from ftcli.cli.place import gpus_of_host, refuse_copies
+from ftcli.cli.place import cores, gpus_of_host, refuse_copies
 from ftcli.cli.request import Ended
-from ftcli.errors import ExitCode
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -47,6 +47,14 @@ def spread(
         return loaded
     if gpus is None and _count():
         devices = children.devices(str(wanted), os.environ, _count)
+    elif gpus is None and wanted > max(2, cores()):
+        raise FtcliError.single(
+            "FT516",
+            f"launch.num_processes {wanted:,}: there is no GPU here, and {cores()} CPU cores",
+            exit_code=ExitCode.PREFLIGHT,
+            origin=loaded.origins.at("launch.num_processes"),
+            help="use as many processes as there are cores at most",
+        )
     from ftcli.cli.workers import run_ranks
 
     return run_ranks(session.arguments, wanted, [device for device in devices if device is not None])

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from ftcli.cli.children import PASSED_ON, obeying
-from ftcli.cli.place import FOLDER
+from ftcli.cli.place import FOLDER, cores
 from ftcli.cli.request import Ended
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.ranks import lost_name
@@ -116,14 +116,13 @@ class Ranks:
 
 def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) -> Mapping[str, str]:
     """What a rank finds in its environment: its place, and its GPU alone, which it knows as the first one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         FOLDER: str(folder),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // count))),
     }
     return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
 

@@ -61,6 +61,19 @@ def test_what_is_not_there_is_refused(
     assert started == []
 
 
+def test_a_machine_without_gpus_takes_no_more_processes_than_cores(
+    started: list[object], recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "_count", lambda: 0)
+    monkeypatch.setattr(ranks, "cores", lambda: 8)
+    assert main(["train", recipe, "--set", "launch.num_processes=1000000"]) == 3
+    assert (
+        "error[FT516]: launch.num_processes 1,000,000: there is no GPU here, and 8 CPU cores" in capsys.readouterr().err
+    )
+    assert main(["train", recipe, "--set", "launch.num_processes=8"]) == 6
+    assert started[0][1:] == (8, ())  # type: ignore[index]
+
+
 def test_the_gpus_that_are_visible_are_those_that_ranks_get(
     started: list[object], recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
