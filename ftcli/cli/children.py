@@ -131,7 +131,7 @@ def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[
             f"{len(found)} GPUs are visible here",
             exit_code=ExitCode.PREFLIGHT,
             origin=origin,
-            help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus runs are made one after another",
+            help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one is used at a time",
         )
     return found[: int(wanted)]
 
