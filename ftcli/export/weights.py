@@ -99,11 +99,12 @@ class MergedWeights:
 
     Attributes:
         base: The base's own.
+        changes: What the adapter does to each weight.
         tied: Whether the head is the embedding, and not stored.
     """
 
     def __init__(self, base: StoredWeights, changes: Mapping[str, Update], head: str) -> None:
-        self.base, self._changes = base, changes
+        self.base, self.changes = base, changes
         self.tied = base.tied and not set(changes) & {head, base.embedding}
         self._extra = (head,) if base.tied and not self.tied else ()
 
@@ -118,7 +119,7 @@ class MergedWeights:
 
     def read(self, name: str) -> Tensor:
         """A tensor: as the base stores it, or merged, in float32."""
-        tensor, change = self.base.read(name), self._changes.get(name)
+        tensor, change = self.base.read(name), self.changes.get(name)
         return tensor if change is None else change.applied(tensor.float())
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.file import Planned, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, metadata_of
 from ftcli.export.gguf.names import names_of, no_place, to_file
@@ -20,7 +21,7 @@ from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.lazy import reading
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import logits, probe_batch
-from ftcli.export.resolve import ExportSource
+from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified
 from ftcli.export.weights import MergedWeights, StoredWeights, source_config, source_weights
@@ -69,12 +70,26 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
             f"{kind}_allowed": TYPES[kind].logits,
             f"{kind}_top1_agreement": report.top1_agreement,
         }
+    if source.settings.gguf.adapter:
+        facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
     facts["tensors"] = len(prepared.wanted.names.stored)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
         facts,
         prepared.description.warnings,
     )
+
+
+def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callable[[str], None]) -> float:
+    if source.kind != "adapter":
+        raise no_place("a full fine-tune has no adapter: leave export.gguf.adapter out")
+    path = folder / f"{prepared.name}-LoRA-F32.gguf"
+    say(f"writing {path.name}")
+    write_adapter(prepared.wanted, path, prepared.name, float(read_adapter_config(source.folder)["lora_alpha"]))
+    problems, error = verify_adapter(prepared.wanted, path)
+    if problems:
+        raise not_verified(folder, [f"{path.name}: {problem}" for problem in problems])
+    return error
 
 
 def require_library() -> None:

@@ -13,9 +13,11 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
+from ftcli.export.gguf import adapter as adapter_file
 from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.file import ReadFile
 from ftcli.export.gguf.names import to_file
@@ -56,8 +58,8 @@ def adapt(folder: Path, model: Any, **options: Any) -> Trained:
     return Trained(folder / "base", run)
 
 
-def export(made: Trained, *types: str, heard: Heard | None = None) -> ExportResult:
-    settings = ExportConfig.model_validate({"gguf": {"types": types}})
+def export(made: Trained, *types: str, heard: Heard | None = None, adapter: bool = False) -> ExportResult:
+    settings = ExportConfig.model_validate({"gguf": {"types": types, "adapter": adapter}})
     (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings)
     return result
 
@@ -199,6 +201,43 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(reason: str, tmp_path
         export(made, "f32")
     assert {finding.code for finding in caught.value.findings} == {"FT756"}
     assert not (made.run.export_dir / "gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"), [("llama", {}), ("gemma2", {}), ("qwen2_vl", {}), ("llama", VARIANTS["rank pattern"])]
+)
+def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_path: Path) -> None:
+    made = adapt(tmp_path, build(family), use_rslora=bool(variant), **variant)
+    result = export(made, "f32", adapter=True)
+    assert result.verification.facts["adapter_relative_error"] < 1e-5
+    file = ReadFile(result.path / "run-LoRA-F32.gguf")
+    assert file.values["general.type"] == "adapter"
+    if not variant and family == "gemma2":
+        stored = load_file(made.run.adapter_dir / "adapter_model.safetensors")
+        b = stored["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+        assert torch.equal(file.read("blk.0.attn_q.weight.lora_b"), b)
+
+
+@pytest.mark.parametrize("variant", ["dora", "head trained whole"])
+def test_an_adapter_that_is_more_than_two_matrices_is_refused(variant: str, tmp_path: Path) -> None:
+    with pytest.raises(FtcliError, match="two matrices alone"):
+        export(adapt(tmp_path, build("llama"), **VARIANTS[variant]), "f32", adapter=True)
+
+
+@pytest.mark.parametrize("fault", ["alpha", "permutation", "cut"])
+def test_a_wrong_adapter_is_caught(
+    fault: str, shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "adapter.gguf"
+    if fault == "permutation":
+        monkeypatch.setattr(adapter_file, "to_file", not_permuted)
+    adapter_file.write_adapter(shared.wanted, path, "run", 8.0)
+    if fault == "alpha":
+        other_number("adapter.lora.alpha", 9.0)(path)
+    if fault == "cut":
+        cut_the_file(path)
+    problems, _ = adapter_file.verify_adapter(shared.wanted, path)
+    assert ("cannot be read" if fault == "cut" else "logits differ") in problems[0]
 
 
 @pytest.fixture(scope="module")
