@@ -76,6 +76,7 @@ def overrides(
     max_steps: str | None = None,
     resume: str | None = None,
     gpus: int | None = None,
+    formats: Sequence[str] | None = None,
 ) -> tuple[Override, ...]:
     """Everything on the command line that changes the recipe, in the order in which it is applied.
 
@@ -94,6 +95,9 @@ def overrides(
             made.append(Override(text=text, label=f"{option} {value}"))
     if gpus is not None:
         made.append(Override(text=f"launch.num_processes={gpus}", label=f"--gpus {gpus}"))
+    if formats:
+        text = f"export.formats=[{', '.join(map(_quoted, formats))}]"
+        made.append(Override(text=text, label=f"--format {' --format '.join(formats)}"))
     return tuple(made)
 
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_verified, source_tokenizer
 from ftcli.export.resolve import ExportSource, unusable
-from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, read_tensors
+from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors
 from ftcli.facts.model import read_facts
 from ftcli.run.checkpoint import PROGRESS
 
@@ -27,7 +27,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     copy_adapter(source, folder, offline=offline)
-    return verify_adapter(source, folder, offline=offline)
+    return verify_adapter(source, folder, offline=offline) if source.verify else not_asked()
 
 
 def copy_adapter(source: ExportSource, folder: Path, *, offline: bool) -> None:

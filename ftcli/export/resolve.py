@@ -41,6 +41,7 @@ class ExportSource:
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
         settings: What is asked of the formats.
+        verify: Whether what is written is held against what was trained.
     """
 
     kind: Literal["adapter", "model"]
@@ -52,6 +53,7 @@ class ExportSource:
     run: tuple[Path, int] | None = None
     of_result: bool = True
     settings: ExportConfig = field(default_factory=ExportConfig)
+    verify: bool = True
 
 
 def resolve_source(

@@ -27,6 +27,7 @@ from ftcli.export.verify import (
     compare_tensors,
     compare_tokenizers,
     compare_weights,
+    not_asked,
     places,
     read_tensors,
     updates,
@@ -81,8 +82,10 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     """
     if source.kind == "model":
         copy_model(source, folder, offline=offline)
-        return verify_copy(source, folder, offline=offline)
+        return verify_copy(source, folder, offline=offline) if source.verify else not_asked()
     reference = write_merged(source, folder, offline=offline, say=say)
+    if not source.verify:
+        return not_asked()
     return verify_merged(source, folder, reference, offline=offline, say=say)
 
 

@@ -59,6 +59,12 @@ class Verified:
         return {"compared": self.compared, **self.facts}
 
 
+def not_asked() -> Verified:
+    """Of an export that nobody wanted verified: it says so in its record."""
+    message = "written without verification (--no-verify): nothing is known of how it answers"
+    return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Which weight of the base model an adapter's pair of matrices belongs to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,14 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
 from ftcli.facts.quantization import stores_masters
+from ftcli.facts.weights import MODEL_CARD
 from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
+from ftcli.run.inputs import weights_fingerprint
 from ftcli.tables import code_of, exports
 
 #: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.
@@ -76,6 +79,8 @@ def export_run(
     destination: Path | None = None,
     checkpoint: Path | None = None,
     settings: ExportConfig | None = None,
+    force: bool = False,
+    verify: bool = True,
 ) -> list[ExportResult]:
     """Write each of ``formats`` to ``<destination>/<format>`` and verify it by loading it again.
 
@@ -88,16 +93,18 @@ def export_run(
         checkpoint: Of a run, a folder with other weights than its result; they go below
             ``<run>/export/step-…``.
         settings: What is asked of the formats; the defaults when None.
+        force: Replace what an earlier export of something else, or otherwise, has left.
+        verify: Hold what is written against what was trained.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
     Raises:
         FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
-            is damaged, FT743 the destination holds something else, FT746 a format that is not supported yet, FT747
+            is damaged, FT743 the destination holds something else, or an export of
+            something else and not ``force``, FT746 a format that is not supported yet, FT747
             and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written.
     """
     found = resolve_source(source, destination, checkpoint)
-    if settings is not None:
-        found = replace(found, settings=settings)
+    found = replace(found, settings=settings or found.settings, verify=verify)
     unsupported = [name for name in formats if name not in exports.supported()]
     if unsupported:
         raise _unsupported(unsupported[0])
@@ -105,16 +112,23 @@ def export_run(
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
     _require_rounded(found, formats)
+    kept = {} if force else {name: _kept(found, name) for name in dict.fromkeys(formats) if name not in skipped}
     results = []
     for name in dict.fromkeys(formats):
         if name in skipped:
             message = f"a full fine-tune has no adapter: the format {name} is skipped"
             reporter.finding(Finding("FT745", message, severity="warning"))
             continue
+        there = kept.get(name)
+        if there is not None:
+            reporter.info(f"{there.path}: there already, of the same weights and settings; --force writes it again")
+            results.append(there)
+            continue
         result = _export(found, name, reporter, offline)
         for warning in result.warnings:
             reporter.finding(warning)
-        reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, verified ({result.verification.compared})")
+        proof = f"verified ({result.verification.compared})" if verify else "not verified"
+        reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, {proof}")
         results.append(result)
     return results
 
@@ -133,7 +147,7 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
         verified = write(source, staged, offline=offline, say=say)
         if source.run is not None:
             write_card(RunDirectory(source.run[0]), staged, of_result=source.of_result)
-        write_json(staged / RECORD, plain(_record(source, name, verified)))
+        write_json(staged / RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())
@@ -172,6 +186,51 @@ def _require_replaceable(target: Path) -> None:
     )
 
 
+def _kept(source: ExportSource, name: str) -> ExportResult | None:
+    """An earlier export of the same weights and settings, whole; None where there is none.
+
+    Raises FtcliError FT743 for one of something else.
+    """
+    target = source.destination / name
+    _require_replaceable(target)
+    try:
+        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        told = dict(record["verification"])
+        same = record["made_of"] == _made_of(source) and record["files"] == _sizes(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        same = False
+    if not same:
+        raise FtcliError.single(
+            "FT743",
+            f"{target} is an earlier export, of other weights or settings, or changed since",
+            exit_code=ExitCode.RECIPE,
+            help="--force replaces it; --output DIR writes elsewhere",
+        )
+    return ExportResult(name, target, sum(record["files"].values()), Verified(str(told.pop("compared")), told))
+
+
+def _made_of(source: ExportSource) -> JsonObject:
+    """What an export is of: the same again would be written again."""
+    weights = [[each.name, each.bytes, each.sha256] for each in weights_fingerprint(source.folder)]
+    settings, template = source.settings.model_dump(mode="json", exclude={"formats"}), source.chat_template
+    return {
+        "ftcli": __version__,
+        "weights": weights,
+        "settings": settings,
+        "template": template if template is None or not Path(template).is_file() else sha256(Path(template)),
+        "verified": source.verify,
+    }
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Of what was written; evaluations write into the card later."""
+    return {
+        path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name not in (RECORD, MODEL_CARD)
+    }
+
+
 def _record(source: ExportSource, name: str, verification: Verified) -> JsonObject:
     weights = source.folder / ADAPTER_WEIGHTS
     return {
@@ -181,6 +240,7 @@ def _record(source: ExportSource, name: str, verification: Verified) -> JsonObje
         "base": source.base.name_or_path if source.kind == "adapter" else None,
         "revision": source.base.revision if source.kind == "adapter" else None,
         "adapter_sha256": sha256(weights) if weights.is_file() else None,
+        "made_of": _made_of(source),
         "verification": verification,
     }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.launch import in_this_process, spread
-from ftcli.pipeline.options import BenchOptions, ChatOptions
+from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
 from ftcli.tables import code_of, engines, methods
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["BenchOptions", "ChatOptions", "bench", "chat", "check", "evaluate", "export", "train"]
+__all__ = ["BenchOptions", "ChatOptions", "ExportOptions", "bench", "chat", "check", "evaluate", "export", "train"]
+
+_AS_THE_RECIPE_SAYS = ExportOptions()
 
 
 def check(loaded: LoadedRecipe, session: Session, as_gpu: str | None, samples: int = 0) -> CheckResult:
@@ -72,12 +74,14 @@ def evaluate(
         return evaluate_recipe(loaded, session, run_dir, checkpoint)
 
 
-def export(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Exported:
+def export(
+    loaded: LoadedRecipe, session: Session, run_dir: Path, options: ExportOptions = _AS_THE_RECIPE_SAYS
+) -> Exported:
     """Writes the run's result, or a checkpoint, in the recipe's formats, each verified by loading it again."""
     with stoppable("exporting"):
         from ftcli.pipeline.exporting import export_recipe
 
-        return export_recipe(loaded, session, run_dir, checkpoint)
+        return export_recipe(loaded, session, run_dir, options)
 
 
 def chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ChatOptions) -> Chat:

@@ -11,6 +11,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding
 from ftcli.pipeline.as_trained import changed_since, refuse_settings
 from ftcli.pipeline.checking import checked
+from ftcli.pipeline.options import ExportOptions
 from ftcli.pipeline.weights import checkpoint_of
 from ftcli.reporting import Session
 from ftcli.run.changes import HARMLESS
@@ -32,12 +33,8 @@ class Exported:
     exports: Sequence[ExportResult]
 
 
-def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpoint: str | None = None) -> Exported:
+def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices: ExportOptions) -> Exported:
     """Writes each of ``export.formats`` to ``<run>/export/<format>``.
-
-    Args:
-        checkpoint: Of the run, a step or ``best``: it is written in place of the result, below
-            ``<run>/export/step-…``.
 
     Raises FtcliError as ``export_run``, FT725 when there is no such checkpoint, FT749 when the command line changes
     what has been trained.
@@ -53,7 +50,10 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, checkpo
         loaded.recipe.export.formats,
         reporter=session.reporter,
         offline=session.offline,
-        checkpoint=checkpoint_of(run, checkpoint, session.reporter),
+        destination=choices.output,
+        checkpoint=checkpoint_of(run, choices.checkpoint, session.reporter),
+        force=choices.force,
+        verify=choices.verify,
         settings=loaded.recipe.export,
     )
     return Exported(str(run_dir), results)

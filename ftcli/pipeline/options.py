@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,20 @@ class ChatOptions:
     def interactive(self) -> bool:
         """Whether a person talks."""
         return self.prompt is None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What is exported, and where to.
+
+    Attributes:
+        checkpoint: Of the run, a step or ``best``: it is written in place of the result, below ``<run>/export/step-…``.
+        output: Folder for the formats' folders, in place of ``<run>/export``.
+        force: Replace an earlier export of something else.
+        verify: Hold what is written against what was trained.
+    """
+
+    checkpoint: str | None = None
+    output: Path | None = None
+    force: bool = False
+    verify: bool = True

@@ -120,6 +120,15 @@ def test_export_is_verified_and_loads_without_ftcli(user: User, trained: str) ->
     merged = AutoModelForCausalLM.from_pretrained(result["exports"][1]["path"])
     assert torch.isfinite(merged(input_ids=torch.tensor([[5, 6, 7]])).logits).all()
     assert user.done("export", trained)["exports"][0]["format"] == "adapter"
+    elsewhere = user.folder / "elsewhere"
+    (only,) = user.done("export", trained, "--format", "adapter", "--output", str(elsewhere), "--no-verify")["exports"]
+    assert only["path"] == str(elsewhere / "adapter")
+    assert [warning["code"] for warning in only["warnings"]] == ["FT754"]
+    status, document = user.run("export", trained, "--format", "adapter", "--output", str(elsewhere))
+    assert (status, document["findings"][-1]["code"]) == (2, "FT743")
+    user.done("export", trained, "--format", "adapter", "--output", str(elsewhere), "--force")
+    status, document = user.run("export", trained, "--format", "nonsense")
+    assert (status, document["findings"][-1]["code"][:3]) == (2, "FT2")
 
 
 def prompts(folder: Path) -> list[str]:

@@ -8,6 +8,7 @@ import typer
 
 from ftcli.cli import completion, options
 from ftcli.cli.request import AnyRequest, Request
+from ftcli.paths import expanded
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -24,6 +25,19 @@ def export(
             autocompletion=completion.runs_and_recipes,
         ),
     ],
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format", metavar="F", help="A format, in place of the recipe's. Repeatable.", show_default=False
+        ),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="DIR", help="Write into this folder, not the run's export/.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export of something else.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not hold it against what was trained; the record says so.")
+    ] = False,
     set_: options.SetOption = None,
     checkpoint: options.CheckpointOption = None,
     json: options.JsonOption = False,
@@ -39,13 +53,16 @@ def export(
     Examples:
       ftcli export runs/smoke
       ftcli export runs/smoke --checkpoint 100
-      ftcli export recipes/smoke.yaml --set export.formats=[safetensors]
+      ftcli export recipes/smoke.yaml --format gguf --format ollama
     """
 
     def action(session: Session) -> Exported:
         from ftcli import pipeline
 
-        loaded, run_dir = options.load_run(target, options.overrides(set_))
-        return pipeline.export(loaded, session, run_dir, checkpoint)
+        loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
+        folder = None if output is None else expanded(output)
+        return pipeline.export(
+            loaded, session, run_dir, pipeline.ExportOptions(checkpoint, folder, force, not no_verify)
+        )
 
     return Request("export", options.common(json, quiet, offline, debug), action)

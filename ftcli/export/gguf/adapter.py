@@ -56,7 +56,12 @@ def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
         b = to_file(stored, pair.b if factor == 1.0 else pair.b * factor, wanted.heads, wanted.architecture)
         for part, matrix in (("a", pair.a.float()), ("b", b)):
             tensors[f"{stored}.lora_{part}"] = Planned(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
-    values: dict[str, Value] = {"general.type": "adapter", "general.name": name, "adapter.type": "lora", _ALPHA: float(alpha)}
+    values: dict[str, Value] = {
+        "general.type": "adapter",
+        "general.name": name,
+        "adapter.type": "lora",
+        _ALPHA: float(alpha),
+    }
     write_file(path, wanted.architecture.name, values, tensors)
 
 

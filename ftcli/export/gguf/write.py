@@ -23,7 +23,7 @@ from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritt
 from ftcli.export.probe import logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.safetensors import random_base
-from ftcli.export.verify import Verified
+from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, StoredWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.model.load import stop_token_ids
@@ -61,6 +61,8 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
         say(f"writing {path.name}")
         write_type(prepared, path, kind)
+        if not source.verify:
+            continue
         say(f"verifying {path.name}")
         report = verify_file(path, kind, prepared.wanted)
         if report.problems:
@@ -72,6 +74,8 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         }
     if source.settings.gguf.adapter:
         facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
+    if not source.verify:
+        return not_asked()
     facts["tensors"] = len(prepared.wanted.names.stored)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
@@ -86,7 +90,7 @@ def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callab
     path = folder / f"{prepared.name}-LoRA-F32.gguf"
     say(f"writing {path.name}")
     write_adapter(prepared.wanted, path, prepared.name, float(read_adapter_config(source.folder)["lora_alpha"]))
-    problems, error = verify_adapter(prepared.wanted, path)
+    problems, error = verify_adapter(prepared.wanted, path) if source.verify else ([], 0.0)
     if problems:
         raise not_verified(folder, [f"{path.name}: {problem}" for problem in problems])
     return error
@@ -124,7 +128,10 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
-    say("computing what the files are held against")
+    trained = torch.empty(0)
+    if source.verify:
+        say("computing what the files are held against")
+        trained = _trained_logits(source, weights, probe, offline=offline)
     heads = {
         "attn_q": text.num_attention_heads,
         "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -141,7 +148,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         tokenizer,
         stops,
         probe,
-        _trained_logits(source, weights, probe, offline=offline),
+        trained,
     )
     if names.left_out:
         message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "

@@ -16,7 +16,7 @@ from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.ollama.golang import render
 from ftcli.export.ollama.template import Turns, cannot, go_template, parts_of, rendered
 from ftcli.export.resolve import ExportSource
-from ftcli.export.verify import Verified
+from ftcli.export.verify import Verified, not_asked
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     say(f"writing {path.name}")
     write_type(prepared, path, kind)
     write_modelfile(folder / MODELFILE, path.name, go_template(parts), prepared)
+    if not source.verify:
+        return not_asked()
     say(f"verifying {path.name}")
     report = verify_file(path, kind, prepared.wanted)
     problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, prepared, with_bos=parts.bos)]

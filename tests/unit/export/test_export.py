@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import safetensors as merged_format
 from ftcli.export.writing import RECORD, ExportResult, export_run
@@ -26,13 +27,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 IDS = torch.tensor([[2, 100, 101, 102, 50, 60, 70, 4], [2, 3, 30, 31, 32, 33, 34, 35]])
 
 
-def export(trained: Trained, *formats: str) -> list[ExportResult]:
-    return export_run(trained.run, formats, reporter=Heard(), offline=True)
+def export(trained: Trained, *formats: str, **options: Any) -> list[ExportResult]:
+    return export_run(trained.run, formats, reporter=Heard(), offline=True, **options)
 
 
-def failure(trained: Trained, *formats: str) -> FtcliError:
+def failure(trained: Trained, *formats: str, **options: Any) -> FtcliError:
     with pytest.raises(FtcliError) as caught:
-        export(trained, *formats)
+        export(trained, *formats, **options)
     assert not (trained.run.export_dir / ".tmp-safetensors").exists()
     assert not (trained.run.export_dir / ".tmp-adapter").exists()
     return caught.value
@@ -156,7 +157,7 @@ def test_what_a_killed_export_left_is_removed(trained: Callable[..., Trained]) -
     left = export(run, "adapter")[0].path.with_name(".trash-adapter.1")
     left.mkdir()
     (left / "weights").write_text("old")
-    export(run, "adapter")
+    export(run, "adapter", force=True)
     assert not left.exists()
 
 
@@ -266,17 +267,58 @@ def test_a_failed_export_keeps_the_earlier_one(
     (first,) = export(made, "safetensors")
     before = {path.name: path.read_bytes() for path in first.path.iterdir()}
     monkeypatch.setattr(merged_format, "merge", wrong_scale(merged_format.merge))
-    assert code(failure(made, "safetensors")) == "FT741"
+    assert code(failure(made, "safetensors", force=True)) == "FT741"
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
 
 
-def test_an_earlier_export_is_replaced_as_a_whole(trained: Callable[..., Trained]) -> None:
+def test_an_earlier_export_is_replaced_as_a_whole_when_asked(trained: Callable[..., Trained]) -> None:
     made = trained()
     (first,) = export(made, "adapter")
     (first.path / "stale").write_text("x")
-    export(made, "adapter")
+    assert code(failure(made, "adapter")) == "FT743"
+    assert (first.path / "stale").exists()
+    export(made, "adapter", force=True)
     assert not (first.path / "stale").exists()
     assert [path.name for path in made.run.export_dir.iterdir()] == ["adapter"]
+
+
+def test_the_same_again_is_kept_and_the_rest_written(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    (first,) = export(made, "adapter")
+    written = (first.path / "adapter_model.safetensors").stat().st_mtime_ns
+    (first.path / "README.md").write_text("an evaluation's numbers")
+    kept, merged = export(made, "adapter", "safetensors")
+    assert (kept.path / "adapter_model.safetensors").stat().st_mtime_ns == written
+    assert kept.verification.as_dict() == first.verification.as_dict()
+    assert merged.path.is_dir()
+
+
+@pytest.mark.parametrize("change", ["weights", "settings", "record"])
+def test_an_export_of_something_else_is_not_replaced_unasked(trained: Callable[..., Trained], change: str) -> None:
+    made = trained()
+    (first,) = export(made, "adapter")
+    options = {}
+    if change == "weights":
+        path = made.run.adapter_dir / "adapter_model.safetensors"
+        save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
+    elif change == "settings":
+        options["settings"] = ExportConfig.model_validate({"gguf": {"types": ["f16"]}})
+    else:
+        (first.path / RECORD).write_text("{")
+    before = (first.path / "adapter_model.safetensors").read_bytes()
+    assert code(failure(made, "safetensors", "adapter", **options)) == "FT743"
+    assert (first.path / "adapter_model.safetensors").read_bytes() == before
+    assert not (made.run.export_dir / "safetensors").exists(), "known before anything is written"
+
+
+@pytest.mark.parametrize("name", ["adapter", "safetensors", "gguf", "ollama"])
+def test_without_verification_the_record_says_so(trained: Callable[..., Trained], name: str) -> None:
+    made, heard = trained(), Heard()
+    (result,) = export_run(made.run, [name], reporter=heard, offline=True, verify=False)
+    assert [finding.code for finding in heard.findings] == ["FT754"]
+    record = json.loads((result.path / RECORD).read_text())
+    assert record["verification"] == {"compared": "nothing", "verified": "no"}
+    assert code(failure(made, name)) == "FT743"  # verified is something else
 
 
 def test_other_peoples_files_are_not_replaced(trained: Callable[..., Trained]) -> None:
