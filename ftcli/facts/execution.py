@@ -211,6 +211,14 @@ def parts_of(
     batches = Part("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
         first = Part("layers", "transformers", layers.reason)
+        if quantizations.row(recipe.quantization.method).training is not None:
+            own = "eager" if execution.attention == "eager" else "sdpa"
+            return (
+                first,
+                _rounded_products(recipe, plan, device),
+                Part("attention", own, "transformers' own"),
+                batches,
+            )
         if layers.parts:
             return (first, *_attention_parts(recipe, facts, plan, device, execution.batches), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
@@ -271,6 +279,17 @@ def _attention_parts(
     if facts.windowed_layers(layers) < layers:
         rows += [row("attention, global", everywhere), *apart]
     return rows
+
+
+def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> Part:
+    """Products of a method that rounds weights and activations in each of them."""
+    part, method = "linear layers", recipe.quantization.method
+    refusal = why_dequantized(recipe.quantization, plan, device)
+    if recipe.model.kernels in ("off", "reference"):
+        refusal = f"model.kernels: {recipe.model.kernels}"
+    if refusal is not None:
+        return Part(part, "torch", f"{refusal}; the same integers, in float32")
+    return Part(part, "triton", f"{method}: int8 products on tensor cores, rounded in the norms")
 
 
 def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[Part]:

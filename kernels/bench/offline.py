@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ftkernels import (
+    bitlinear_kernels,
     cross_entropy,
     decode_attention,
     fp8_kernels,
@@ -94,6 +95,29 @@ def generation_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
         yield (
             f"choose token, {name}",
             lambda uniform=uniform: sampling_kernels.choose_triton(new(8, vocabulary), 1.0, uniform),
+        )
+
+
+def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """As :func:`cases`, of BitNet's linear layers; rows of two tokens and of many take different tiles."""
+    hidden, inner = 4096, 14336
+    x, w = torch.empty((512, hidden), dtype=dtype), torch.empty(hidden, dtype=torch.float32)
+    for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
+        yield (
+            f"rows to int8, {name}",
+            lambda width=width, widest=widest: bitlinear_kernels.quantize_rows_triton(
+                torch.empty((512, width), dtype=dtype), widest=widest
+            ),
+        )
+    yield "norm to int8", lambda: bitlinear_kernels.norm_quantize_triton(x, w, 1e-5)
+    if capability < 80:
+        return
+    ternary, scale = torch.zeros((inner, hidden), dtype=torch.int8), torch.ones(())
+    for rows, bias in ((512, None), (2, None), (512, torch.empty(inner))):
+        q, step = torch.zeros((rows, hidden), dtype=torch.int8), torch.ones(rows)
+        yield (
+            f"int8 product of {rows} rows{'' if bias is None else ', bias'}",
+            lambda q=q, step=step, bias=bias: bitlinear_kernels.int8_product(q, step, ternary, scale, bias, dtype),
         )
 
 
@@ -195,6 +219,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
             ),
         )
     yield from generation_cases(dtype, capability)
+    yield from bitnet_cases(dtype, capability)
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)
     n = weight.nested
     assert n is not None

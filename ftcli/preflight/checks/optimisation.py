@@ -16,6 +16,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _schedule(context)
     yield from _arguments(context)
     yield from _warm_up(context)
+    yield from _rounding_warm_up(context)
     yield from _grouping(context)
 
 
@@ -189,6 +190,19 @@ def _warm_up(context: Context) -> Findings:
             f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
             "the learning rate would never reach its peak",
             "use fewer, or a fraction such as 0.1",
+        )
+
+
+def _rounding_warm_up(context: Context) -> Findings:
+    """FT268: the model that is saved is fully quantised, and no step was."""
+    steps, warm_up = context.recipe.train.max_steps, context.recipe.quantization.lambda_warmup_steps
+    if context.trains and steps is not None and warm_up >= steps:
+        yield context.warning(
+            "FT268",
+            "quantization.lambda_warmup_steps",
+            f"quantization.lambda_warmup_steps {warm_up} is not less than train.max_steps {steps}: the model that is "
+            "saved rounds everything, and no step of training did",
+            "use fewer, or train longer",
         )
 
 

@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
+from ftcli.facts.device import named_device
+from ftcli.facts.model import read_facts
+from ftcli.facts.precision import plan_dtypes
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
@@ -20,15 +23,18 @@ from ftcli.model.checkpoint import read_config
 from ftcli.model.quantize import layers_to_quantize
 from ftcli.model.quantized import check_weights, quantized_layers
 from ftcli.model.streamed import Holding, load_quantized
+from ftcli.preflight.checks import machine
 from ftcli.preflight.memory.activations import plain_layers
+from ftcli.preflight.memory.estimate import estimate_memory
 from tests import small_models
+from tests.estimates import setup_of
 from tests.unit.preflight import test_activations as activations
 
 SETTINGS = QuantizationConfig(method="bitnet")
 IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-def load(folder: Path, *, trained: bool) -> Any:
+def built(folder: Path, *, trained: bool) -> Any:
     holding = Holding(SETTINGS, torch.float32, torch.device("cpu"), trained=trained)
     config = read_config(str(folder), revision=None, offline=True)
     model = load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
@@ -50,7 +56,7 @@ def bit_layers(model: Any) -> list[BitLinear]:
 
 
 def test_every_linear_layer_but_the_head_is_trained_and_named(saved: Path) -> None:
-    model = load(saved, trained=True)
+    model = built(saved, trained=True)
     assert len(bit_layers(model)) == 2 * 7
     assert type(model.lm_head) is torch.nn.Linear
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -60,7 +66,7 @@ def test_every_linear_layer_but_the_head_is_trained_and_named(saved: Path) -> No
 def test_with_a_share_of_0_the_model_is_the_one_of_full_precision(saved: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    plain, model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), load(saved, trained=True)
+    plain, model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), built(saved, trained=True)
     set_share(model, 0.0)
     assert torch.equal(model.train()(IDS).logits, plain.train()(IDS).logits)
     with torch.autocast("cpu", torch.bfloat16):
@@ -69,7 +75,7 @@ def test_with_a_share_of_0_the_model_is_the_one_of_full_precision(saved: Path) -
 
 
 def test_weights_are_ternarised_once_a_step(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = load(saved, trained=True).train(), []
+    model, made = built(saved, trained=True).train(), []
 
     def counted(weight: torch.Tensor) -> Any:
         made.append(1)
@@ -90,7 +96,7 @@ def test_weights_are_ternarised_once_a_step(saved: Path, monkeypatch: pytest.Mon
 
 
 def test_a_later_token_changes_no_earlier_logit_in_a_bit(saved: Path) -> None:
-    model = load(saved, trained=True)
+    model = built(saved, trained=True)
     with torch.no_grad():
         before = model(IDS).logits
         for at in (1, 11, 23):
@@ -102,7 +108,7 @@ def test_a_later_token_changes_no_earlier_logit_in_a_bit(saved: Path) -> None:
 
 
 def test_decoding_with_a_cache_is_the_full_pass(saved: Path) -> None:
-    model = load(saved, trained=False)
+    model = built(saved, trained=False)
     with torch.no_grad():
         whole, cache, steps = model(IDS).logits, None, []
         for at in range(IDS.shape[1]):
@@ -114,7 +120,7 @@ def test_decoding_with_a_cache_is_the_full_pass(saved: Path) -> None:
 
 def packed_files(saved: Path, folder: Path, linear_class: str) -> Path:
     """The model as transformers' ``bitnet`` stores it, with scales in float32."""
-    model = load(saved, trained=True)
+    model = built(saved, trained=True)
     tied = model.all_tied_weights_keys
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     for name, module in model.named_modules():
@@ -138,11 +144,11 @@ def test_packed_files_become_masters_and_packed_files_again_byte_for_byte(
     saved: Path, tmp_path: Path, linear_class: str
 ) -> None:
     first = packed_files(saved, tmp_path / "first", linear_class)
-    masters, frozen = load(first, trained=True), load(first, trained=False)
+    masters, frozen = built(first, trained=True), built(first, trained=False)
     assert [type(module) for module in frozen.modules()].count(TernaryLinear) == 14
     check_weights(frozen)
     with torch.no_grad():
-        logits = load(saved, trained=True)(IDS).logits
+        logits = built(saved, trained=True)(IDS).logits
         for model in (masters, frozen):  # 1 / (1 / s) may be s to the last bit or beside it
             assert torch.allclose(model(IDS).logits, logits, atol=1e-4 if linear_class == "autobitlinear" else 1e-2)
     masters.save_pretrained(tmp_path / "masters")
@@ -168,7 +174,7 @@ def test_packed_files_without_their_scale_or_of_another_shape_are_refused(saved:
         tensors = {key: tensor for key, tensor in {**whole, **change}.items() if tensor is not None}
         save_file(tensors, folder / "model.safetensors")
         with pytest.raises(FtcliError, match=said):
-            load(folder, trained=True)
+            built(folder, trained=True)
 
 
 def test_a_frozen_layer_passes_gradients_on_and_notices_lost_state() -> None:
@@ -183,7 +189,7 @@ def test_a_frozen_layer_passes_gradients_on_and_notices_lost_state() -> None:
 
 
 def test_layers_behind_one_norm_share_its_rounded_output(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = load(saved, trained=True), []
+    model, made = built(saved, trained=True), []
     plain = bitnet.norm_quantize
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -220,6 +226,27 @@ def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str) -> 
 def test_kernels_are_left_off_where_layers_round_their_input(saved: Path) -> None:
     from ftcli.model.patch import patch
 
-    model = load(saved, trained=False)
+    model = built(saved, trained=False)
     done = patch(model, "reference")
     assert not any(entry.on for entry in done.table)
+
+
+def test_the_estimate_counts_masters_ternary_values_and_int8_inputs(load: Any) -> None:
+    text = "model: {name_or_path: microsoft/bitnet-b1.58-2B-4T-bf16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
+    found = {}
+    for method in ("bitnet", "none"):
+        loaded = load(text, f"quantization.method={method}", "train.gradient_checkpointing=false")
+        facts, gpu = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), named_device("h100")
+        found[method] = estimate_memory(setup_of(loaded.recipe, facts, gpu)).parts
+    linear = facts.shape.linear_parameters
+    assert found["bitnet"]["weights"] - found["none"]["weights"] == linear + 4 * 7 * facts.shape.num_layers
+    assert found["bitnet"]["activations"] < 0.75 * found["none"]["activations"]
+    assert "autocast copies" not in found["bitnet"] or found["bitnet"]["autocast copies"] == 0
+
+
+def test_a_gpu_without_int8_products_is_refused(context: Any) -> None:
+    made = context("data: {train: [a.jsonl]}\n", "quantization.method=bitnet")
+    for name, codes in (("t4", ["FT508"]), ("h100", [])):
+        gpu = named_device(name)
+        found = machine.check(made, gpu, plan_dtypes(made.recipe, gpu))
+        assert [finding.code for finding in found] == codes

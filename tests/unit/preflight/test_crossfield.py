@@ -302,3 +302,13 @@ def test_files_beside_the_data(context: Callable[..., Any], tmp_path: Path) -> N
     assert list(files.check(context("", "data.chat_template=gemma"))) == []
     assert codes(files.check(context("", f"run.resume={tmp_path}/none"))) == ["FT725"]
     assert list(files.check(context("", f"run.resume={tmp_path}"))) == []
+
+
+def test_a_rounding_warm_up_that_outlasts_training_is_told(context: Callable[..., Any]) -> None:
+    method = "quantization.method=bitnet"
+    found = crossfield.check(context("", method, "quantization.lambda_warmup_steps=9", "train.max_steps=9"))
+    (finding,) = [each for each in found if each.code == "FT268"]
+    assert "rounds everything" in finding.message
+    assert finding.severity == "warning"
+    rest = crossfield.check(context("", method, "quantization.lambda_warmup_steps=8", "train.max_steps=9"))
+    assert "FT268" not in codes(rest)
