@@ -209,6 +209,8 @@ def _finished(
         opened = open_generator(
             asked.model, asked.plan, asked.device, rows=rows, longest=longest, pad=asked.pad, merge=False
         )
+        if opened.reason is not None:
+            asked.reporter.info(opened.summary)
         for token in opened.generator.run(chosen, asked.sampling, asked.stopping):
             found[token.request].add(token)
             if token.ended is not None:

@@ -76,6 +76,13 @@ class Opened:
     reason: str | None = None
     merged: MergedModel | None = None
 
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        if self.reason is not None:
+            return f"generation: transformers' own ({self.reason})"
+        return f"generation: the engine{'' if self.merged is None else ', adapters merged into a copy of the weights'}"
+
     def refresh(self) -> None:
         """Takes over what training has changed."""
         if self.merged is not None:

@@ -180,6 +180,8 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     opened = listening(
         model, job.tokenizer, plan=job.plan, device=job.device, max_length=loaded.recipe.data.max_seq_len
     )
+    if opened.reason is not None:
+        job.reporter.info(opened.summary)
     path = None if run is None else run.path
     return Chat(job, model, conversation, sampling, seed, options.base, path, chosen, opened)
 

@@ -32,6 +32,7 @@ class Rollouts:
         self._job = job
         self._grpo = grpo
         self._opened: Opened | None = None
+        self._told = False
         self._step = -1
         self._in_step = 0
 
@@ -76,6 +77,9 @@ class Rollouts:
             own_settings=False,  # log-probabilities know nothing of them
             merge=held == "merged",
         )
+        if not self._told:
+            job.reporter.info(opened.summary)
+            self._told = True
         if held != "each step" or job.device.type != "cuda":
             self._opened = opened
         return opened

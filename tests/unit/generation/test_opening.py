@@ -38,6 +38,7 @@ def test_who_generates(model_type: str, change: dict[str, Any], reason: str | No
     found = opened(build(model_type, **change))
     assert isinstance(found.generator, Engine if reason is None else TransformersGenerator)
     assert found.reason is None if reason is None else reason in found.reason
+    assert found.summary == "generation: the engine" if reason is None else reason in found.summary
 
 
 def test_settings_of_the_model_count_where_they_are_asked_for() -> None:

@@ -12,6 +12,7 @@ from ftcli.config import GrpoConfig
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
+from ftcli.reporting import SilentReporter
 from ftcli.trainers.rollouts import Rollouts
 from tests.small_models import build
 
@@ -23,7 +24,13 @@ def rollouts(model: Any, seed: int = 0, **settings: Any) -> Rollouts:
     recipe = SimpleNamespace(run=SimpleNamespace(seed=seed), model=SimpleNamespace(kernels="off"))
     report = SimpleNamespace(memory=None, device=SimpleNamespace(available_bytes=None))
     job: Any = SimpleNamespace(
-        recipe=recipe, report=report, plan=PLAN, device=torch.device("cpu"), stops=(4,), pad_token_id=0
+        recipe=recipe,
+        report=report,
+        plan=PLAN,
+        device=torch.device("cpu"),
+        stops=(4,),
+        pad_token_id=0,
+        reporter=SilentReporter(),
     )
     return Rollouts(model, job, GrpoConfig(max_prompt_length=8, max_completion_length=12, **settings))
 
