@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from ftkernels.device import dtype_name, gpu_of
+from ftkernels.limits import why_no_decode_attention
 from ftkernels.sampling import GREEDY, Sampling
 
 from ftcli.config.model import Kernels
@@ -116,12 +118,12 @@ def open_generator(
     Raises:
         torch.OutOfMemoryError: There is no room for a single sequence.
     """
-    reason = _why_not(model, own_settings)
+    reason = _why_not(model, plan, device, own_settings)
     if reason is not None:
         return Opened(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
     on_gpu = device.type == "cuda"
-    room = free_bytes(device) if room_bytes is None and on_gpu else room_bytes
     shape = cache_shape(model, product_dtype(model, plan))
+    room = free_bytes(device) if room_bytes is None and on_gpu else room_bytes
     copied = copied_bytes(model, plan) if on_gpu and merge else None
     layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied)
     if layout is None:
@@ -137,10 +139,17 @@ def free_bytes(device: torch.device) -> int:
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _why_not(model: PreTrainedModel | PeftModel, own_settings: bool) -> str | None:
+def _why_not(
+    model: PreTrainedModel | PeftModel, plan: DtypePlan, device: torch.device, own_settings: bool
+) -> str | None:
     base = base_of(model)
     config: Any = base.config.get_text_config()
     reason = why_no_engine(config.to_dict(), family_of(config.model_type) is not None)
+    if reason is not None:
+        return reason
+    dtype = product_dtype(model, plan)
+    head_dim = cache_shape(model, dtype).head_dim
+    reason = why_no_decode_attention(gpu_of(device), dtype_name(dtype), head_dim)
     if reason is not None:
         return reason
     if base.get_output_embeddings() is None:

@@ -214,6 +214,11 @@ def splits_for(rows: int, key_heads: int, positions: int) -> int:
     return int(max(1, min(wanted, _MOST_SPLITS, triton.cdiv(positions, 2 * PAGE))))
 
 
+def _stages(bytes_of_a_head: int) -> int:
+    """Pages in flight, of keys and values each: what 99 KiB of shared memory have room for."""
+    return 3 if bytes_of_a_head <= 256 else 2 if bytes_of_a_head <= 512 else 1
+
+
 def _launch(
     q: Tensor,
     k: Tensor,
@@ -265,7 +270,7 @@ def _launch(
             KEYS=PAGE,
             CD=triton_store_dtype(q.dtype),
             num_warps=4,
-            num_stages=3 if size <= 128 else 2,
+            num_stages=_stages(size * q.element_size()),
         )
         if splits > 1:
             _sum_kernel[(batch * heads,)](

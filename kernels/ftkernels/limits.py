@@ -36,6 +36,9 @@ LARGEST_HEAD_SIZE = 256
 #: Positions of a page of cached keys and values: a tile of the kernel that attends to them.
 CACHE_PAGE = 64
 
+#: Shared memory of the kernel that attends to float32 pages of more than 128 features, in bytes a block.
+_DECODE_WIDE_FLOAT32 = 144 * 1024
+
 #: Adapters of smaller ranks are padded to this one.
 SMALLEST_PACKED_RANK = 16
 #: Elementwise kernels keep tiles of (rows, rank) and (columns, rank) beside their data. Above this padded rank,
@@ -104,6 +107,20 @@ def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
         needed, available = ATTENTION_SHARED_MEMORY >> 10, gpu.shared_memory_bytes >> 10
         return f"the attention kernels need {needed} KiB of shared memory a block, this GPU has {available} KiB"
     return None
+
+
+def why_no_decode_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
+    """Why the kernels that attend to cached keys and values of ``dtype`` cannot run, or None."""
+    if gpu.capability is None:
+        return None
+    below = _why_no_tensor_cores(gpu)
+    if below is not None:
+        return f"{below}; attention to cached keys needs {version(PRODUCTS_CAPABILITY)}"
+    needed = _DECODE_WIDE_FLOAT32 if dtype == "float32" and head_size > 128 else ATTENTION_SHARED_MEMORY
+    if gpu.shared_memory_bytes >= needed:
+        return None
+    what = f"attention to cached {dtype} keys of {head_size} features"
+    return f"{what} needs {needed >> 10} KiB of shared memory a block, this GPU has {gpu.shared_memory_bytes >> 10} KiB"
 
 
 def attention_generation(gpu: Gpu) -> Generation | None:

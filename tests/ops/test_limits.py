@@ -14,6 +14,7 @@ from ftkernels.limits import (
     loss_rows,
     packed_rank,
     why_no_attention,
+    why_no_decode_attention,
     why_no_fp8,
     why_no_products,
 )
@@ -95,3 +96,17 @@ def test_chunks_of_the_loss(
         assert loss_bytes(tokens, vocabulary, element, on_gpu=on_gpu) == size
     if rows > 256:
         assert rows * vocabulary * element <= LOSS_WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "head_size", "reason"), [
+    (H200, "float32", 256, None),
+    (A10, "bfloat16", 256, None),
+    (A10, "float32", 128, None),
+    (NO_GPU, "float32", 256, None),
+    (A10, "float32", 256, "keys of 256 features needs 144 KiB of shared memory a block, this GPU has 99 KiB"),
+    (T4, "float16", 64, "on capability 7.5 Triton makes no tensor-core code"),
+    (Gpu((8, 0), 64 * KIB), "bfloat16", 64, "needs 99 KiB"),
+])  # fmt: skip
+def test_what_attends_to_cached_keys(gpu: Gpu, dtype: str, head_size: int, reason: str | None) -> None:
+    found = why_no_decode_attention(gpu, dtype, head_size)
+    assert found is None if reason is None else reason in str(found)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from ftkernels.limits import why_no_decode_attention
+
+from ftcli.facts.device import gpu_of
 from ftcli.facts.generation import (
     LOGIT_COPIES,
     MOST_ROWS,
@@ -43,9 +46,10 @@ class Needed:
 
 def generation(setup: Setup, batch: Generation) -> Needed:
     """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
-    if why_no_engine(setup.facts.language, known=family_of(setup.facts.text_type) is not None) is None:
-        return _by_engine(setup, batch)
-    return _by_transformers(setup, batch)
+    known = family_of(setup.facts.text_type) is not None
+    gpu, head_dim = gpu_of(setup.device), setup.shape.head_dim
+    refusal = why_no_engine(setup.facts.language, known) or why_no_decode_attention(gpu, setup.plan.compute, head_dim)
+    return _by_engine(setup, batch) if refusal is None else _by_transformers(setup, batch)
 
 
 def _by_engine(setup: Setup, batch: Generation) -> Needed:
