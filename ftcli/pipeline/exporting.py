@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.errors import Finding
+from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.as_trained import changed_since, refuse_settings
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import ExportOptions
@@ -41,6 +41,11 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices
     """
     from ftcli.export.writing import export_run
 
+    if choices.repo is not None and (session.offline or not choices.verify):
+        reason = "--offline leaves no way to the Hub" if session.offline else "only what was verified is uploaded"
+        raise FtcliError.single(
+            "FT755", f"--push-to-hub {choices.repo}: {reason}", exit_code=ExitCode.RECIPE, help="leave one of them out"
+        )
     checked(loaded, session, "export")
     run = RunDirectory(run_dir)
     for finding in _as_trained(loaded, run):
@@ -56,6 +61,10 @@ def export_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path, choices
         verify=choices.verify,
         settings=loaded.recipe.export,
     )
+    if choices.repo is not None:
+        from ftcli.export.hub import push
+
+        session.reporter.info(f"uploaded to {push(results, choices.repo)}")
     return Exported(str(run_dir), results)
 
 

@@ -67,9 +67,11 @@ class ExportOptions:
         output: Folder for the formats' folders, in place of ``<run>/export``.
         force: Replace an earlier export of something else.
         verify: Hold what is written against what was trained.
+        repo: Repository on the Hub that the exports are uploaded to.
     """
 
     checkpoint: str | None = None
     output: Path | None = None
     force: bool = False
     verify: bool = True
+    repo: str | None = None

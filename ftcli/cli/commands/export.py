@@ -38,6 +38,10 @@ def export(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not hold it against what was trained; the record says so.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option("--push-to-hub", metavar="REPO", help="Upload what was verified; a new repository is private."),
+    ] = None,
     set_: options.SetOption = None,
     checkpoint: options.CheckpointOption = None,
     json: options.JsonOption = False,
@@ -62,7 +66,7 @@ def export(
         loaded, run_dir = options.load_run(target, options.overrides(set_, formats=formats))
         folder = None if output is None else expanded(output)
         return pipeline.export(
-            loaded, session, run_dir, pipeline.ExportOptions(checkpoint, folder, force, not no_verify)
+            loaded, session, run_dir, pipeline.ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
         )
 
     return Request("export", options.common(json, quiet, offline, debug), action)

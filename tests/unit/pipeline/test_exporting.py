@@ -8,7 +8,7 @@ import pytest
 
 from ftcli import pipeline
 from ftcli.config.load import load_recipe
-from ftcli.errors import Finding
+from ftcli.errors import Finding, FtcliError
 from ftcli.export import writing as export
 from ftcli.export.verify import Verified
 from ftcli.plain import plain
@@ -23,3 +23,13 @@ def test_warnings_about_an_export_are_in_its_result(tmp_path: Path, monkeypatch:
     recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\ndata: {max_seq_len: 64}\n')
     result = plain(pipeline.export(load_recipe(recipe), Session(offline=True), tmp_path))
     assert result["exports"][0]["warnings"] == [{"code": "FT744", "message": "half of the adapter is lost in rounding"}]
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {}])
+def test_nothing_is_uploaded_offline_or_unverified(tmp_path: Path, options: dict[str, bool]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text('version: 1\nmodel: {name_or_path: "bundled:tiny-gemma2"}\n')
+    asked = pipeline.ExportOptions(repo="me/mine", **options)
+    with pytest.raises(FtcliError, match="--push-to-hub me/mine") as caught:
+        pipeline.export(load_recipe(recipe), Session(offline=not options), tmp_path, asked)
+    assert caught.value.findings[0].code == "FT755"
