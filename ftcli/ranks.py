@@ -41,6 +41,8 @@ class Place:
 
 #: In :attr:`Place.folder`: the port that rank 0 listens at, and one file for each process that was killed.
 PORT_NAME = "port"
+#: In :attr:`Place.folder`: rank 0 has left; nobody is to look for it any more.
+ENDED_NAME = "ended"
 
 
 def lost_name(rank: int) -> str:

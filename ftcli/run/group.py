@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.plain import JsonObject
-from ftcli.ranks import Place, lost_name
+from ftcli.ranks import ENDED_NAME, Place, lost_name
 from ftcli.reporting import Reporter
 from ftcli.run.meeting import meeting_point
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -240,8 +240,10 @@ class Group:
 
     def close(self, *, orderly: bool) -> None:
         """Leaves the group. Rank 0 leaves last where the launcher would end it when another one has failed."""
-        with contextlib.suppress(RuntimeError, FtcliError):
+        with contextlib.suppress(RuntimeError, FtcliError, OSError):
             if self.leads:
+                if self.place.folder is not None:
+                    (self.place.folder / ENDED_NAME).touch()
                 self.publish("ended", {})
             elif self.place.hosted and not orderly:
                 self.awaited("ended")
