@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ftcli.config.training import names_checkpoint
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.run import status as run_status
 from ftcli.run.atomic import (
@@ -306,7 +306,8 @@ def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
     shown = [str(change) for change in sorted(changes, key=lambda change: not change.in_both)[:_SHOWN]]
     if len(changes) > _SHOWN:
         shown.append(f"{len(changes) - _SHOWN} more keys")
-    findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {text}") for text in shown]
+    place = Origin(str(run.recipe_path))
+    findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {t}", place) for t in shown]
     remedy = (
         "to continue the run, undo these changes; to start a new one, use --resume never, which keeps the old run "
         "beside it, or another --output-dir"

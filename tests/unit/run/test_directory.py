@@ -180,6 +180,7 @@ def test_a_changed_recipe_is_refused_with_old_and_new_values(tmp_path: Path) -> 
         open_run(run.path, "auto", changed)
     message = "\n".join(finding.message for finding in caught.value.findings)
     assert set(codes(caught.value)) == {"FT721"}
+    assert {str(finding.origin) for finding in caught.value.findings} == {str(run.recipe_path)}
     assert "--resume never" in str(caught.value.findings[-1].help)
     assert caught.value.exit_code is ExitCode.RECIPE
     assert "train.learning_rate: 0.0002 -> 1.0e-05" in message
