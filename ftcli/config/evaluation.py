@@ -105,4 +105,4 @@ class ExportConfig(Section):
     """What `ftcli export` writes."""
 
     formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")
-    gguf: GgufConfig = Field(default_factory=GgufConfig)
+    gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")
