@@ -88,7 +88,7 @@ TYPES: Mapping[str, StoredType] = MappingProxyType(
         "f32": StoredType("F32", 0, 0.0, 1e-5),
         "f16": StoredType("F16", 1, 2.0**-11, 0.02),
         "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
-        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.1),
+        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25),
         "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0"),
         "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0"),
         "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0"),
