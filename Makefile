@@ -6,14 +6,16 @@ BIN    := $(VENV)/bin
 FTCLI  := $(BIN)/ftcli
 SMOKE  := runs/smoke
 FUZZ_SECONDS ?= 600
+TOOL   := $(CURDIR)/dist/tool
 
-.PHONY: help install smoke test fuzz test-families test-gpu check lint typecheck layers format bench docs clean
+.PHONY: help install smoke test fuzz test-families test-gpu test-tool check lint typecheck layers format bench docs clean
 
 help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
 	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
 	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
 	@echo "make test-families  a small random model of every further family through train, eval and export"
+	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
 	@echo "make bench          the kernels and the training step on this machine"
@@ -41,6 +43,19 @@ fuzz: install
 
 test-families: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e tests/unit/model/test_models_page.py -n auto --dist worksteal
+
+# A wheel that was built from this checkout, with its own packages, is used where nothing of the checkout is found.
+test-tool: export PIPX_HOME := $(TOOL)/pipx
+test-tool: export PIPX_BIN_DIR := $(TOOL)/bin
+test-tool: export PIPX_MAN_DIR := $(TOOL)/man
+test-tool: install
+	rm -rf $(TOOL) && mkdir -p $(TOOL)/work
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TOOL) .
+	$(BIN)/python -m pipx install --quiet --python $(abspath $(BIN)/python) --pip-args="-c $(CURDIR)/constraints.txt" $(TOOL)/*.whl
+	cd $(TOOL)/work && ../bin/ftcli recipes copy smoke mine.yaml && ../bin/ftcli check mine.yaml --offline
+	cd $(TOOL)/work && ../bin/ftcli train mine.yaml --offline --max-steps 2 --set train.warmup_steps=1
+	cd $(TOOL)/work && ../bin/ftcli export runs/mine --offline && ../bin/ftcli runs
+	rm -rf $(TOOL)
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/ops tests/gpu
