@@ -14,7 +14,7 @@ help:
 	@echo "make smoke          install into .venv, then train, evaluate and export the bundled tiny model on this machine"
 	@echo "make test           everything that needs no GPU (kernels through Triton's interpreter)"
 	@echo "make fuzz           random recipes, rows, models, runs and kills, for FUZZ_SECONDS (600)"
-	@echo "make test-families  a small random model of every further family through train, eval and export"
+	@echo "make test-families  a small random model of every further family through train, eval and export, and what takes long"
 	@echo "make test-tool      the built wheel as an installed tool (pipx), in a folder of its own"
 	@echo "make test-gpu       the kernel tests compiled, and the tests that need a CUDA machine"
 	@echo "make check          format, lint, types, layers, generated docs and tests: what CI runs"
@@ -36,13 +36,13 @@ smoke: install
 	@echo "open $(SMOKE)/report.html"
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families" -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families and not long" -n auto --dist worksteal
 
 fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m families tests/e2e tests/unit/model/test_models_page.py -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit/model/test_models_page.py -n auto --dist worksteal
 
 # A wheel that was built from this checkout, with its own packages, is used where nothing of the checkout is found.
 test-tool: export PIPX_HOME := $(TOOL)/pipx

@@ -30,8 +30,8 @@ ROWS, LONGEST = 2, 64
 #: round in different places, of which one rounds logits, too: 0.059 for a Mistral-7B of random weights in bfloat16
 #: (H200, 2026-11-22). In a trained model a mask, a position or a factor that is wrong shows as whole nats.
 _ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
-#: Products that are coarser than the compute dtype leave this much.
-_ALLOWED_COARSE = 0.5
+#: Products that are coarser than the compute dtype leave this much: a mask that is wrong is 0.3 to 0.5 in the tests.
+_ALLOWED_COARSE = 0.3
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: Each page, how many blocks it has at least, and a file that it leaves.
 PAGES = [
     ("quickstart", 7, "runs/my-first/report.html"),
-    ("migrating", 12, "outputs/mine/export/safetensors/model.safetensors"),
-    ("sweeps", 2, "runs/rates/comparison.html"),
+    pytest.param("migrating", 12, "outputs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
+    pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
     ("evaluation", 4, "runs/my/eval.json"),
     ("chat", 3, "answer.json"),
     ("troubleshooting", 10, "runs/trial.previous-1/report.html"),

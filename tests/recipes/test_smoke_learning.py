@@ -20,6 +20,7 @@ SFT = ("--set", "train.num_train_epochs=1")
 GRPO = ("--set", "train.max_steps=28")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SEEDS = [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 
 
 def done(capture: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def grpo(capture: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict
     return done(capture, "grpo", recipe, "--output-dir", run, *GRPO, *words)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_grpo_raises_held_out_accuracy(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = grpo(capsys, tmp_path, "--set", f"run.seed={seed}")
     before, after = result["before"]["exact_match"], result["after"]["exact_match"]
@@ -57,7 +58,7 @@ def test_grpo_raises_held_out_accuracy(seed: int, tmp_path: Path, capsys: pytest
     assert after - before >= 0.4
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_grpo_learns_nothing_from_shuffled_rewards(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,8 +61,8 @@ class Finder(MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 if {module!r} == "the end":
     atexit.register(os.kill, os.getpid(), signal.SIGINT)
-if {ignored}:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+# As a terminal starts it, whatever started the tests.
+signal.signal(signal.SIGINT, signal.SIG_IGN if {ignored} else signal.default_int_handler)
 sys.argv = ["ftcli", "--version"]
 from ftcli.__main__ import main
 sys.exit(main())

@@ -58,8 +58,8 @@ def adapt(folder: Path, model: Any, **options: Any) -> Trained:
     return Trained(folder / "base", run)
 
 
-def export(made: Trained, *types: str, heard: Heard | None = None, adapter: bool = False) -> ExportResult:
-    settings = ExportConfig.model_validate({"gguf": {"types": types, "adapter": adapter}})
+def export(made: Trained, *types: str, heard: Heard | None = None, lora: bool = False) -> ExportResult:
+    settings = ExportConfig.model_validate({"gguf": {"types": types, "lora": lora}})
     (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings)
     return result
 
@@ -208,7 +208,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(reason: str, tmp_path
 )
 def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_path: Path) -> None:
     made = adapt(tmp_path, build(family), use_rslora=bool(variant), **variant)
-    result = export(made, "f32", adapter=True)
+    result = export(made, "f32", lora=True)
     assert result.verification.facts["adapter_relative_error"] < 1e-5
     file = ReadFile(result.path / "run-LoRA-F32.gguf")
     assert file.values["general.type"] == "adapter"
@@ -221,7 +221,7 @@ def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_p
 @pytest.mark.parametrize("variant", ["dora", "head trained whole"])
 def test_an_adapter_that_is_more_than_two_matrices_is_refused(variant: str, tmp_path: Path) -> None:
     with pytest.raises(FtcliError, match="two matrices alone"):
-        export(adapt(tmp_path, build("llama"), **VARIANTS[variant]), "f32", adapter=True)
+        export(adapt(tmp_path, build("llama"), **VARIANTS[variant]), "f32", lora=True)
 
 
 @pytest.mark.parametrize("fault", ["alpha", "permutation", "cut"])
