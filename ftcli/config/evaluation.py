@@ -98,7 +98,7 @@ class GgufConfig(Section):
     types: Items[GgufType] = Field(
         default=("q8_0",), description="A file for each. K-quants need llama.cpp's `llama-quantize` on the PATH."
     )
-    lora: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
+    lora_adapter: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
 
 
 class ExportConfig(Section):

@@ -72,7 +72,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
             f"{kind}_allowed": TYPES[kind].logits,
             f"{kind}_top1_agreement": report.top1_agreement,
         }
-    if source.settings.gguf.lora:
+    if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
     if not source.verify:
         return not_asked()
@@ -86,7 +86,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
 
 def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callable[[str], None]) -> float:
     if source.kind != "adapter":
-        raise no_place("a full fine-tune has no adapter: leave export.gguf.lora out")
+        raise no_place("a full fine-tune has no adapter: leave export.gguf.lora_adapter out")
     path = folder / f"{prepared.name}-LoRA-F32.gguf"
     say(f"writing {path.name}")
     write_adapter(prepared.wanted, path, prepared.name, float(read_adapter_config(source.folder)["lora_alpha"]))

@@ -59,7 +59,7 @@ def adapt(folder: Path, model: Any, **options: Any) -> Trained:
 
 
 def export(made: Trained, *types: str, heard: Heard | None = None, lora: bool = False) -> ExportResult:
-    settings = ExportConfig.model_validate({"gguf": {"types": types, "lora": lora}})
+    settings = ExportConfig.model_validate({"gguf": {"types": types, "lora_adapter": lora}})
     (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings)
     return result
 
