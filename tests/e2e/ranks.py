@@ -14,8 +14,6 @@ from tests.e2e.resilience import Drills, Preparation
 _OF_TORCH = re.compile(
     r"\[[EW]\d{4} .*(\[c10d\]|TCPStore\.cpp|socket\.cpp)|Exception raised from |frame #\d+:|<omitting |$"
 )
-    r"\[[EW]\d{4} .*\[c10d\]|\[[EW]\d{4} .*(TCPStore|socket)\.cpp|Exception raised from |frame #\d+:|<omitting |$"
-)
 
 
 @dataclass(frozen=True)
