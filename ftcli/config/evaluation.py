@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
-from ftcli.plain import JsonObject
+from ftcli.config.judging import JudgeConfig
 from ftcli.tables import exports, gguf, judges
 
 GgufType = Annotated[str, Word(gguf.type_names)]
@@ -29,7 +29,7 @@ class GenerateConfig(Section):
     )
 
 
-class TaskConfig(Section):
+class TaskConfig(JudgeConfig):
     """A generation task: the last assistant turn (or the completion) is the reference."""
 
     use: Annotated[str, Word(judges.names)] | None = Field(
@@ -42,23 +42,6 @@ class TaskConfig(Section):
     )
     name: str | None = Field(default=None, description="Name in the results; `use`, or the function's, when absent.")
     data: Items[Dataset] = Field(default=(), description="Rows of the task; `data.eval` when absent.")
-    extract: str | None = Field(
-        default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
-    )
-    pattern: str | None = Field(default=None, description="regex: what a completion must match.")
-    min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
-        default=None, description="length: fewest characters that pass; 0 when absent."
-    )
-    max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
-        default=None, description="length: most characters that pass."
-    )
-    timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="python_tests: seconds of each program; 5 when absent."
-    )
-    memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
-        default=None, description="python_tests: MiB of address space of each program; 512 when absent."
-    )
-    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
     max_rows: Count | None = Field(default=None, description="Judge the first rows only.")
 
     @property

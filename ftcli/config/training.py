@@ -9,8 +9,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
 from ftcli.config.base import Count, Items, Rate, Section, Word
-from ftcli.plain import JsonObject
-from ftcli.tables import judges, loggers, methods, optimizers, policies, schedules
+from ftcli.config.judging import JudgeConfig
+from ftcli.tables import loggers, methods, optimizers, policies, schedules
 
 Scheduler = Annotated[str, Word(schedules.names)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -138,36 +138,14 @@ class TrainConfig(Section):
         return self.gradient_checkpointing
 
 
-class RewardConfig(Section):
+class RewardConfig(JudgeConfig):
     """One reward: a built-in (`use`) or a function of yours (`file`)."""
 
-    use: Annotated[str, Word(judges.names)] | None = Field(default=None, description="A built-in reward.")
-    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
-        default=None,
-        description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
-    )
     answer: str = Field(
         default="answer",
         description="exact_match, contains: the column with the right answer; python_tests: with tests.",
     )
-    extract: str | None = Field(
-        default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
-    )
-    pattern: str | None = Field(default=None, description="regex: 1 where the completion matches, else 0.")
-    min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
-        default=None, description="length: fewest characters that pass; 0 when absent."
-    )
-    max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
-        default=None, description="length: most characters that pass."
-    )
-    timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="python_tests: seconds of each program; 5 when absent."
-    )
-    memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
-        default=None, description="python_tests: MiB of address space of each program; 512 when absent."
-    )
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
-    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
 
 
 class GrpoConfig(Section):

@@ -21,7 +21,7 @@ from ftcli.export.loading import load_own_tokenizer, load_written, not_verified,
 from ftcli.export.probe import compare_logits, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.safetensors import SHARD_SIZE, copy_processors
-from ftcli.export.verify import Verified, check_stops, compare_tensors, compare_tokenizers, read_tensors
+from ftcli.export.verify import Verified, check_stops, compare_tensors, compare_tokenizers, not_asked, read_tensors
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
@@ -57,6 +57,8 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     source_tokenizer(source, offline=offline).save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder, offline=offline)
+    if not source.verify:
+        return not_asked()
     say("verifying: loading the result again")
     return _verify(source, folder, masters, layers, tensors, offline=offline)
 

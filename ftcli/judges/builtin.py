@@ -6,7 +6,8 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from ftcli.config import RewardConfig, TaskConfig
+from ftcli.config import RewardConfig
+from ftcli.config.judging import JudgeConfig
 from ftcli.errors import Finding
 from ftcli.judges.patterns import Pattern
 from ftcli.patience import TookTooLong
@@ -28,7 +29,7 @@ class Bound(Protocol):
     def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[float | None]: ...
 
 
-def built_in(config: RewardConfig | TaskConfig, name: str) -> Bound:
+def built_in(config: JudgeConfig, name: str) -> Bound:
     """The judge ``name`` with the options that a reward or a task gives it."""
     row = judges.row(name)
     function: BuiltIn = code_of(row.code)

@@ -8,7 +8,8 @@ is captured. All graphs share one pool of memory: they never run at the same tim
 goes in and out lies in buffers of the largest shape, outside of the pool.
 
 The pool is taken in one piece before the first capture. Pieces that are added for each larger shape cannot be joined,
-and what one shape has left behind rarely fits the next: 39 shapes once took three times what the largest needs.
+and what one shape has left behind rarely fits the next: 36 to 39 shapes once made a peak of 90 GiB of what is
+54 GiB now (H200, 2026-11-22; docs/performance.md).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ftcli.config.secrets import is_secret_key, mask
         ("lora.target_modules", "all-linear or a list of text"),
         ("data.train", "a list of text or sections (path, columns, max_rows, ...)"),
         ("data.train.0.max_rows", "a whole number from 1 to 1000000000"),
-        ("grpo.rewards", "a list of sections (use, file, answer, ...)"),
+        ("grpo.rewards", "a list of sections (use, file, extract, ...)"),
         ("run.name", "text"),
         ("version", "1"),
     ],

@@ -1,0 +1,38 @@
+"""What rewards and tasks have in common: who judges a completion, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ftcli.config.base import Section, Word
+from ftcli.plain import JsonObject
+from ftcli.tables import judges
+
+
+class JudgeConfig(Section):
+    """A built-in judge (`use`) or a function of yours (`file`), and what it is told."""
+
+    use: Annotated[str, Word(judges.names)] | None = Field(default=None, description="A built-in judge.")
+    file: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = Field(
+        default=None,
+        description="`path.py:function` with `function(completions, prompts, **columns) -> list[float | None]`.",
+    )
+    extract: str | None = Field(
+        default=None, description="exact_match: a regular expression whose first group is compared, not all the text."
+    )
+    pattern: str | None = Field(default=None, description="regex: what a completion must match.")
+    min_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
+        default=None, description="length: fewest characters that pass; 0 when absent."
+    )
+    max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
+        default=None, description="length: most characters that pass."
+    )
+    timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        default=None, description="python_tests: seconds of each program; 5 when absent."
+    )
+    memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
+        default=None, description="python_tests: MiB of address space of each program; 512 when absent."
+    )
+    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
