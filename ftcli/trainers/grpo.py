@@ -33,6 +33,7 @@ from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, Score, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
+from ftcli.trainers.spans import Spans
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 _ROW = "ftcli_row"
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"
+#: The parts of a step whose time is told; what is left is collating, padding, logging.
+ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_probs", "training", "optimizer"
 
 
 class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
@@ -81,6 +84,8 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self._sampled_at = self.state.global_step
         # Equal rewards leave rounding in the advantages, which a division by no spread at all makes larger.
         output["advantages"] = output["advantages"].masked_fill(self._own_rows(self._alike), 0.0)
+        # TRL's is of the whole batch where rewards are scaled by the deviation of the batch.
+        self._metrics["train"]["frac_reward_zero_std"][-1] = float(self._alike.float().mean())
         return output
 
     def _generate_single_turn(
@@ -89,12 +94,17 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         """Tokens of one completion for each prompt, by our engine in place of TRL's call of ``generate``, and their
         log-probabilities where the engine knows them all.
         """
+        self.spans.enter(ROLLOUT)
         found = self.rollouts.complete(prompt_ids, self.state.global_step)
+        self.spans.enter(None)
+        self.spans.count(ROLLOUT, sum(len(one.tokens) for one in found))
         known = all(len(one.logprobs) == len(one.tokens) for one in found)
         return [one.tokens for one in found], [one.logprobs for one in found] if known else None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.spans.enter(REWARDS)
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        self.spans.enter(None)
         if self.control_seed is not None:
             generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
             rewards = rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
@@ -102,6 +112,16 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self._alike = groups.repeat_interleave(self.num_generations)
         self._metrics["train"]["groups_without_spread"].append(float(groups.sum()))
         return rewards
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
+        """As :class:`PolicyMixin`; passes before training, of the reference or of older weights, are told apart."""
+        before = self.phase == GENERATION
+        if before:
+            self.spans.enter(LOG_PROBS)
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if before:
+            self.spans.enter(None)
+        return found
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """The rows of this process among those of all."""
@@ -111,9 +131,18 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL; the newest completions are kept for people to look at."""
         is_step = "loss" in logs
+        if is_step:
+            self._take_spans()
+            logs.update(_rates(self._metrics["train"]))
         super().log(logs, start_time)
         if self.hooks.completions is not None and is_step:
             self.hooks.completions(self.state.global_step, self._newest_completions())
+
+    def _take_spans(self) -> None:
+        """Adds the time of each finished step to what TRL averages."""
+        for numbers in self.spans.take():
+            for name, value in numbers.items():
+                self._metrics["train"][name].append(value)
 
     def _newest_completions(self) -> list[Completion]:
         said, rewards = self._logs, self._logs["rewards"]
@@ -127,17 +156,25 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     def begin_step(self) -> None:
         """As the base class; also notes the completions in use and the metrics gathered so far."""
         super().begin_step()
+        self.spans.begin_step(self.state.global_step + 1)
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         self._before = (self._step, self._buffered_inputs, metrics)  # type: ignore[has-type]
 
+    def end_step(self) -> None:
+        """As the base class."""
+        self.spans.enter(None)
+        super().end_step()
+
     def undo_step(self) -> None:
         """Restores the completions and metrics that :meth:`begin_step` has noted."""
+        self.spans.forget_after(self.state.global_step)
         self._step, self._buffered_inputs, metrics = self._before
         self._metrics["train"].clear()
         self._metrics["train"].update(metrics)
 
     def extra_window(self) -> JsonObject:
         """Rewards, lengths and all else that TRL averages from one line to the next."""
+        self._take_spans()
         return {"metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}}
 
     def restore_extra_window(self, extra: JsonObject) -> None:
@@ -155,6 +192,12 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
             saved = torch.load(folder / _COMPLETIONS, map_location=self.accelerator.device, weights_only=True)
             self._step, self._buffered_inputs = saved["step"], saved["inputs"]
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the base class; what follows the last backward pass is the optimizer's."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self.spans.enter(OPTIMIZER if self.accelerator.sync_gradients else None)
+        return loss
+
     def compute_loss(
         self,
         model: torch.nn.Module,
@@ -168,6 +211,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
             fresh = self._sampled_at == self.state.global_step  # weights have moved since others were sampled
             self.tell_parity(check_parity(self, inputs, inputs.get("sampling_per_token_logps") if fresh else None))
             self.tell_parity = None
+        self.spans.enter(TRAINING)
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self.watch("the loss", loss)
@@ -187,6 +231,13 @@ def without_spread(rewards: Tensor, weights: Tensor, group: int) -> Tensor:
     highest = total.masked_fill(unscorable, -math.inf).view(-1, group).amax(1)
     lowest = total.masked_fill(unscorable, math.inf).view(-1, group).amin(1)
     return highest <= lowest
+
+
+def _rates(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Tokens per second of rollouts and of training passes, where there were any."""
+    seconds = {part: math.fsum(metrics.get(f"seconds/{part}", ())) for part in (ROLLOUT, TRAINING)}
+    tokens = {part: math.fsum(metrics.get(f"tokens/{part}", ())) for part in seconds}
+    return {f"tokens_per_second/{part}": tokens[part] / taken for part, taken in seconds.items() if taken}
 
 
 def _opinion(reward: float) -> float | None:
@@ -227,6 +278,7 @@ def build_grpo_trainer(
             processing_class=job.tokenizer,
         )
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
+    trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
     trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
     trainer.batches, trainer.pad_token_id = job.batches(model), job.pad_token_id
     trainer.stack, trainer.graphs = use_stack(job, model)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections import defaultdict
 
     from ftcli.model.stack import DecoderStack
+    from ftcli.trainers.spans import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class PolicyMixin:
 
     batches: Batches
     stack: DecoderStack | None
+    spans: Spans
     pad_token_id: int
     temperature: float
     beta: float
@@ -156,6 +158,8 @@ class PolicyMixin:
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=device)
         if not scored.documents:
             return nothing + _zero_of(unwrapped), nothing
+        if torch.is_grad_enabled():
+            self.spans.count("training", sum(len(one.input_ids) for one in scored.documents))
         batch = scored.batch(self.batches, self.pad_token_id)
         head = head_of(unwrapped)
         supervised = supervised_positions(batch["labels"], head.weight.shape[0]).to(device, non_blocking=True)

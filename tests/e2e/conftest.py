@@ -45,9 +45,8 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_times(line: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in line.items() if key not in ("tokens_per_second", "peak_memory_bytes", "step_time")
-    }
+    timed = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/")
+    return {key: value for key, value in line.items() if not key.startswith(timed)}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ftcli.model.tokenizer import load_tokenizer
 from ftcli.trainers.grpo import GrpoTrainer, without_spread
 from ftcli.trainers.parity import check_parity
 from ftcli.trainers.policy import Scored
+from ftcli.trainers.spans import Spans
 from tests.quantised import load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
@@ -104,6 +105,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     theirs = trainer_of(PlainTrainer, model, folder)
     ours = trainer_of(GrpoTrainer, model, folder)
     ours.plan, ours.pad_token_id, ours.stack = PLAN, 0, None
+    ours.spans, ours.phase = Spans(torch.device("cpu"), ["training"], ["training"]), "forward"
     for trainer in (ours, theirs):
         trainer.current_gradient_accumulation_steps = 1
     return Both(model, ours, theirs, request.param == "full")

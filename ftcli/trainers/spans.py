@@ -1,0 +1,86 @@
+"""How long each part of an optimizer step takes, without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """From here on time belongs to ``part``; None: to none that is told."""
+
+    part: str | None
+    at: float | torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Step:
+    number: int
+    marks: list[Mark]
+    tokens: dict[str, int]
+
+
+class Spans:
+    """Seconds and tokens of the parts of each step. A GPU is asked by events, which are read when numbers are logged.
+
+    Args:
+        parts: Names of all parts; each has its seconds in each step, 0 where it did not happen.
+        counted: Those whose tokens are told, too.
+    """
+
+    def __init__(self, device: torch.device, parts: Sequence[str], counted: Sequence[str]) -> None:
+        self._cuda = device.type == "cuda"
+        self._parts, self._counted = tuple(parts), tuple(counted)
+        self._steps: list[_Step] = []
+
+    def begin_step(self, number: int) -> None:
+        """A step begins; what an earlier try of it has left is forgotten."""
+        self._steps = [step for step in self._steps if step.number < number]
+        self._steps.append(_Step(number, [self._mark(None)], dict.fromkeys(self._counted, 0)))
+
+    def enter(self, part: str | None) -> None:
+        """What follows belongs to ``part``."""
+        if self._steps:
+            self._steps[-1].marks.append(self._mark(part))
+
+    def count(self, part: str, tokens: int) -> None:
+        """Tokens that went through ``part`` in this step."""
+        if self._steps:
+            self._steps[-1].tokens[part] += tokens
+
+    def forget_after(self, number: int) -> None:
+        """Drops the steps after ``number``, which failed."""
+        self._steps = [step for step in self._steps if step.number <= number]
+
+    def take(self) -> list[Mapping[str, float]]:
+        """For each finished step since the last call ``seconds/<part>`` and ``tokens/<part>``; waits for the device."""
+        if self._cuda and self._steps:
+            torch.cuda.synchronize()
+        found = [self._numbers(step) for step in self._steps]
+        self._steps = []
+        return found
+
+    def _numbers(self, step: _Step) -> Mapping[str, float]:
+        numbers = {f"seconds/{part}": 0.0 for part in self._parts}
+        for before, after in pairwise(step.marks):
+            if before.part is not None:
+                numbers[f"seconds/{before.part}"] += _between(before, after)
+        return numbers | {f"tokens/{part}": float(count) for part, count in step.tokens.items()}
+
+    def _mark(self, part: str | None) -> Mark:
+        if not self._cuda:
+            return Mark(part, time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Mark(part, event)
+
+
+def _between(before: Mark, after: Mark) -> float:
+    if isinstance(before.at, float) or isinstance(after.at, float):
+        return float(after.at) - float(before.at)  # type: ignore[arg-type]
+    return float(before.at.elapsed_time(after.at)) / 1000.0
