@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize
+from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize, round_weight
 from ftkernels.ternary import Ternary, remaster, ternarise, unpack
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ class BitLinear(TrainedQuantizedLinear):
         """What the masters are rounded to; made again when an optimizer, or anyone else, has written to them."""
         now = (self.weight._version, self.weight.data_ptr())
         if self._ternary is None or self._made_of != now:
-            self._ternary, self._made_of = ternarise(self.weight), now
+            self._ternary, self._made_of = round_weight(self.weight, backend=self.backend), now
         return self._ternary
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:

@@ -140,6 +140,9 @@ def grid_cases() -> list[Case]:
         _bench("gemma2-2b", 1, 1024, "true", "lora=null"),
         _bench("gemma2-2b", 2, 2048, "true", "lora=null", "train.optim=adamw_torch_fused"),
         _bench("gemma2-2b", 1, 4096, "selective", "lora=null", "train.pure_bf16=true"),
+        _bench("bitnet-2b", 4, 2048, "false", "train.optim=adamw_torch_fused"),
+        _bench("bitnet-2b", 4, 4096, "true", "train.optim=adamw_torch_fused"),
+        _evaluation("bitnet-2b", 4, 4096),
         Case(
             "mistral-7b-grpo, completions of 64, two steps",
             "mistral-7b-grpo",

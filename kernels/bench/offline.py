@@ -32,6 +32,7 @@ from ftkernels import (
     decode_attention,
     fp8_kernels,
     glu_kernels,
+    int8_product,
     lowrank_add,
     nf4,
     nf4_kernels,
@@ -39,6 +40,7 @@ from ftkernels import (
     qkv_rope,
     rope,
     sampling_kernels,
+    ternary_kernels,
 )
 
 
@@ -113,12 +115,20 @@ def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Cal
     if capability < 80:
         return
     ternary, scale = torch.zeros((inner, hidden), dtype=torch.int8), torch.ones(())
-    for rows, bias in ((512, None), (2, None), (512, torch.empty(inner))):
-        q, step = torch.zeros((rows, hidden), dtype=torch.int8), torch.ones(rows)
-        yield (
-            f"int8 product of {rows} rows{'' if bias is None else ', bias'}",
-            lambda q=q, step=step, bias=bias: bitlinear_kernels.int8_product(q, step, ternary, scale, bias, dtype),
-        )
+    yield "masters to int8", lambda: ternary_kernels.ternarise_triton(torch.empty((inner, hidden)))
+    yield "int8 dequantised", lambda: ternary_kernels.dequantize_triton(ternary, scale, dtype)
+    tiles = {"few": int8_product.FEW, "many": int8_product.MANY}
+    if capability == 90:
+        tiles["described"] = int8_product.MANY_DESCRIBED
+    for name, tile in tiles.items():
+        for bias in (None, torch.empty(inner)):
+            q, step = torch.zeros((512, hidden), dtype=torch.int8), torch.ones(512)
+            yield (
+                f"int8 product, {name}{'' if bias is None else ', bias'}",
+                lambda q=q, step=step, bias=bias, tile=tile: int8_product.int8_product(
+                    q, step, ternary, scale, bias, dtype, tile=tile
+                ),
+            )
 
 
 def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -7,7 +7,8 @@ Legend: M rows (tokens), I inputs, O outputs; q, step, t, s as ``ftkernels.terna
     dW = dyᵀ (step q)                 likewise: the gradient of the master weights, in float32
     db = sum over rows of dy
 
-Backward saves q and step, a byte an element, in place of x. Products of backward are taken in y's dtype.
+Backward saves q and step, a byte an element, in place of x. Products of backward are taken of operands in y's dtype; dW
+is written in that of the masters.
 
 Quantising is a step of its own (``quantize``), so that layers that read the same x share it and a norm can do it while
 it has the row (``norm_quantize``). What it makes is a ``QuantizedRows``: q, step, and a tensor of x's shape without
@@ -27,12 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.bitlinear_kernels import int8_product, norm_quantize_triton, quantize_rows_triton
+from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_rows_triton
 from ftkernels.device import BackendName, choose_backend, gpu_of, without_autocast
+from ftkernels.gemm import mm_accurate
+from ftkernels.int8_product import int8_product
 from ftkernels.limits import why_no_int8
 from ftkernels.norm_parts import norm_backward
 from ftkernels.rms_norm import norm_backend, rms_norm_reference
-from ftkernels.ternary import Ternary, quantize_rows
+from ftkernels.ternary import Ternary, quantize_rows, ternarise
+from ftkernels.ternary_kernels import dequantize_triton, ternarise_triton
 
 #: Up to so many inputs the products of int8 and ternary values add up exactly in float32: 128 I < 2^24.
 _EXACT_IN_FLOAT32 = 2**17 - 1
@@ -57,9 +61,12 @@ class QuantizedRows:
         """(..., I)."""
         return self.passage.shape
 
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """step q, (M, I) in ``dtype``, rounded once."""
-        return (self.q * self.step[:, None]).to(dtype)
+
+def round_weight(weight: Tensor, *, backend: BackendName = "auto") -> Ternary:
+    """``ternarise`` of ``weight`` (O, I), by the kernels where they run: the same values."""
+    if not weight.numel() or not _by_kernels(weight, backend):
+        return ternarise(weight)
+    return Ternary(*ternarise_triton(weight))
 
 
 def quantize(x: Tensor, *, backend: BackendName = "auto") -> QuantizedRows:
@@ -142,6 +149,17 @@ def on_tensor_cores(q: Tensor, dtype: torch.dtype, backend: BackendName) -> bool
     return q.numel() > 0 and why_no_int8(gpu_of(q.device)) is None
 
 
+def _by_kernels(x: Tensor, backend: BackendName) -> bool:
+    return choose_backend(x.device, backend).is_triton and x.dtype != torch.float64
+
+
+def _dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype, backend: BackendName) -> Tensor:
+    """``values`` (M, N) int8 times ``scale``, (M,) or (), rounded to ``dtype`` once."""
+    if dtype != torch.float64 and _by_kernels(values, backend):
+        return dequantize_triton(values.contiguous(), scale, dtype)
+    return (values * (scale[:, None] if scale.dim() else scale)).to(dtype)
+
+
 def _passage(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=x.device).expand(x.shape)
 
@@ -150,8 +168,7 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, backend: BackendName) -> tuple[Tensor, Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1])
-        triton = choose_backend(x.device, backend).is_triton and x.dtype != torch.float64
-        q, step = quantize_rows_triton(rows) if triton else quantize_rows(rows)
+        q, step = quantize_rows_triton(rows) if _by_kernels(x, backend) else quantize_rows(rows)
         ctx.mark_non_differentiable(q, step)
         ctx.x_dtype = x.dtype
         return _passage(x, dtype), q, step
@@ -198,6 +215,7 @@ class _BitLinear(torch.autograd.Function):
             ctx.save_for_backward(q, step, ternary, scale)
         ctx.masters = None if weight is None else weight.dtype
         ctx.bias = None if bias is None else bias.dtype
+        ctx.backend = backend
         with without_autocast(q):
             if on_tensor_cores(q, dtype, backend):
                 out = int8_product(q, step, ternary, scale, bias, dtype)
@@ -216,10 +234,11 @@ class _BitLinear(torch.autograd.Function):
         dx = dw = db = None
         with without_autocast(dy):
             if wants_x:
-                weight = Ternary(ternary, scale).dequantize(dy.dtype)
+                weight = _dequantize(ternary, scale, dy.dtype, ctx.backend)
                 dx = torch.mm(rows, weight).view(*dy.shape[:-1], ternary.shape[1])
+                del weight
             if wants_w:
-                dw = torch.mm(rows.t(), (q * step[:, None]).to(dy.dtype)).to(ctx.masters)
+                dw = mm_accurate(rows.t(), _dequantize(q, step, dy.dtype, ctx.backend)).to(ctx.masters)
             if wants_b:
                 db = rows.sum(0, dtype=torch.float32).to(ctx.bias)
         return dx, None, None, dw, db, None, None, None

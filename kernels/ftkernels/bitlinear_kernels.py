@@ -1,7 +1,7 @@
-"""The kernels of BitNet's linear layer: rows to int8, the same behind an RMSNorm, and the int8 product with its scales.
+"""The kernels of BitNet's activations: rows to int8, and the same behind an RMSNorm.
 
-Formulas: ``ftkernels.ternary`` and ``ftkernels.bitlinear``. Rows, and what a product adds up, are the same bits as in
-plain torch: divisions are correctly rounded, and nothing is contracted into fused multiply-adds.
+Formulas: ``ftkernels.ternary``. Rows are the same bits as in plain torch: divisions are correctly rounded, and nothing
+is contracted into fused multiply-adds. A row that holds NaN or infinity has a step that is not finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import interpreting, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.device import on_device_of, triton_store_dtype
 from ftkernels.rows import as_rows
 from ftkernels.ternary import SMALLEST
 
@@ -32,8 +32,15 @@ def _steps(absmax):
 
 
 @triton.jit
+def _magnitude(x):
+    """|x|, infinite where x is NaN, which a maximum would pass over: a diverged model would have finite losses."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def _rounded(x, inverse):
-    scaled = tl.minimum(tl.maximum(x * inverse[:, None], -128.0), 127.0)
+    scaled = x * inverse[:, None]
+    scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -128.0), 127.0), 0.0)  # NaN is in the step
     return (scaled + _ROUNDING) - _ROUNDING
 
 
@@ -44,7 +51,7 @@ def _quantize_kernel(x_ptr, x_stride, q_ptr, step_ptr, M, N, ROWS: tl.constexpr,
     mask = (rows < M)[:, None] & (cols < N)
     row64 = rows.to(tl.int64)[:, None]
     x = tl.load(x_ptr + row64 * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    step, inverse = _steps(tl.max(tl.abs(x), axis=1))
+    step, inverse = _steps(tl.max(_magnitude(x), axis=1))
     tl.store(q_ptr + row64 * N + cols, _rounded(x, inverse).to(tl.int8), mask=mask)
     tl.store(step_ptr + rows, step, mask=rows < M)
 
@@ -57,7 +64,7 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, step_ptr, N, BLOCK: tl.constex
     size = tl.full((1, BLOCK), 0.0, tl.float32)
     for first in range(0, N, BLOCK):
         x = tl.load(x_ptr + row * x_stride + first + cols, mask=first + cols < N, other=0.0).to(tl.float32)
-        size = tl.maximum(size, tl.abs(x))
+        size = tl.maximum(size, _magnitude(x))
     step, inverse = _steps(tl.max(size, axis=1))
     for first in range(0, N, BLOCK):
         at, mask = first + cols, first + cols < N
@@ -94,59 +101,10 @@ def _norm_quantize_kernel(
     w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / H + eps)
     y = ((x * rstd[:, None]).to(N_DTYPE).to(tl.float32) * w).to(Y_DTYPE).to(tl.float32)
-    step, inverse = _steps(tl.max(tl.abs(y), axis=1))
+    step, inverse = _steps(tl.max(_magnitude(y), axis=1))
     tl.store(q_ptr + row64[:, None] * H + cols, _rounded(y, inverse).to(tl.int8), mask=mask)
     tl.store(step_ptr + rows, step, mask=rows < M)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-
-
-@triton.jit
-def _product_kernel(
-    q_ptr,
-    t_ptr,
-    out_ptr,
-    step_ptr,
-    scale_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    BIAS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """A tile of out = (q tᵀ) * step * scale + bias. Tiles go through the rows in groups, so that L2 keeps both."""
-    pid = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    in_group = GROUP * tiles_n
-    first = pid // in_group * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    m = (first + pid % in_group % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = pid % in_group // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows beyond the end are read again from the beginning, and not written.
-    q_at = q_ptr + (m % M).to(tl.int64)[:, None] * K + k[None, :]
-    t_at = t_ptr + (n % N).to(tl.int64)[None, :] * K + k[:, None]
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for start in range(0, K, BLOCK_K):
-        if WHOLE:
-            q = tl.load(q_at)
-            t = tl.load(t_at)
-        else:
-            q = tl.load(q_at, mask=start + k[None, :] < K, other=0)
-            t = tl.load(t_at, mask=start + k[:, None] < K, other=0)
-        total = tl.dot(q, t, total, out_dtype=tl.int32)
-        q_at += BLOCK_K
-        t_at += BLOCK_K
-    step = tl.load(step_ptr + m, mask=m < M, other=0.0)
-    out = total.to(tl.float32) * step[:, None] * tl.load(scale_ptr)
-    if BIAS:
-        out = out + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _rows_a_program(width: int) -> tuple[int, int, int]:
@@ -215,39 +173,3 @@ def norm_quantize_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
                 enable_fp_fusion=False,
             )
     return q, step, rstd
-
-
-def int8_product(
-    q: Tensor, step: Tensor, ternary: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """(q tᵀ) * step * scale + bias in ``dtype``: (M, K) and (N, K) int8 -> (M, N), one launch."""
-    (count, inner), outer = q.shape, ternary.shape[0]
-    out = torch.empty((count, outer), dtype=store_dtype(dtype), device=q.device)
-    if not outer:
-        return out.to(dtype)
-    q, ternary = q.contiguous(), ternary.contiguous()
-    # Tiles of 64 rows for few tokens, as in generation. Not tuned: see kernels/bench/bitnet.py.
-    block_m, block_n, block_k = (64, 128, 128) if count <= 256 or interpreting() else (128, 256, 128)
-    grid = (triton.cdiv(count, block_m) * triton.cdiv(outer, block_n),)
-    with on_device_of(q):
-        _product_kernel[grid](
-            q,
-            ternary,
-            out,
-            step,
-            scale,
-            step if bias is None else bias,
-            count,
-            outer,
-            inner,
-            BIAS=bias is not None,
-            WHOLE=inner % block_k == 0,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            GROUP=8,
-            num_warps=8 if block_n == 256 else 4,
-            num_stages=4 if block_m == 64 else 3,
-            enable_fp_fusion=False,
-        )
-    return rounded(out, dtype)

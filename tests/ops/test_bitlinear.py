@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from ftkernels.bitlinear import (
     mixed_linear,
     norm_quantize,
     quantize,
+    round_weight,
 )
-from ftkernels.bitlinear_kernels import int8_product, norm_quantize_triton, quantize_rows_triton
+from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_rows_triton
 from ftkernels.device import interpreting
+from ftkernels.int8_product import FEW, MANY, MANY_DESCRIBED, ProductTile, describable, int8_product
 from ftkernels.ternary import Ternary, pack, quantize_rows, remaster, ternarise, unpack
+from ftkernels.ternary_kernels import dequantize_triton
 
 # (rows, inputs, outputs): whole tiles, odd ones, one row, and rows that are read twice.
 SHAPES = ((64, 128, 128), (5, 70, 33), (1, 512, 60), (70, 257, 31))
@@ -63,6 +67,68 @@ def test_the_kernels_have_the_integers_of_plain_torch(shape: tuple[int, int, int
         assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
         half = int8_product(q, step, t.data, t.scale, bias, torch.bfloat16)
         assert torch.equal(half, found.to(torch.bfloat16))
+
+
+def on_this_machine(tile: ProductTile) -> ProductTile:
+    """In the interpreter a smaller one of its kind: every program costs a millisecond, and each size the same code."""
+    return replace(tile, rows=32, columns=64, depth=64) if interpreting() else tile
+
+
+@pytest.mark.parametrize("tile", [FEW, MANY, replace(MANY_DESCRIBED, programs_stay=False), MANY_DESCRIBED])
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(64, 128, 128), (90, 208, 136), (1, 512, 64)])
+def test_every_tile_has_the_bits_of_plain_torch(tile: ProductTile, rows: int, inner: int, outer: int) -> None:
+    if tile.described and not interpreting() and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no descriptors")
+    x, w, b = made(rows, inner, outer)
+    (q, step), t = quantize_rows(x), ternarise(w)
+    plain = integer_product(q, t.data) * step[:, None] * t.scale
+    for bias in (None, b):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = int8_product(q, step, t.data, t.scale, bias, dtype, tile=on_this_machine(tile))
+            assert torch.equal(found, (plain if bias is None else plain + bias).to(dtype))
+
+
+def test_rows_that_begin_in_the_middle_of_16_bytes_are_not_described() -> None:
+    whole = torch.zeros(4, 32, dtype=torch.int8)
+    assert describable(whole, torch.zeros(4, 8, dtype=torch.bfloat16))
+    assert not describable(whole, torch.zeros(4, 4, dtype=torch.bfloat16))
+    assert not describable(torch.zeros(4, 24, dtype=torch.int8))
+    assert not describable(whole.view(-1)[8:104].view(3, 32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (70, 513)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_round_weights_as_plain_torch_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(shape[0])
+    for w in (torch.randn(shape) * 0.02, torch.randn(shape).round() / 2, torch.zeros(shape)):
+        w = w.to(DEVICE, dtype)
+        plain, found = ternarise(w), round_weight(w, backend="triton")
+        assert float(found.scale) == float(plain.scale)
+        assert torch.equal(found.data, plain.data)
+    w[0, 0] = torch.nan
+    assert bool(torch.isnan(round_weight(w, backend="triton").scale))
+
+
+def test_values_times_their_scale_are_rounded_once() -> None:
+    x, w, _ = made(33, 70, 40)
+    (q, step), t = quantize_rows(x), ternarise(w)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(dequantize_triton(q, step, dtype), (q * step[:, None]).to(dtype))
+        assert torch.equal(dequantize_triton(t.data, t.scale, dtype), t.dequantize(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """A maximum that passes NaN over would give a diverged model finite losses."""
+    x, w, _ = made(5, 70, 33)
+    x[2, 3] = value
+    weight, t = torch.ones(70, device=DEVICE), ternarise(w)
+    for rows in (quantize(x, backend="torch"), quantize(x, backend="triton"), norm_quantize(x, weight, 1e-5)):
+        assert not bool(bit_linear(rows, None, t)[2].isfinite().any())
+        assert bool(bit_linear(rows, None, t)[3].isfinite().all())
+    _, step = quantize_rows_triton(x, widest=32)
+    assert step.isfinite().tolist() == [True, True, False, True, True]
 
 
 def test_halves_round_to_even_as_torch_rounds() -> None:
