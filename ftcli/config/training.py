@@ -148,6 +148,30 @@ class RewardConfig(JudgeConfig):
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
 
 
+class RewardPlateauConfig(Section):
+    """Ends training when rewards rise no more. A measurement is the mean reward of `window` rollouts."""
+
+    window: Count = Field(default=20, description="Rollouts whose mean reward is one measurement.")
+    patience: Count = Field(default=3, description="Measurements in a row without improvement before training ends.")
+    min_delta: Rate = Field(default=0.0, description="What counts as an improvement: by more than this.")
+
+
+class EntropyCollapseConfig(Section):
+    """Ends training when sampled tokens have hardly any entropy: completions are all alike, and nothing is explored."""
+
+    min_entropy: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=0.01, description="Less than this is too little: mean entropy of sampled tokens, in nats."
+    )
+    patience: Count = Field(default=10, description="Optimizer steps in a row with too little before training ends.")
+
+
+class GrpoStoppingConfig(Section):
+    """When GRPO ends before its last step. What was trained until then is the result."""
+
+    reward: RewardPlateauConfig | None = Field(default=None, description="When rewards rise no more.")
+    entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
+
+
 class GrpoConfig(Section):
     """GRPO reinforcement fine-tuning. Leaf names are those of TRL's GRPOConfig."""
 
@@ -180,6 +204,14 @@ class GrpoConfig(Section):
     rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
     shuffle_rewards: bool = Field(
         default=False, description="Control experiment: deal the rewards out at random; nothing may be learnt."
+    )
+    early_stopping: GrpoStoppingConfig | None = Field(
+        default=None, description="When training ends before its last step; never when absent."
+    )
+    completions_kept: Count = Field(
+        default=1000,
+        description="Logging steps whose completions stay in completions/. Of more, every second goes, then every "
+        "fourth: those that stay are spread over the run.",
     )
 
 

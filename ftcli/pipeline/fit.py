@@ -73,7 +73,7 @@ def fit(
         context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluates and recipe.checkpoint.keep_best,
         stopping=_stopping(recipe) if evaluates else None,
-        completions=Completions(context.directory.completions_dir).write,
+        completions=_completions(context, recipe).write,
     )
     schedule = Schedule(
         log_every=recipe.logging.every_steps,
@@ -110,6 +110,11 @@ def fit(
     return Fitted(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
+def _completions(context: RunContext, recipe: Recipe) -> Completions:
+    most = None if recipe.grpo is None else recipe.grpo.completions_kept
+    return Completions(context.directory.completions_dir, most, recipe.logging.every_steps)
+
+
 def _stopping(recipe: Recipe) -> Stopping | None:
     from ftcli.trainers.best import Stopping
 
@@ -128,7 +133,7 @@ def _summary(trainer: Any, callback: RunCallback, context: RunContext) -> Traini
     line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
     computed = trainer.tokens_computed or None
     steps, tokens = trainer.state.global_step, trainer.tokens_seen
-    return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed)
+    return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, trainer.why_over)
 
 
 def _train(trainer: Any, context: RunContext) -> None:
@@ -140,10 +145,7 @@ def _train(trainer: Any, context: RunContext) -> None:
     with _rescued(trainer, context), contextlib.suppress(TrainingOver):
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
     if trainer.is_over:
-        best = trainer.best
-        context.session.reporter.info(
-            f"stopped early: no better evaluation than that of step {best.step} in {best.worse} evaluations"
-        )
+        context.session.reporter.info(f"stopped early: {trainer.why_over}")
 
 
 def _tell_launches(trainer: Any, context: RunContext) -> None:

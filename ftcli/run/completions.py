@@ -1,7 +1,8 @@
 """completions/*.parquet: what a model that learns from rewards said at each logging step, and what it was given for it.
 
 One file a step, with the columns ``step``, ``prompt``, ``completion``, ``rewards/<name>`` for each reward, and
-``advantage``.
+``advantage``. In a long run they are thinned out: which stay depends on the steps alone, so a run that was stopped and
+goes on has the files of one that was not.
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """The folder of these files in a run directory."""
+    """The folder of these files in a run directory.
+
+    Attributes:
+        most: About so many files stay; None for all.
+        every: Steps from one logging step to the next.
+    """
 
     folder: Path
+    most: int | None = None
+    every: int = 1
 
     def steps(self) -> list[int]:
         """The steps that have a file, by number."""
@@ -77,6 +85,7 @@ class Completions:
             self.folder.mkdir(exist_ok=True)
             pq.write_table(pa.table(columns), aside)
             aside.replace(path)
+            self._thin_out(step)
 
     def read(self, step: int) -> list[Completion]:
         """A step's completions; none where the file is missing or damaged."""
@@ -98,10 +107,33 @@ class Completions:
         ]
 
     def forget_after(self, step: int) -> None:
-        """Removes the files of later steps, which the run makes again."""
-        for later in self.steps():
-            if later > step:
-                self.path(later).unlink(missing_ok=True)
+        """Removes the files of later steps, which the run makes again, and what a killed process has left half-written.
+
+        Raises:
+            FtcliError: FT723 when they cannot be removed.
+        """
+        with storage_errors(self.folder):
+            for later in self.steps():
+                if later > step:
+                    self.path(later).unlink(missing_ok=True)
+            for leftover in self.folder.glob(f"{TEMPORARY_PREFIX}step-*.parquet"):
+                leftover.unlink(missing_ok=True)
+
+    def _thin_out(self, newest: int) -> None:
+        """Keeps of every 2, 4, 8 ... logging steps the first, as few as make it ``most``; the newest stays for now."""
+        if self.most is None:
+            return
+        stride = 1
+        while newest // self.every // stride >= self.most:
+            stride *= 2
+        if stride == 1:
+            return
+        taken = set()
+        for step in self.steps():
+            span = step // self.every // stride
+            if span in taken and step != newest:
+                self.path(step).unlink(missing_ok=True)
+            taken.add(span)
 
 
 def _storable(text: str) -> str:

@@ -23,7 +23,8 @@ _STATES: tuple[State, ...] = get_args(State)
 class TrainingSummary:
     """What the command says of training: optimizer steps, tokens seen, loss and reward of the last step.
 
-    ``tokens_computed``: with padding and filler, where these are counted.
+    ``tokens_computed``: with padding and filler, where these are counted. ``stopped_early``: why there are fewer steps
+    than were asked for.
     """
 
     steps: int
@@ -31,6 +32,7 @@ class TrainingSummary:
     train_loss: float | None = None
     reward: float | None = None
     tokens_computed: int | None = None
+    stopped_early: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def _trained_in(raw: Any) -> Trained | None:
     whole = isinstance(raw, dict) and known <= set(raw) and isinstance(raw["steps"], int)
     if not whole or not isinstance(raw["summary"], dict):
         return None
-    said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward")}
+    said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward", "stopped_early")}
     return Trained(TrainingSummary(raw["steps"], **said), raw["steps"], raw["result"], raw["files"])
 
 

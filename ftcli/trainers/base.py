@@ -200,10 +200,17 @@ class RunTrainerMixin(OptimisationMixin):
         return metrics
 
     @property
+    def why_over(self) -> str | None:
+        """Why training ends before its last step; None while it goes on."""
+        stopping, best = self.hooks.stopping, self.best
+        if stopping is None or best.worse < stopping.patience:
+            return None
+        return f"no better evaluation than that of step {best.step} in {best.worse} evaluations"
+
+    @property
     def is_over(self) -> bool:
-        """Whether evaluations have not become better for so long that training ends."""
-        stopping = self.hooks.stopping
-        return stopping is not None and self.best.worse >= stopping.patience
+        """Whether there is a reason to end."""
+        return self.why_over is not None
 
     def stop_after_saving(self, signal_name: SignalName) -> None:
         """Ends training after this step; a checkpoint is written first."""

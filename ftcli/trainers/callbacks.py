@@ -117,8 +117,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         was never stopped. An evaluation that is due is made by the run that continues.
         """
         step, schedule = state.global_step, self._schedule
-        last = step >= state.max_steps
         self._trainer.end_step()
+        last = step >= state.max_steps or self._trainer.is_over
         self._trainer.check_finite(before_step=step)
         control.should_log = step % schedule.log_every == 0 or last or step == 1
         if schedule.evaluate_every is not None:
@@ -126,7 +126,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
             control.should_evaluate = self._trainer.evaluation_due
         if schedule.save_every is not None:
             control.should_save = step % schedule.save_every == 0 and not last
-        if self._stop.requested is not None and not last:
+        if self._trainer.is_over:
+            control.should_training_stop = True
+        elif self._stop.requested is not None and not last:
             self._trainer.stop_after_saving(self._stop.requested)
         self._progress.show(step, self.last)
         return control

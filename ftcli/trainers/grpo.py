@@ -23,7 +23,6 @@ from ftcli.model.checkpointing import checkpointing_kept, use_checkpointing
 from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
-from ftcli.run.completions import Completion
 from ftcli.trainers.base import RunTrainerMixin
 from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.hooks import TrainerHooks
@@ -32,8 +31,10 @@ from ftcli.trainers.parity import Parity, check_parity
 from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, Score, build_rewards
 from ftcli.trainers.rollouts import Rollouts
+from ftcli.trainers.said import newest, packed, restore
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
 from ftcli.trainers.spans import Spans
+from ftcli.trainers.stagnation import Stagnation
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,11 +54,14 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
 
     plan: DtypePlan
     rollouts: Rollouts
+    stagnation: Stagnation
     control_seed: int | None = None
     #: Is told how well log-probabilities agree, before the first step of this process; None once that is known.
     tell_parity: Callable[[Parity], None] | None = None
-    #: The step whose weights the completions in use were sampled with, where it was this process.
+    #: The step whose weights the completions in use were sampled with; None before the first ones of this process.
     _sampled_at: int | None = None
+    #: The same of those that were written last.
+    _kept: int | None = None
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
@@ -129,29 +133,21 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         return rows[self.accelerator.process_index * count :][:count]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As TRL; the newest completions are kept for people to look at."""
+        """As TRL; completions are kept for people to look at, each batch of them once."""
         is_step = "loss" in logs
         if is_step:
             self._take_spans()
             logs.update(_rates(self._metrics["train"]))
         super().log(logs, start_time)
-        if self.hooks.completions is not None and is_step:
-            self.hooks.completions(self.state.global_step, self._newest_completions())
+        if self.hooks.completions is not None and is_step and self._kept != self._sampled_at:
+            self.hooks.completions(self.state.global_step, newest(self._logs))
+            self._kept = self._sampled_at
 
     def _take_spans(self) -> None:
         """Adds the time of each finished step to what TRL averages."""
         for numbers in self.spans.take():
             for name, value in numbers.items():
                 self._metrics["train"][name].append(value)
-
-    def _newest_completions(self) -> list[Completion]:
-        said, rewards = self._logs, self._logs["rewards"]
-        return [
-            Completion(prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage))
-            for i, (prompt, text, advantage) in enumerate(
-                zip(said["prompt"], said["completion"], said["advantages"], strict=True)
-            )
-        ]
 
     def begin_step(self) -> None:
         """As the base class; also notes the completions in use and the metrics gathered so far."""
@@ -161,9 +157,17 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self._before = (self._step, self._buffered_inputs, metrics)  # type: ignore[has-type]
 
     def end_step(self) -> None:
-        """As the base class."""
+        """As the base class; also looks whether rewards and entropy still leave something to learn."""
         self.spans.enter(None)
         super().end_step()
+        before, now = self._before[2], self._metrics["train"]
+        rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
+        self.stagnation.note(self.state.global_step, rewards, entropies)
+
+    @property
+    def why_over(self) -> str | None:
+        """As the base class, or what the section `early_stopping` has found."""
+        return super().why_over or self.stagnation.reason
 
     def undo_step(self) -> None:
         """Restores the completions and metrics that :meth:`begin_step` has noted."""
@@ -175,22 +179,30 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     def extra_window(self) -> JsonObject:
         """Rewards, lengths and all else that TRL averages from one line to the next."""
         self._take_spans()
-        return {"metrics": {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}}
+        metrics = {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}
+        return {"metrics": metrics, "completions_of": self._kept, "stagnation": self.stagnation.state()}
 
     def restore_extra_window(self, extra: JsonObject) -> None:
         """Continues these averages."""
         self._metrics["train"].update({name: list(values) for name, values in extra.get("metrics", {}).items()})
+        self._kept = extra.get("completions_of")
+        if "stagnation" in extra:
+            self.stagnation.restore(extra["stagnation"])
 
     def save_more(self, folder: Path) -> None:
         """Saves the completions in use, where further steps need them (``num_iterations`` above 1)."""
         if self._step % (self.args.steps_per_generation * self.num_iterations):
-            torch.save({"step": self._step, "inputs": self._buffered_inputs}, folder / _COMPLETIONS)
+            said = {"logs": packed(self._logs), "sampled_at": self._sampled_at}
+            torch.save({"step": self._step, "inputs": self._buffered_inputs, "said": said}, folder / _COMPLETIONS)
 
     def load_more(self, folder: Path) -> None:
         """Loads those completions; TRL would sample new ones."""
         if (folder / _COMPLETIONS).exists():
             saved = torch.load(folder / _COMPLETIONS, map_location=self.accelerator.device, weights_only=True)
             self._step, self._buffered_inputs = saved["step"], saved["inputs"]
+            if "said" in saved:  # not in checkpoints of older versions
+                restore(self._logs, saved["said"]["logs"])
+                self._sampled_at = saved["said"]["sampled_at"]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the base class; what follows the last backward pass is the optimizer's."""
@@ -240,11 +252,6 @@ def _rates(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {f"tokens_per_second/{part}": tokens[part] / taken for part, taken in seconds.items() if taken}
 
 
-def _opinion(reward: float) -> float | None:
-    """TRL notes NaN for a reward that had no opinion."""
-    return None if math.isnan(reward) else float(reward)
-
-
 def build_grpo_trainer(
     job: Job,
     grpo: GrpoConfig,
@@ -279,6 +286,7 @@ def build_grpo_trainer(
         )
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
+    trainer.stagnation = Stagnation(grpo.early_stopping)
     trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
     trainer.batches, trainer.pad_token_id = job.batches(model), job.pad_token_id
     trainer.stack, trainer.graphs = use_stack(job, model)

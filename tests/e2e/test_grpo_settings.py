@@ -103,6 +103,37 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
     ]
 
 
+@pytest.mark.parametrize(
+    ("stops", "steps", "said"),
+    [
+        ({"reward": {"window": 2, "patience": 1}}, 4, "the mean reward of 2 rollouts has not risen in 1 measurements"),
+        ({"entropy": {"min_entropy": 90.0, "patience": 3}}, 3, "entropy was below 90 nats a token in 3 steps in a row"),
+    ],
+)
+def test_it_ends_where_nothing_more_is_learnt(stops: dict[str, Any], steps: int, said: str, user: User) -> None:
+    same, different = {"use": "length", "max_chars": 1000}, {"use": "regex", "pattern": "[5-9]"}
+    grpo = {**GRPO, "temperature": 2.0, "rewards": [same if "reward" in stops else different], "early_stopping": stops}
+    change = {"train": {"max_steps": 20}, "grpo": grpo, "data": DATA, "checkpoint": {"every_steps": steps - 1}}
+    recipe = user.recipe("r", **change, logging={"every_steps": 7})
+    result = user.done("grpo", recipe)
+    assert (result["steps"], result["stopped_early"].startswith(said)) == (steps, True)
+    assert json.loads((user.folder / "r" / "status.json").read_text())["state"] == "completed"
+    assert [line["step"] for line in user.metrics("r") if "loss" in line] == [1, steps]
+    page = (user.folder / "r" / "report.html").read_text()
+    assert f"Stopped early: {said}" in page
+    user.goes_on_alike("r", recipe, "grpo")
+
+
+def test_a_stop_that_is_never_reached_is_told(user: User) -> None:
+    stops = {"reward": {"window": 5, "patience": 1}, "entropy": {"patience": 9}}
+    grpo = {**GRPO, "early_stopping": stops}
+    status, document = user.run("check", user.recipe("r", grpo=grpo, data=DATA, train={"max_steps": 8}))
+    told = [finding["message"] for finding in document["findings"] if finding["code"] == "FT279"]
+    assert (status, len(told)) == (0, 2)
+    assert "grpo.early_stopping.reward needs 10 steps (2 measurements of 5 rollouts)" in told[0]
+    assert "grpo.early_stopping.entropy needs 9 steps" in told[1]
+
+
 def test_rewards_are_tried_before_a_weight_is_loaded(user: User) -> None:
     file = user.folder / "mine.py"
     file.write_text("async def score(completions, prompts, answer, **columns):\n    return [0.5] * len(completions)\n")

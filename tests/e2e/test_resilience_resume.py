@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.run.completions import Completions
 from tests.e2e.resilience import STEP, Drills
 
 #: 7 batches an epoch in steps of 3, 3 and 1; dropout draws random numbers in every step; the run is stopped in the
@@ -70,7 +71,8 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drill
             "num_iterations": 2,
             "max_prompt_length": 48,
             "max_completion_length": 6,
-            "rewards": [{"use": "regex", "pattern": "[0-9]"}],
+            "temperature": 2.0,
+            "rewards": [{"use": "regex", "pattern": "[5-9]"}],
         },
         "checkpoint": {"every_steps": 5, "keep_last": 3},
         "logging": {"every_steps": 4},
@@ -86,6 +88,12 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drill
     drills.run(recipe, command="grpo")
     assert "reward" in drills.metrics(whole)[-1]
     drills.require_same_run("halves", whole)
+    said = [Completions(drills.folder / run / "completions") for run in ("halves", whole)]
+    assert said[0].steps() == said[1].steps() == [1, 4, 6]
+    for step in said[1].steps():
+        assert len(said[1].read(step)) == 8
+        assert all(one.advantage for one in said[1].read(step)), "nothing is learnt, and nothing could differ"
+        assert said[0].read(step) == said[1].read(step)
 
 
 def test_stopped_in_every_step_it_is_still_the_same_run(drills: Drills) -> None:

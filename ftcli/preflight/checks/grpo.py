@@ -16,7 +16,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277; FT451, FT452 for reward files."""
+    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277, FT279; FT451, FT452 for files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return
@@ -40,6 +40,7 @@ def check(context: Context) -> Findings:
         )
     yield from _clips(context, grpo)
     yield from _sampling(context, grpo)
+    yield from _early_stopping(context, grpo)
     if not grpo.rewards:
         yield context.error(
             "FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help="add `- use: exact_match`"
@@ -135,6 +136,30 @@ def _clips(context: Context, grpo: GrpoConfig) -> Findings:
             "grpo.loss_type: luspo was described for ratios of whole completions, and here each token has its own",
             help="use grpo.importance_sampling_level: sequence",
         )
+
+
+def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT279: stops that no run of this length reaches."""
+    stops, steps, path = grpo.early_stopping, context.recipe.train.max_steps, "grpo.early_stopping"
+    if stops is None:
+        return
+    if stops.reward is None and stops.entropy is None:
+        message = f"{path} names neither reward nor entropy, so nothing ends training"
+        yield context.warning("FT279", path, message, help="add `reward: {}` or `entropy: {}`, or remove it")
+    if stops.reward is not None and steps is not None:
+        window, patience = stops.reward.window, stops.reward.patience
+        needed = window * (1 + patience) * grpo.num_iterations
+        if needed > steps:
+            yield context.warning(
+                "FT279",
+                f"{path}.reward",
+                f"{path}.reward needs {needed} steps ({1 + patience} measurements of {window} rollouts), and "
+                f"train.max_steps is {steps}",
+                help="lower window or patience",
+            )
+    if stops.entropy is not None and steps is not None and stops.entropy.patience > steps:
+        message = f"{path}.entropy needs {stops.entropy.patience} steps, and train.max_steps is {steps}"
+        yield context.warning("FT279", f"{path}.entropy", message, help="lower patience")
 
 
 def _sampling(context: Context, grpo: GrpoConfig) -> Findings:

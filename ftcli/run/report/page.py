@@ -138,4 +138,7 @@ def _recipe(run: RunDirectory, notices: list[str]) -> JsonObject:
 def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, str]]:
     """Texts with their class: how the run ended, where that needs saying, and what could not be read."""
     ended = [(status.message, str(status.state))] if status is not None and status.message else []
+    early = None if status is None or status.trained is None else status.trained.summary.stopped_early
+    if early:
+        ended.append((f"Stopped early: {early}.", ""))
     return [*ended, *((text, "") for text in troubles)]

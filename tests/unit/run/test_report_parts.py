@@ -140,6 +140,22 @@ def test_completions_are_kept_and_read_back(tmp_path: Path) -> None:
     assert Completions(tmp_path / "none").steps() == []
 
 
+def test_completions_of_a_long_run_are_thinned_out_alike_however_often_it_was_stopped(tmp_path: Path) -> None:
+    """Completions that serve two steps are written at odd steps only."""
+    written = range(1, 60, 2)
+    whole, halves = (Completions(tmp_path / name, most=8) for name in ("whole", "halves"))
+    for step in written:
+        whole.write(step, COMPLETIONS[:1])
+    for first, last, back in ((0, 20, 11), (11, 40, 33), (33, 60, 59)):
+        for step in written:
+            if first < step <= last:
+                halves.write(step, COMPLETIONS[:1])
+        halves.path(back).with_name(".tmp-step-00000099.parquet").write_bytes(b"half")
+        halves.forget_after(back)
+    assert whole.steps() == halves.steps() == [1, 9, 17, 25, 33, 41, 49, 57, 59]
+    assert not list(halves.folder.glob(".tmp*"))
+
+
 def test_completions_early_and_late_lowest_reward_first(tmp_path: Path) -> None:
     kept = Completions(tmp_path)
     assert sampled(kept) == []

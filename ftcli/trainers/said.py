@@ -1,0 +1,42 @@
+"""The newest completions of a GRPO run, out of what TRL keeps of them for its own tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ftcli.run.completions import Completion
+
+#: TRL 1.16's GRPOTrainer._logs: for each name a deque as long as a generation batch; ``rewards`` is a map of such.
+Logs = Mapping[str, Any]
+
+
+def newest(logs: Logs) -> list[Completion]:
+    """The completions of the newest generation batch, with their rewards and advantages."""
+    rewards = logs["rewards"]
+    return [
+        Completion(prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage))
+        for i, (prompt, text, advantage) in enumerate(
+            zip(logs["prompt"], logs["completion"], logs["advantages"], strict=True)
+        )
+    ]
+
+
+def packed(logs: Logs) -> dict[str, Any]:
+    """The same as plain lists, for a checkpoint."""
+    plain = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+    return {**plain, "rewards": {name: list(values) for name, values in logs["rewards"].items()}}
+
+
+def restore(logs: Logs, saved: Mapping[str, Any]) -> None:
+    """Puts back what :func:`packed` returned."""
+    for name in ("prompt", "completion", "advantages"):
+        logs[name].extend(saved[name])
+    for name, values in saved["rewards"].items():
+        logs["rewards"][name].extend(values)
+
+
+def _opinion(reward: float) -> float | None:
+    """TRL notes NaN for a reward that had no opinion."""
+    return None if math.isnan(reward) else float(reward)
