@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from ftcli.export.clean.process import CleanProcess
     from tests.e2e.drill import Server
 
 # Without a GPU, tests/ops runs the Triton kernels in Triton's interpreter, which Triton decides at its import.
@@ -54,6 +56,21 @@ def _tokens_stay_in_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FTCLI_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def clean_process() -> Iterator[CleanProcess]:
+    """A process that loads exports again, for all tests of this run: it has imported everything once."""
+    from ftcli.export.clean.process import CleanProcess
+
+    with CleanProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def shared_clean(clean_process: CleanProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports in this process ask that one, and leave it running."""
+    monkeypatch.setattr("ftcli.export.writing.CleanProcess", lambda: nullcontext(clean_process))
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
-from ftcli.export.loading import attach, hollow_base, load_own_tokenizer, not_verified, source_tokenizer
+from ftcli.export.clean.request import TENSOR, Request
+from ftcli.export.loading import attach, hollow_base, not_verified, source_tokenizer
+from ftcli.export.probe import TEXTS
 from ftcli.export.resolve import ExportSource, unusable
-from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors
+from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors, reloaded
 from ftcli.facts.model import read_facts
+from ftcli.model.load import config_of
 from ftcli.run.checkpoint import PROGRESS
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
@@ -56,21 +60,22 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
 
     Raises:
         FtcliError: FT741 when anything differs, FT742 when the source itself is damaged, FT30x when the base's
-            config cannot be found.
+            config cannot be found, FT760 where it cannot be loaded again.
     """
-    from peft import get_peft_model_state_dict
-
     wanted = finite_tensors(source.folder)
     facts = read_facts(source.base, offline=offline, origins=source.origins)
-    adapted = attach(hollow_base(facts), folder)
+    attach(hollow_base(facts), source.folder)  # what does not fit its base is no fault of the copy
+    with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
+        config_of(facts.raw).save_pretrained(config)
+        answer = source.reload(Request("adapter", str(folder), config=config, texts=TEXTS), {})
     # PEFT holds them in the base's float32, which every stored dtype fits into: going back to it loses nothing.
-    held = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    held = {name.removeprefix(TENSOR): tensor for name, tensor in answer.tensors.items() if name.startswith(TENSOR)}
     found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in held.items()}
-    problems = compare_tensors(found, wanted)
-    problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
+    problems = list(answer.problems) or compare_tensors(found, wanted)
+    problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
     if problems:
         raise not_verified(folder, problems)
-    return Verified("every tensor, bit for bit", {"tensors": len(wanted)})
+    return Verified("every tensor, bit for bit, tokenizer", {"tensors": len(wanted), **reloaded(answer)})
 
 
 def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:

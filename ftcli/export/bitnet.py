@@ -17,11 +17,24 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.loading import load_own_tokenizer, load_written, not_verified, source_tokenizer
-from ftcli.export.probe import compare_logits, logits, probe_batch
+from ftcli.export.clean.ask import model_request, sent
+from ftcli.export.clean.request import GREEDY, LAYER, LOGITS, rows_for
+from ftcli.export.loading import not_verified, source_tokenizer
+from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.safetensors import SHARD_SIZE, copy_processors
-from ftcli.export.verify import Verified, check_stops, compare_tensors, compare_tokenizers, not_asked, read_tensors
+from ftcli.export.verify import (
+    Verified,
+    check_greedy,
+    check_stops,
+    compare_tensors,
+    compare_tokenizers,
+    logits_problems,
+    not_asked,
+    read_tensors,
+    reloaded,
+    same_greedy,
+)
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
@@ -104,32 +117,39 @@ def _verify(
     *,
     offline: bool,
 ) -> Verified:
+    tokenizer = source_tokenizer(source, offline=offline)
+    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+    probe = continued(masters, probe_batch(tokenizer, masters.get_input_embeddings().weight.shape[0]))
+    parameters = sum(parameter.numel() for parameter in masters.parameters())
+    alone = {name: layer.in_features for name, layer in layers.items()}
+    answer = source.reload(model_request(folder, probe, parameters, layers=alone), sent(probe))
+    if answer.problems:
+        raise not_verified(folder, list(answer.problems))
     problems = compare_tensors(read_tensors(folder), tensors)
     frozen = _load(folder, trained=False)
     for name, layer in layers.items():
         problems += _unlike_masters(name, frozen.get_submodule(name), layer)
-    tokenizer = source_tokenizer(source, offline=offline)
-    problems += compare_tokenizers(load_own_tokenizer(folder), tokenizer)
-    with torch.compiler.set_stance("force_eager"):  # transformers compiles its layers, which takes minutes here
-        written = load_written(folder)
-        problems += check_stops(
-            written, stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-        )
-        for name, layer in layers.items():
-            problems += _unlike_output(name, written.get_submodule(name), layer)
-        probe = probe_batch(tokenizer, masters.get_input_embeddings().weight.shape[0])
-        compared = compare_logits(logits(written, probe), logits(masters, probe), LOGITS_TOLERANCE)
-    if not compared.relative_error <= LOGITS_TOLERANCE or compared.firm_disagreements:
-        problems.append(f"its logits differ by {compared.relative_error:.1e} from the trained model's")
+    problems += compare_tokenizers(answer.tokenizer, tokenizer)
+    problems += check_stops(answer.stops, stops)
+    for name, layer in layers.items():
+        problems += _unlike_output(name, answer.tensors.get(f"{LAYER}{name}"), layer)
+    trained, found = logits(masters, probe), answer.tensors[LOGITS]
+    compared = compare_logits(found, trained, LOGITS_TOLERANCE)
+    problems += logits_problems(compared, LOGITS_TOLERANCE)
+    if GREEDY in answer.tensors:
+        problems += check_greedy(answer.tensors[GREEDY], trained, probe, stops, LOGITS_TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
-    facts = {
+    facts: dict[str, str | int | float] = {
         "packed": len(layers),
         "relative_error": compared.relative_error,
+        "tolerance": LOGITS_TOLERANCE,
         "top1_agreement": compared.top1_agreement,
+        "greedy_tokens": same_greedy(found, probe),
     }
     return Verified(
-        "every ternary value and scale, each layer's output, logits in float32, tokenizer, stop tokens", facts
+        "every ternary value and scale, each layer's output, logits in float32, tokenizer, stop tokens",
+        {**facts, **reloaded(answer)},
     )
 
 
@@ -144,9 +164,10 @@ def _unlike_masters(name: str, found: nn.Module, layer: BitLinear) -> list[str]:
 
 
 @torch.no_grad()
-def _unlike_output(name: str, found: Any, layer: BitLinear) -> list[str]:
-    x = torch.randn((4, layer.in_features), generator=torch.Generator().manual_seed(0))
-    wanted, given = layer(x), found(x).float()
+def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[str]:
+    if given is None:  # weights that do not fit into memory are there layer by layer
+        return []
+    wanted = layer(rows_for(layer.in_features))
     error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
     return [] if error <= LAYER_TOLERANCE else [f"{name}: transformers computes another product, {error:.1e} off"]
 

@@ -45,23 +45,28 @@ def reading(model: nn.Module, read: Read) -> Iterator[None]:
 
 def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, list[_Slot]]]:
     """Each module that computes with weights of the base model, and which."""
-    from peft.tuners.lora import LoraLayer
-
     whole: Any = model
     base = whole.get_base_model() if hasattr(model, "get_base_model") else whole
+    adapters = _adapters() if base is not whole else ()
     inner: set[int] = set()
     for path, module in base.named_modules():
         if id(module) in inner or ".modules_to_save." in f".{path}.":
             continue
         adapted: Any = module
         # DoRA and stacks of experts look at the weight outside of the layer that has it.
-        owner = adapted.get_base_layer() if isinstance(module, LoraLayer) else module
+        owner = adapted.get_base_layer() if isinstance(module, adapters) else module
         if owner is not module:
             inner |= {id(each) for each in module.modules()}
         plain = path.replace(".base_layer", "").replace(".original_module", "")
         slots = [_Slot(owner, leaf, f"{plain}.{leaf}") for leaf, p in owner._parameters.items() if p is not None]
         if slots:
             yield module, slots
+
+
+def _adapters() -> tuple[type, ...]:
+    from peft.tuners.lora import LoraLayer
+
+    return (LoraLayer,)
 
 
 def _fill(slots: list[_Slot], read: Read) -> Callable[..., None]:

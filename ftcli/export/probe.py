@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,27 +19,66 @@ if TYPE_CHECKING:
 #: A user's messages, rendered in the model's chat template; plain text where it has none.
 TEXTS = ("Name three rivers of Europe, and say where each one ends.", "def add(a, b):\n    return a + b\n")
 ROW_TOKENS = 40
+#: How many of the likeliest tokens the first row is gone on with.
+NEW_TOKENS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``input_ids`` and ``attention_mask`` are (rows, tokens), padded on the right."""
+    """``input_ids`` and ``attention_mask`` are (rows, tokens), padded on the right.
+
+    Attributes:
+        new_tokens: How many tokens at the end of the first row are what the trained model goes on with.
+    """
 
     input_ids: Tensor
     attention_mask: Tensor
+    new_tokens: int = 0
+
+    @property
+    def prompt(self) -> Tensor:
+        """The first row (1, tokens) without what the trained model goes on with."""
+        return self.input_ids[:1, : self._first - self.new_tokens]
+
+    @property
+    def greedy(self) -> Tensor:
+        """What the trained model goes on with: (new_tokens,)."""
+        return self.input_ids[0, self._first - self.new_tokens : self._first]
+
+    @property
+    def continued_at(self) -> slice:
+        """Where, among the positions that :func:`logits` answers for, the trained model chose each of these tokens."""
+        return slice(self._first - self.new_tokens - 1, self._first - 1)
+
+    @property
+    def _first(self) -> int:
+        return int(self.attention_mask[0].sum())
 
 
 def probe_batch(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Probe:
     """Two texts of different length and one row of ids from everywhere in the vocabulary; the same every time."""
     rows = [torch.tensor(rendered_ids(tokenizer, text)[:ROW_TOKENS], dtype=torch.long) for text in TEXTS]
     rows.append(torch.randint(0, vocab_size, (ROW_TOKENS,), generator=torch.Generator().manual_seed(0)))
-    longest = max(len(row) for row in rows)
-    ids = torch.full((len(rows), longest), tokenizer.pad_token_id or 0)
+    return _padded([row.clamp(max=vocab_size - 1) for row in rows], tokenizer.pad_token_id or 0)
+
+
+def _padded(rows: Sequence[Tensor], padding: int, new_tokens: int = 0) -> Probe:
+    ids = torch.full((len(rows), max(len(row) for row in rows)), padding)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
-        ids[i, : len(row)] = row.clamp(max=vocab_size - 1)
+        ids[i, : len(row)] = row
         mask[i, : len(row)] = 1
-    return Probe(ids, mask)
+    return Probe(ids, mask, new_tokens)
+
+
+@torch.no_grad()
+def continued(model: PreTrainedModel | PeftModel, probe: Probe) -> Probe:
+    """``probe`` with the first row gone on with by ``model``: :data:`NEW_TOKENS` times the likeliest token."""
+    rows = [row[mask.bool()] for row, mask in zip(probe.input_ids, probe.attention_mask, strict=True)]
+    for _ in range(NEW_TOKENS):
+        alone = Probe(rows[0][None], torch.ones_like(rows[0][None]))
+        rows[0] = torch.cat((rows[0], logits(model, alone)[-1:].argmax(-1)))
+    return _padded(rows, 0, NEW_TOKENS)
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

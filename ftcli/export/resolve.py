@@ -13,6 +13,7 @@ from ftcli.config.load import load_recipe
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.plain import JsonObject
 from ftcli.run.directory import RunDirectory
@@ -42,6 +43,7 @@ class ExportSource:
             other folder, of which nothing more is known.
         settings: What is asked of the formats.
         verify: Whether what is written is held against what was trained.
+        reload: Loads what was written again, in a process of its own.
     """
 
     kind: Literal["adapter", "model"]
@@ -54,6 +56,7 @@ class ExportSource:
     of_result: bool = True
     settings: ExportConfig = field(default_factory=ExportConfig)
     verify: bool = True
+    reload: Reload = ask_once
 
 
 def resolve_source(

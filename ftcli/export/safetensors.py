@@ -15,21 +15,28 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.adapter import finite_tensors
-from ftcli.export.loading import attach, load_base, load_own_tokenizer, load_written, not_verified, source_tokenizer
+from ftcli.export.clean.ask import model_request, sent
+from ftcli.export.clean.request import GREEDY, LOGITS
+from ftcli.export.loading import attach, load_base, load_written, not_verified, source_tokenizer
 from ftcli.export.merge import merge, rounded, stored_dtypes
-from ftcli.export.probe import Probe, logits, probe_batch
+from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.verify import (
+    TOLERANCE,
     Place,
     Verified,
+    check_greedy,
     check_logits,
     check_stops,
     compare_tensors,
     compare_tokenizers,
     compare_weights,
+    logits_problems,
     not_asked,
     places,
     read_tensors,
+    reloaded,
+    same_greedy,
     updates,
 )
 from ftcli.facts.device import cpu_device
@@ -107,6 +114,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     dtypes = stored_dtypes(base)
     probe = probe_batch(tokenizer, base.get_input_embeddings().weight.shape[0])
     adapted = attach(base, source.folder).float()
+    probe = continued(adapted, probe) if source.verify else probe
     reference = logits(adapted, probe)
     with adapted.disable_adapter():
         without = logits(adapted, probe)
@@ -143,21 +151,27 @@ def verify_merged(
     """
     say("verifying: loading the result again")
     written = load_written(folder)
+    parameters = sum(parameter.numel() for parameter in written.parameters())
+    answer = source.reload(model_request(folder, reference.probe, parameters), sent(reference.probe))
     changes = updates(read_adapter_config(source.folder), finite_tensors(source.folder), reference.placed)
     problems = compare_weights(written, load_base(source, offline=offline), changes)
-    problems += compare_tokenizers(load_own_tokenizer(folder), source_tokenizer(source, offline=offline))
-    problems += check_stops(written, reference.stops)
-    say("verifying: comparing logits")
-    report = check_logits(
-        written, reference.probe, reference.rounded, reference.adapted, reference.base, reference.dtype
-    )
+    problems += answer.problems
+    if problems:
+        raise not_verified(folder, problems)
+    problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
+    problems += check_stops(answer.stops, reference.stops)
+    found, probe = answer.tensors[LOGITS], reference.probe
+    report = check_logits(found, probe, reference.rounded, reference.adapted, reference.base, reference.dtype)
     problems += report.problems
+    if GREEDY in answer.tensors:
+        generated, allowed = answer.tensors[GREEDY], report.tolerance + report.rounding
+        problems += check_greedy(generated, reference.adapted, probe, reference.stops, allowed)
     if problems:
         raise not_verified(folder, problems)
     facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
     return Verified(
         "every weight, logits in float32, tokenizer, stop tokens",
-        {"merged": reference.merged, **facts},
+        {"merged": reference.merged, **facts, **reloaded(answer)},
         _rounding_warnings(report.lost, report.dtype),
     )
 
@@ -217,19 +231,39 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
         wanted = read_tensors(source.folder)
     except (OSError, SafetensorError) as error:
         raise unusable(source.folder, f"its weights cannot be read ({error})") from error
-    written = load_written(folder)
     tokenizer = source_tokenizer(source, offline=offline)
+    probe, trained, parameters = _trained(source.folder, tokenizer)
+    answer = source.reload(model_request(folder, probe, parameters), sent(probe))
+    if answer.problems:
+        raise not_verified(folder, list(answer.problems))
     # By the names in the files: some families' weights have others once they are loaded.
     problems = compare_tensors(read_tensors(folder), wanted)
-    problems += compare_tokenizers(load_own_tokenizer(folder), tokenizer)
+    problems += compare_tokenizers(answer.tokenizer, tokenizer)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-    problems += check_stops(written, stops)
-    answer = logits(written, probe_batch(tokenizer, written.get_input_embeddings().weight.shape[0]))
-    if not bool(torch.isfinite(answer).all()):
-        problems.append("its logits are not finite")
+    problems += check_stops(answer.stops, stops)
+    found = answer.tensors[LOGITS]
+    compared = compare_logits(found, trained, TOLERANCE)
+    problems += logits_problems(compared, TOLERANCE)
+    if GREEDY in answer.tensors:
+        problems += check_greedy(answer.tensors[GREEDY], trained, probe, stops, TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
-    return Verified("every weight bit for bit, tokenizer, stop tokens", {"tensors": len(wanted)})
+    facts: dict[str, str | int | float] = {
+        "tensors": len(wanted),
+        "tolerance": TOLERANCE,
+        "relative_error": compared.relative_error,
+        "greedy_tokens": same_greedy(found, probe),
+    }
+    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", {**facts, **reloaded(answer)})
+
+
+def _trained(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Probe, Tensor, int]:
+    """A probe, what the model in ``folder`` answers to it in float32, and how many parameters that has."""
+    model = load_written(folder)
+    if getattr(model.config, "quantization_config", None) is None:
+        model.float()
+    probe = continued(model, probe_batch(tokenizer, model.get_input_embeddings().weight.shape[0]))
+    return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
 
 
 def _require_memory(base: PreTrainedModel) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+from ftcli.export.clean.request import Answer
+from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
@@ -220,6 +221,7 @@ class LogitsReport:
         rounding: How far rounding the merged weights moved the logits.
         adapter_effect: How far the adapter moves them.
         top1_agreement: Share of positions whose likeliest token rounding left as it was.
+        greedy_tokens: How many of the tokens that the trained model goes on with are what was written's, too.
     """
 
     dtype: str
@@ -228,6 +230,7 @@ class LogitsReport:
     rounding: float
     adapter_effect: float
     top1_agreement: float
+    greedy_tokens: str
     problems: tuple[str, ...]
 
     @property
@@ -237,26 +240,20 @@ class LogitsReport:
 
 
 def check_logits(
-    model: PreTrainedModel, probe: Probe, rounded: Tensor, exact: Tensor, without: Tensor, dtype: torch.dtype
+    found: Tensor, probe: Probe, rounded: Tensor, exact: Tensor, without: Tensor, dtype: torch.dtype
 ) -> LogitsReport:
-    """Logits of the written model against those of base and adapter.
+    """Logits of the written model against those of base and adapter, float32 (positions, vocabulary) all of them.
 
     Args:
-        model: As loaded from what was written; cast to float32 here.
-        rounded: Base and adapter, unmerged, float32, with the weights rounded as they are stored.
-        exact: Base and adapter, unmerged, float32.
-        without: The base alone, float32: tells how much the adapter does at all.
+        found: Of the model as it was loaded from what was written.
+        rounded: Base and adapter, unmerged, with the weights rounded as they are stored.
+        exact: Base and adapter, unmerged.
+        without: The base alone: tells how much the adapter does at all.
         dtype: What the weights are stored in.
     """
-    found = logits(model.float(), probe)
     rounding = compare_logits(rounded, exact, TOLERANCE)
     allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
     compared = compare_logits(found, rounded, allowed)
-    problems = []
-    if compared.relative_error > allowed:
-        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {allowed:.3g} is allowed")
-    if compared.firm_disagreements:
-        problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
     return LogitsReport(
         dtype=str(dtype).removeprefix("torch."),
         tolerance=allowed,
@@ -264,37 +261,83 @@ def check_logits(
         rounding=rounding.relative_error,
         adapter_effect=compare_logits(without, exact, TOLERANCE).relative_error,
         top1_agreement=rounding.top1_agreement,
-        problems=tuple(problems),
+        greedy_tokens=same_greedy(found, probe),
+        problems=tuple(logits_problems(compared, allowed)),
     )
 
 
-def compare_tokenizers(written: PreTrainedTokenizerBase | None, wanted: PreTrainedTokenizerBase) -> list[str]:
-    """Problems with the tokenizer that lies beside the weights."""
-    if written is None:
+def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
+    """What is wrong with logits of which a relative error of ``allowed`` passes."""
+    problems = []
+    if not compared.relative_error <= allowed:
+        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {allowed:.3g} is allowed")
+    if compared.firm_disagreements:
+        problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
+    return problems
+
+
+def same_greedy(found: Tensor, probe: Probe) -> str:
+    """How many of the tokens that the trained model goes on with are the likeliest in ``found``, too."""
+    chosen = found[probe.continued_at].argmax(-1)
+    return f"{int((chosen == probe.greedy).sum())} of {probe.new_tokens}"
+
+
+def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iterable[int], allowed: float) -> list[str]:
+    """Tokens (tokens,) that the written model has generated, against those that the trained model goes on with.
+
+    Args:
+        reference: The trained model's logits of the probe.
+        stops: Ids that end a turn: generation ends there.
+        allowed: The relative error of logits that passes: another token is none of a problem where the trained
+            model's lead over it is no larger.
+    """
+    ends = set(stops)
+    scale = (reference - reference.mean(-1, keepdim=True)).double().square().mean().sqrt()
+    for index, (wanted, row) in enumerate(zip(probe.greedy.tolist(), reference[probe.continued_at], strict=True)):
+        if index == len(generated):
+            before = int(generated[-1]) if index else -1
+            return [] if before in ends else [f"generation ends after {index} tokens without a stop token"]
+        token = int(generated[index])
+        if token != wanted:
+            lead = float(row[wanted].double() - row[token].double())
+            return [] if lead <= 4 * allowed * float(scale) else [f"generated token {index + 1} is another"]
+        if token in ends and len(generated) > index + 1:
+            return ["generation does not end at a stop token"]
+    return []
+
+
+def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> list[str]:
+    """Problems with the tokenizer that lies beside the weights, as :class:`Answer` tells of it."""
+    if not written:
         return ["there is no tokenizer"]
     problems = []
     for name in ("eos_token_id", "pad_token_id", "bos_token_id", "chat_template"):
-        if getattr(written, name) != getattr(wanted, name):
+        if written[name] != getattr(wanted, name):
             problems.append(f"the tokenizer's {name} is another")
-    if len(written) != len(wanted):
-        problems.append(f"the tokenizer has {len(written)} tokens instead of {len(wanted)}")
-    if any(rendered_ids(written, text) != rendered_ids(wanted, text) for text in TEXTS):
+    if written["tokens"] != len(wanted):
+        problems.append(f"the tokenizer has {written['tokens']} tokens instead of {len(wanted)}")
+    if written["rendered"] != [rendered_ids(wanted, text) for text in TEXTS]:
         problems.append("the tokenizer renders a conversation into other tokens")
     return problems
 
 
-def check_stops(model: PreTrainedModel, stops: Iterable[int]) -> list[str]:
-    """Stop tokens that config.json or generation_config.json does not name: generation would not end there."""
-    problems = []
-    # Some of transformers' releases lose what config.json of Qwen2.5-VL says outside of its text_config.
-    text = model.config.get_text_config() if getattr(model.config, "eos_token_id", None) is None else model.config
-    for label, config in (("config.json", text), ("generation_config.json", model.generation_config)):
-        named = getattr(config, "eos_token_id", None)
-        known = set(named) if isinstance(named, list) else {named}
-        missing = [token for token in stops if token not in known]
+def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> list[str]:
+    """Stop tokens that config.json or generation_config.json does not name: generation would not end there.
+
+    Args:
+        named: Those that each of the two names.
+    """
+    wanted, problems = tuple(stops), []
+    for label, known in named.items():
+        missing = [token for token in wanted if token not in tuple(known)]
         if missing:
             problems.append(f"{label} does not name the stop token {missing[0]}: generation would not end there")
     return problems
+
+
+def reloaded(answer: Answer) -> dict[str, str | int]:
+    """What an export's record says of the process that loaded it again."""
+    return {"reloaded_by": answer.libraries, "reload_peak_bytes": answer.peak_bytes}
 
 
 def shortened(problems: list[str]) -> list[str]:

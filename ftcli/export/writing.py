@@ -13,6 +13,7 @@ from typing import Protocol
 from ftcli import __version__
 from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.clean.process import CleanProcess
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.verify import Verified
 from ftcli.facts.quantization import stores_masters
@@ -112,25 +113,25 @@ def export_run(
     if skipped and len(skipped) == len(formats):
         raise _no_adapter(found)
     _require_rounded(found, formats)
-    kept = {} if force else {name: _kept(found, name) for name in dict.fromkeys(formats) if name not in skipped}
-    results = []
-    for name in dict.fromkeys(formats):
-        if name in skipped:
-            message = f"a full fine-tune has no adapter: the format {name} is skipped"
-            reporter.finding(Finding("FT745", message, severity="warning"))
-            continue
-        there = kept.get(name)
-        if there is not None:
-            reporter.info(f"{there.path}: there already, of the same weights and settings; --force writes it again")
-            results.append(there)
-            continue
-        result = _export(found, name, reporter, offline)
-        for warning in result.warnings:
-            reporter.finding(warning)
-        proof = f"verified ({result.verification.compared})" if verify else "not verified"
-        reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, {proof}")
-        results.append(result)
-    return results
+    wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
+    kept = {} if force else {name: _kept(found, name, reporter) for name in wanted}
+    for name in skipped:
+        message = f"a full fine-tune has no adapter: the format {name} is skipped"
+        reporter.finding(Finding("FT745", message, severity="warning"))
+    with CleanProcess() as process:
+        if verify and not all(kept.get(name) for name in wanted):
+            process.start()  # what it imports takes as long as writing a small model
+        found = replace(found, reload=process.ask)
+        return [kept.get(name) or _written(found, name, reporter, offline) for name in wanted]
+
+
+def _written(source: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
+    result = _export(source, name, reporter, offline)
+    for warning in result.warnings:
+        reporter.finding(warning)
+    proof = f"verified ({result.verification.compared})" if source.verify else "not verified"
+    reporter.info(f"{result.path}: {result.bytes / 2**20:,.1f} MiB, {proof}")
+    return result
 
 
 def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
@@ -186,7 +187,7 @@ def _require_replaceable(target: Path) -> None:
     )
 
 
-def _kept(source: ExportSource, name: str) -> ExportResult | None:
+def _kept(source: ExportSource, name: str, reporter: Reporter) -> ExportResult | None:
     """An earlier export of the same weights and settings, whole; None where there is none.
 
     Raises FtcliError FT743 for one of something else.
@@ -208,6 +209,7 @@ def _kept(source: ExportSource, name: str) -> ExportResult | None:
             exit_code=ExitCode.RECIPE,
             help="--force replaces it; --output DIR writes elsewhere",
         )
+    reporter.info(f"{target}: there already, of the same weights and settings; --force writes it again")
     return ExportResult(name, target, sum(record["files"].values()), Verified(str(told.pop("compared")), told))
 
 

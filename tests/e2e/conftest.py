@@ -112,7 +112,7 @@ class User:
 
 
 @pytest.fixture
-def user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
+def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_clean: None) -> User:
     """A user in an empty folder."""
     return User(tmp_path, capsys)
 

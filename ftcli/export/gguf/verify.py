@@ -5,33 +5,33 @@ Weights are compared one by one, metadata by building the model of it, the token
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ftcli.export.clean.ask import sent
+from ftcli.export.clean.process import Reload, ask_once
+from ftcli.export.clean.request import LOGITS, Answer, Request
+from ftcli.export.gguf.described import ROUNDING
 from ftcli.export.gguf.file import BLOCK, ReadFile
-from ftcli.export.gguf.metadata import Value, config_changes, rotary
+from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.names import Names, from_file, to_file
 from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
-from ftcli.export.lazy import reading
-from ftcli.export.loading import unwritten
-from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
-from ftcli.export.verify import shortened
-from ftcli.export.weights import Weights, ends
+from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
+from ftcli.export.verify import logits_problems, reloaded, same_greedy, shortened
+from ftcli.export.weights import Weights
 from ftcli.plain import JsonMap
 from ftcli.tables.gguf import TYPES, Architecture, StoredType
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-#: Room for float32 arithmetic in comparing what should be equal.
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Wanted:
         factors: Tensors that are the file's own: factors of the rotation.
         said: The metadata, by key without the architecture's name in front.
         stops: Ids that end a turn.
+        reload: Loads the file again, in a process of its own.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 
@@ -60,6 +61,7 @@ class Wanted:
     stops: tuple[int, ...]
     probe: Probe
     logits: Tensor
+    reload: Reload = ask_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,25 @@ class FileReport:
     Attributes:
         error: Relative error of its logits against the trained model's.
         top1_agreement: Share of positions with the same likeliest token.
+        greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
+        answer: Of the process that loaded it.
     """
 
     problems: tuple[str, ...]
     error: float = 0.0
     top1_agreement: float = 0.0
+    greedy_tokens: str = ""
+    answer: Answer = field(default_factory=Answer)
+
+    def facts(self, prefix: str, kind: str) -> dict[str, str | int | float]:
+        """What an export's record says of a file of type ``kind``, each name with ``prefix`` in front."""
+        found: dict[str, str | int | float] = {
+            "relative_error": self.error,
+            "allowed": TYPES[kind].logits,
+            "top1_agreement": self.top1_agreement,
+            "greedy_tokens": self.greedy_tokens,
+        }
+        return {f"{prefix}{name}": value for name, value in found.items()} | reloaded(self.answer)
 
 
 def verify_file(path: Path, kind: str, wanted: Wanted) -> FileReport:
@@ -87,7 +103,7 @@ def verify_file(path: Path, kind: str, wanted: Wanted) -> FileReport:
         return FileReport((f"{path.name} cannot be read: {type(error).__name__}: {error}",))
     if problems:  # a model may not even be built of it
         return FileReport(tuple(shortened(problems)))
-    return _compare_logits(file, values, TYPES[kind], wanted)
+    return _compare_logits(path, TYPES[kind], wanted)
 
 
 def _compare_tensors(file: ReadFile, wanted: Wanted) -> list[str]:
@@ -135,52 +151,29 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
     return None
 
 
-def _compare_logits(file: ReadFile, values: JsonMap, row: StoredType, wanted: Wanted) -> FileReport:
-    name = wanted.architecture.name
-    said = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-    config, problems = _config_said(said, file, wanted)
-    if problems:
-        return FileReport(tuple(problems))
-    model = unwritten(config)
-    in_file = wanted.names.stored
-    _, head = ends(model)
-
-    def read(weight: str) -> Tensor:
-        stored = in_file.get(weight)
-        if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
-            stored = "token_embd.weight"
-        if stored is None:
-            return wanted.weights.read(weight)  # of the model's other parts
-        return from_file(stored, file.read(stored), wanted.heads, wanted.architecture)
-
-    with reading(model, read):
-        found = logits(model, wanted.probe)
+def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
+    with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
+        wanted.config.save_pretrained(config)
+        asked = Request(
+            "gguf",
+            str(path),
+            config=config,
+            names=wanted.names.stored,
+            heads=wanted.heads,
+            model_type=wanted.config.get_text_config().model_type,
+        )
+        answer = wanted.reload(asked, sent(wanted.probe))
+    if answer.problems:
+        return FileReport(answer.problems)
+    found = answer.tensors[LOGITS]
     compared = compare_logits(found, wanted.logits, row.logits)
-    problems = []
-    if compared.relative_error > row.logits:
-        problems.append(f"logits differ by {compared.relative_error:.3g} of their size; {row.logits:g} is allowed")
-    if compared.firm_disagreements:
-        problems.append(f"the likeliest token differs at {compared.firm_disagreements} places beyond rounding")
-    return FileReport(tuple(problems), compared.relative_error, compared.top1_agreement)
-
-
-def _config_said(said: JsonMap, file: ReadFile, wanted: Wanted) -> tuple[PretrainedConfig, list[str]]:
-    """The trained model's config with everything that the file says of the language model taken from the file."""
-    config = deepcopy(wanted.config)
-    text: Any = config.get_text_config()
-    changes = config_changes(said, wanted.architecture)
-    problems: list[str] = []
-    if "rope_freqs.weight" in file.names:
-        turned = said["rope.dimension_count"]
-        plain = said["rope.freq_base"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-        found = plain / file.read("rope_freqs.weight").double()
-        if not torch.allclose(found, rotary(text).double(), rtol=_ROUNDING, atol=0.0):
-            problems.append("the rotation's frequencies are others")
-    if any(name.startswith("rope_f") for name in file.names):
-        changes.pop("rope_parameters")
-    for key, value in changes.items():
-        setattr(text, key, value)
-    return config, problems
+    return FileReport(
+        tuple(logits_problems(compared, row.logits)),
+        compared.relative_error,
+        compared.top1_agreement,
+        same_greedy(found, wanted.probe),
+        answer,
+    )
 
 
 def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
@@ -211,7 +204,7 @@ def compare_vocabulary(values: JsonMap, wanted: Wanted) -> list[str]:
 
 def _same(found: Any, value: Any) -> bool:
     if isinstance(value, float):
-        return isinstance(found, float) and abs(found - value) <= _ROUNDING * abs(value)
+        return isinstance(found, float) and abs(found - value) <= ROUNDING * abs(value)
     return bool(found == value)
 
 

@@ -20,7 +20,7 @@ from ftcli.export.gguf.verify import Wanted, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.lazy import reading
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
-from ftcli.export.probe import logits, probe_batch
+from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
@@ -67,11 +67,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         report = verify_file(path, kind, prepared.wanted)
         if report.problems:
             raise not_verified(folder, [f"{path.name}: {problem}" for problem in report.problems])
-        facts |= {
-            f"{kind}_relative_error": report.error,
-            f"{kind}_allowed": TYPES[kind].logits,
-            f"{kind}_top1_agreement": report.top1_agreement,
-        }
+        facts |= report.facts(f"{kind}_", kind)
     if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
     if not source.verify:
@@ -131,7 +127,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
     trained = torch.empty(0)
     if source.verify:
         say("computing what the files are held against")
-        trained = _trained_logits(source, weights, probe, offline=offline)
+        probe, trained = _trained_logits(source, weights, probe, offline=offline)
     heads = {
         "attn_q": text.num_attention_heads,
         "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -149,6 +145,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         stops,
         probe,
         trained,
+        source.reload,
     )
     if names.left_out:
         message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
@@ -166,15 +163,15 @@ def file_name(source: ExportSource) -> str:
 
 def _trained_logits(
     source: ExportSource, weights: StoredWeights | MergedWeights, probe: Probe, *, offline: bool
-) -> Tensor:
-    """What base and adapter, apart, answer in float32; a full fine-tune is itself."""
+) -> tuple[Probe, Tensor]:
+    """A probe with what base and adapter, apart, go on with, and what they answer in float32; a full fine-tune is
+    itself.
+    """
     model: Any = unwritten(source_config(source, offline=offline))
-    if isinstance(weights, StoredWeights):
-        with reading(model, weights.read):
-            return logits(model, probe)
-    adapted = attach(model, source.folder)
-    with reading(adapted, weights.base.read), torch.no_grad():
-        return logits(adapted, probe)
+    adapted = model if isinstance(weights, StoredWeights) else attach(model, source.folder)
+    with reading(adapted, weights.read if isinstance(weights, StoredWeights) else weights.base.read), torch.no_grad():
+        longer = continued(adapted, probe)
+        return longer, logits(adapted, longer)
 
 
 def write_type(prepared: Prepared, path: Path, kind: str) -> None:

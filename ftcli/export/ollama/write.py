@@ -58,12 +58,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         raise not_verified(folder, problems)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
-        {
-            "type": kind,
-            "relative_error": report.error,
-            "allowed": TYPES[kind].logits,
-            "top1_agreement": report.top1_agreement,
-        },
+        {"type": kind, **report.facts("", kind)},
         prepared.description.warnings,
     )
 

@@ -34,6 +34,11 @@ SHAPE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _one_process_for_all(shared_clean: None) -> None:
+    """No test here pays for another process that imports everything."""
+
+
 @dataclass
 class Heard(SilentReporter):
     """Remembers what was told."""

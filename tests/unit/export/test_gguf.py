@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
+from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf import adapter as adapter_file
 from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.file import ReadFile
@@ -64,8 +65,9 @@ def export(made: Trained, *types: str, heard: Heard | None = None, lora: bool = 
     return result
 
 
-def prepared_of(made: Trained) -> Prepared:
-    return prepare(resolve_source(made.run), offline=True, say=lambda _: None)
+def prepared_of(made: Trained, clean: CleanProcess) -> Prepared:
+    source = dataclasses.replace(resolve_source(made.run), reload=clean.ask)
+    return prepare(source, offline=True, say=lambda _: None)
 
 
 @pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3"])
@@ -241,9 +243,9 @@ def test_a_wrong_adapter_is_caught(
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> Prepared:
     """One llama, prepared once."""
-    return prepared_of(adapt(tmp_path_factory.mktemp("shared"), build("llama")))
+    return prepared_of(adapt(tmp_path_factory.mktemp("shared"), build("llama")), clean_process)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,9 @@ def write_nonsense(source: ExportSource, folder: Path, *, offline: bool, say: Ca
 
 
 @pytest.fixture
-def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
+def user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shared_clean: None
+) -> User:
     rows = {
         "names": exports.ExportFormat(f"{__name__}:write_names", needs_adapter=True),
         "nonsense": exports.ExportFormat(f"{__name__}:write_nonsense"),

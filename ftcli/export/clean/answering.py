@@ -1,0 +1,219 @@
+"""Answers a request: loads what was written with plain libraries, as whoever serves it would, and computes with it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ftcli.errors import first_line
+from ftcli.export.clean.request import (
+    ATTENTION_MASK,
+    GREEDY,
+    INPUT_IDS,
+    LAYER,
+    LOGITS,
+    OURS,
+    PROMPT,
+    TENSOR,
+    Request,
+    rows_for,
+)
+from ftcli.plain import JsonMap, JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: What transformers, PEFT, jinja and gguf raise for files that are damaged, or are none of theirs.
+_DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+    ArithmeticError,
+    MemoryError,
+    SafetensorError,
+)
+
+
+def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
+    """The answer to ``request``, as JSON has it.
+
+    Args:
+        sent: A safetensors file with what the request sends along.
+        back: Where the answer's tensors go.
+    """
+    asked = Request(**request)
+    torch.set_num_threads(asked.threads)
+    kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf}
+    told: JsonObject = {}
+    tensors: dict[str, Tensor] = {}
+    try:
+        with torch.no_grad():
+            told, tensors = kinds[asked.kind](asked, load_file(sent))
+    except _DAMAGED as error:
+        told = {"problems": [f"it cannot be loaded: {type(error).__name__}: {first_line(error)}"]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, back)
+    mine = sorted(name for name in sys.modules if name.startswith(OURS))
+    if mine:
+        told["problems"] = [*told.get("problems", []), f"the process that loads it has imported {mine[0]}"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {**told, "peak_bytes": peak, "libraries": _libraries()}
+
+
+def _libraries() -> str:
+    found = [name for name in ("torch", "transformers", "peft", "gguf", "compressed_tensors") if name in sys.modules]
+    return ", ".join(f"{name} {getattr(sys.modules[name], '__version__', '')}".strip() for name in found)
+
+
+def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A folder as transformers loads it."""
+    options: dict[str, Any] = {"dtype": "auto" if asked.dtype == "stored" else torch.float32}
+    if asked.from_disk:
+        options = {"dtype": torch.float32, "device_map": {"": "disk"}}
+    with tempfile.TemporaryDirectory(prefix="ftcli-offload-") as spare:
+        if asked.from_disk:
+            options["offload_folder"] = spare  # for weights that are put together of several
+        model, told = _class(_config(asked.folder)).from_pretrained(
+            asked.folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+            **options,
+        )
+        model.eval()
+        quantized = getattr(model.config, "quantization_config", None) is not None
+        if not quantized and not asked.from_disk:
+            model.float()
+        problems = [f"{name} is not stored" for name in sorted(told["missing_keys"])]
+        problems += [f"{found[0]} is stored in another shape" for found in sorted(told["mismatched_keys"])]
+        # transformers compiles the rounding of some layers, which needs a compiler and takes longer than the pass.
+        with torch.compiler.set_stance("force_eager") if quantized else nullcontext():
+            tensors = {} if problems else _computed(model, asked, sent)
+        facts: JsonObject = {"problems": problems, "stops": _stops(model), "tokenizer": _tokenizer(asked)}
+    return facts, tensors
+
+
+def _computed(model: PreTrainedModel, asked: Request, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {LOGITS: _logits(model, sent)}
+    if asked.new_tokens:
+        from transformers import GenerationConfig
+
+        plain = GenerationConfig(do_sample=False, max_new_tokens=asked.new_tokens, pad_token_id=0)
+        plain.eos_token_id = getattr(model.generation_config, "eos_token_id", None)
+        model.generation_config = plain
+        prompt = sent[PROMPT]
+        output: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt))
+        found[GREEDY] = output[0, prompt.shape[1] :]
+    for name, features in asked.layers.items():
+        found[f"{LAYER}{name}"] = model.get_submodule(name)(rows_for(features)).float()
+    return found
+
+
+def _logits(model: Any, sent: dict[str, Tensor]) -> Tensor:
+    mask = sent[ATTENTION_MASK]
+    output = model(input_ids=sent[INPUT_IDS], attention_mask=mask, use_cache=False)
+    logits: Tensor = output.logits[mask.bool()].float()
+    return logits
+
+
+def _stops(model: PreTrainedModel) -> dict[str, list[int]]:
+    # Some of transformers' releases lose what config.json of Qwen2.5-VL says outside of its text_config.
+    text = model.config.get_text_config() if getattr(model.config, "eos_token_id", None) is None else model.config
+    found = {}
+    for label, config in (("config.json", text), ("generation_config.json", model.generation_config)):
+        named = getattr(config, "eos_token_id", None)
+        found[label] = list(named) if isinstance(named, list) else [] if named is None else [int(named)]
+    return found
+
+
+def _tokenizer(asked: Request) -> JsonObject:
+    """The tokenizer beside the weights; nothing where there is none."""
+    from jinja2.exceptions import TemplateError
+    from transformers import AutoTokenizer
+
+    if not Path(asked.folder, "tokenizer_config.json").is_file():
+        return {}
+    tokenizer: Any = AutoTokenizer.from_pretrained(asked.folder, local_files_only=True, trust_remote_code=False)
+    rendered = []
+    for text in asked.texts:
+        try:
+            turns = [{"role": "user", "content": text}]
+            shown = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, *_DAMAGED):  # without a template, or one that refuses it
+            rendered.append(list(tokenizer(text)["input_ids"]))
+        else:
+            rendered.append(list(tokenizer(shown, add_special_tokens=False)["input_ids"]))
+    names = ("eos_token_id", "pad_token_id", "bos_token_id", "chat_template")
+    return {**{name: getattr(tokenizer, name) for name in names}, "tokens": len(tokenizer), "rendered": rendered}
+
+
+def _config(folder: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _empty(config: Any) -> PreTrainedModel:
+    """A model of a config: its buffers are what they should be, its parameters without memory."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = _class(config).from_config(
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+    return model.eval()
+
+
+def _class(config: Any) -> Any:
+    """transformers' auto class for the whole of a model; one that also takes images has a config of text inside."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+
+
+def _adapter(asked: Request, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A folder as PEFT loads it, into a model of the base's shape: every tensor as it then is."""
+    import warnings
+
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is missing or left over is seen in the tensors
+        base = _empty(_config(asked.config)).to_empty(device="cpu")  # never written, so it takes no memory
+        adapted = peft.PeftModel.from_pretrained(base, asked.folder)
+    held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    tensors = {f"{TENSOR}{name}": tensor.clone() for name, tensor in held.items()}
+    return {"tokenizer": _tokenizer(asked)}, tensors
+
+
+def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
+    from ftcli.export.gguf.described import describe, reader_of
+    from ftcli.export.gguf.file import ReadFile
+    from ftcli.export.lazy import reading
+    from ftcli.tables.gguf import architecture_of
+
+    file, architecture, config = ReadFile(Path(asked.folder)), architecture_of(asked.model_type), _config(asked.config)
+    if architecture is None:
+        raise ValueError(f"no architecture of llama.cpp's for {asked.model_type}")
+    problems = describe(config, file, architecture)
+    if problems:
+        return {"problems": problems}, {}
+    model = _empty(config)
+    with reading(model, reader_of(model, file, asked.names, asked.heads, architecture)):
+        return {}, {LOGITS: _logits(model, sent)}

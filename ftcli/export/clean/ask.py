@@ -1,0 +1,38 @@
+"""The questions that every format has in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from ftcli.export.clean.request import ATTENTION_MASK, INPUT_IDS, PROMPT, Request
+from ftcli.export.probe import TEXTS, Probe
+from ftcli.facts.device import cpu_device
+
+#: What the process takes beside the weights, libraries included.
+_BESIDE = 2**30
+
+
+def model_request(folder: Path, probe: Probe, parameters: int, **more: bool | dict[str, int]) -> Request:
+    """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
+
+    Args:
+        parameters: How many numbers the model has.
+    """
+    free = cpu_device().free_bytes
+    # Loaded as it is stored and widened then: for a moment both are there.
+    from_disk = free is not None and 4 * parameters + 2 * parameters + _BESIDE > free
+    return Request(
+        "model",
+        str(folder),
+        from_disk=from_disk,
+        new_tokens=0 if from_disk else probe.new_tokens,
+        texts=TEXTS,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def sent(probe: Probe) -> dict[str, Tensor]:
+    """The tensors of a probe, as a request sends them."""
+    return {INPUT_IDS: probe.input_ids, ATTENTION_MASK: probe.attention_mask, PROMPT: probe.prompt}

@@ -1,0 +1,83 @@
+"""What the process that loads exports again is asked, and what it says. Plain values, as JSON has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ftcli.plain import JsonMap
+
+#: Names of what a request sends beside it: the probe, (rows, tokens) both, padded on the right.
+INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
+#: A prompt (1, tokens) that is gone on with.
+PROMPT = "prompt"
+#: Names of what comes back: float32 (positions, vocabulary) of all that is not padding; (tokens,).
+LOGITS, GREEDY = "logits", "greedy"
+#: Before the name of a linear layer: what it makes of :func:`rows_for`; before that of an adapter's tensor: itself.
+LAYER, TENSOR = "layer:", "tensor:"
+#: Modules of ftcli's that compute with models, or change them: none of them is imported there.
+OURS = ("ftkernels", "ftcli.model", "ftcli.trainers", "ftcli.generation", "ftcli.pipeline")
+
+
+def rows_for(features: int) -> Tensor:
+    """What single layers are asked: (4, features), the same every time."""
+    return torch.randn((4, features), generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be loaded, and what it is asked.
+
+    Attributes:
+        kind: ``model``: a folder of transformers' layout. ``adapter``: of PEFT's. ``gguf``: a file.
+        folder: What was written; of a GGUF file, the file.
+        config: A folder with the config.json of the base, for ``adapter`` and ``gguf``.
+        dtype: ``stored``: loaded as it is stored and computed in float32; ``float32``: loaded in float32.
+        from_disk: Weights are read layer by layer in each pass, for memory that does not hold them.
+        new_tokens: How many tokens PROMPT is gone on with, by the likeliest.
+        texts: What the tokenizer cuts, rendered as a user's message.
+        layers: Linear layers that are asked alone, and how many features they take.
+        names: Of a GGUF file, the name in it of each tensor of the model.
+        heads: As :func:`ftcli.export.gguf.names.from_file` takes them.
+        model_type: Of the language model in a GGUF file.
+        threads: How many threads sums are taken by, so that they are taken alike.
+    """
+
+    kind: Literal["model", "adapter", "gguf"]
+    folder: str
+    config: str = ""
+    dtype: Literal["stored", "float32"] = "stored"
+    from_disk: bool = False
+    new_tokens: int = 0
+    texts: tuple[str, ...] = ()
+    layers: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, int] = field(default_factory=dict)
+    model_type: str = ""
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the other process says.
+
+    Attributes:
+        problems: Why it could not be loaded, or what is not whole; empty where nothing is wrong.
+        tokenizer: ``eos_token_id``, ``chat_template`` and the like, ``tokens`` (how many) and ``rendered`` (the ids
+            of each of the request's texts); empty where there is none.
+        stops: The eos tokens that config.json and generation_config.json name.
+        peak_bytes: The most memory that the process has had.
+        libraries: What computed it, with versions.
+        tensors: What was asked for.
+    """
+
+    problems: tuple[str, ...] = ()
+    tokenizer: JsonMap = field(default_factory=dict)
+    stops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    peak_bytes: int = 0
+    libraries: str = ""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
