@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -96,17 +97,47 @@ class StepProgress:
 
 def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, float | int | str]:
     """A line of metrics as people read it, what matters most first. A run with rewards has no loss to look at."""
-    main = ("reward", "kl") if _is_number(line.get("reward")) else ("loss",)
-    found: dict[str, float | int | str] = {name: float(line[name]) for name in main if _is_number(line.get(name))}
+    found: dict[str, float | int | str] = {}
+    if _is_number(line.get("reward")):
+        found |= _rewarded(line)
+    elif _is_number(line.get("loss")):
+        found["loss"] = float(line["loss"])
     found |= held_out
     if _is_number(line.get("learning_rate")):
         found["lr"] = float(line["learning_rate"])
     if _is_number(line.get("tokens_per_second")):
         found["tok/s"] = round(line["tokens_per_second"])
+    for part in ("rollout", "training"):
+        if _is_number(line.get(f"seconds/{part}")):
+            found[part] = f"{line[f'seconds/{part}']:.3g} s"
     if _is_number(line.get("peak_memory_bytes")):
         found["memory"] = f"{gib(line['peak_memory_bytes'])} GiB"
     if _is_number(line.get("epoch")):
         found["epoch"] = f"{line['epoch']:.2f}"
+    return found
+
+
+#: What a run with rewards shows besides them: metric, name, whether it is a share.
+_OF_REWARDS = (
+    ("reward_std", "spread", False),
+    ("kl", "kl", False),
+    ("entropy", "entropy", False),
+    ("clip_ratio/region_mean", "clipped", True),
+    ("cispo_clip_ratio", "clipped", True),
+    ("completions/mean_length", "length", False),
+    ("completions/clipped_ratio", "cut off", True),
+    ("frac_reward_zero_std", "groups alike", True),
+)
+
+
+def _rewarded(line: MetricsLine) -> dict[str, float | int | str]:
+    means = {key.split("/")[1]: value for key, value in line.items() if re.fullmatch(r"rewards/.+/mean", key)}
+    several = means if len(means) > 1 else {}  # of one alone, the reward is its own
+    found: dict[str, float | int | str] = {"reward": float(line["reward"])}
+    found |= {name: float(value) for name, value in several.items() if _is_number(value)}
+    for key, name, share in _OF_REWARDS:
+        if _is_number(line.get(key)):
+            found[name] = f"{line[key]:.1%}" if share else float(line[key])
     return found
 
 

@@ -108,8 +108,18 @@ def test_completions_of_grpo_are_kept_and_shown(user: User) -> None:
     line = next(line for line in user.metrics("r") if line["step"] == 4)
     mean = sum(one.rewards["exact_match"] or 0 for one in said) / 4
     assert mean == pytest.approx(line["rewards/exact_match/mean"])
+    seen = {
+        "reward", "reward_std", "rewards/exact_match/std", "rewards/contains/mean", "entropy", "clip_ratio/region_mean",
+        "completions/mean_length", "completions/clipped_ratio", "groups_without_spread", "frac_reward_zero_std",
+    }  # fmt: skip
+    assert seen <= set(line)
+    assert line["frac_reward_zero_std"] == line["groups_without_spread"] / 2
+    assert 0 < line["seconds/rollout"] < 60
+    assert line["tokens_per_second/rollout"] * line["seconds/rollout"] == pytest.approx(line["tokens/rollout"])
+    assert line["tokens/rollout"] == 4 * line["completions/mean_length"]
     page = (user.folder / "r" / "report.html").read_text()
-    for expected in ("Early: step 1", "Late: step 4", "Reward of exact_match", "Reward of contains", "base model"):
+    for expected in ("Early: step 1", "Late: step 4", "Reward of exact_match", "Reward of contains", "base model",
+                     "Seconds of a step", "Clipped ratios"):  # fmt: skip
         assert expected in page, expected
     assert "<b>Loss</b>" not in page
 

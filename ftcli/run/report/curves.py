@@ -84,7 +84,31 @@ _LESSER_OF_REWARDS = (
         (Curve("frac_reward_zero_std", "nothing to learn from", smooth=True),),
         share=True,
     ),
-    Chart("Entropy of sampled tokens", (Curve("entropy", "entropy", smooth=True),), from_zero=True),
+    Chart("Entropy of sampled tokens, nats", (Curve("entropy", "entropy", smooth=True),), from_zero=True),
+    Chart(
+        "Clipped ratios",
+        (
+            Curve("clip_ratio/region_mean", "share of tokens", smooth=True),
+            Curve("cispo_clip_ratio", "share of tokens", smooth=True),
+        ),
+        share=True,
+    ),
+    Chart(
+        "Seconds of a step",
+        tuple(
+            Curve(f"seconds/{part}", name, smooth=True)
+            for part, name in (("rollout", "rollouts"), ("rewards", "rewards"), ("training", "training"))
+        ),
+        from_zero=True,
+    ),
+    Chart(
+        "Tokens/s while it lasts",
+        (
+            Curve("tokens_per_second/rollout", "rollouts", smooth=True),
+            Curve("tokens_per_second/training", "training", smooth=True),
+        ),
+        from_zero=True,
+    ),
 )
 _LESSER = (
     Chart("Learning rate", (Curve("learning_rate", "learning rate"),), from_zero=True),

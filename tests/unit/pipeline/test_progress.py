@@ -28,6 +28,24 @@ def test_rewards_take_the_place_of_the_loss() -> None:
     assert list(fields({**LINE, "loss": 1e-9, "reward": 0.5, "kl": 0.1}, {}))[:3] == ["reward", "kl", "lr"]
 
 
+def test_what_a_run_with_rewards_shows() -> None:
+    line = {
+        **LINE, "reward": 0.5, "reward_std": 0.25, "rewards/exact/mean": 0.4, "rewards/exact/std": 0.1,
+        "rewards/short/mean": 0.2, "entropy": 1.25, "clip_ratio/region_mean": 0.015, "completions/mean_length": 88.5,
+        "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5, "seconds/rollout": 3.4567,
+        "seconds/training": 12.0,
+    }  # fmt: skip
+    shown = fields(line, {"held-out exact": "50.0%"})
+    assert shown == {
+        "reward": 0.5, "exact": 0.4, "short": 0.2, "spread": 0.25, "entropy": 1.25, "clipped": "1.5%", "length": 88.5,
+        "cut off": "25.0%", "groups alike": "50.0%", "held-out exact": "50.0%", "lr": 1e-4, "tok/s": 2959,
+        "rollout": "3.46 s", "training": "12 s", "memory": "3.0 GiB", "epoch": "0.25",
+    }  # fmt: skip
+    assert list(shown)[-6:] == ["lr", "tok/s", "rollout", "training", "memory", "epoch"]
+    del line["rewards/short/mean"]
+    assert "exact" not in fields(line, {})  # the reward is its own
+
+
 def test_held_out_results_for_people() -> None:
     found = held_out({"eval_loss": 0.45613, "eval_perplexity": 1.5, "eval_token_accuracy": 0.801, "eval_tokens": 50})
     assert found == {"loss": "0.4561", "token accuracy": "80.1%"}

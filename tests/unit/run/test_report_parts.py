@@ -108,6 +108,23 @@ def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
     assert "loss" not in str(key_facts(lines, {}, None)).lower()
 
 
+def test_entropy_clipping_groups_and_time_of_rewarded_runs_are_drawn() -> None:
+    seen = {
+        "entropy": 1.2, "clip_ratio/region_mean": 0.01, "frac_reward_zero_std": 0.25, "completions/clipped_ratio": 0.5,
+        "seconds/rollout": 3.0, "seconds/training": 4.0, "seconds/rewards": 0.1, "tokens_per_second/rollout": 900.0,
+        "tokens_per_second/training": 7000.0,
+    }  # fmt: skip
+    drawn = curves([rewarded(step, **seen) for step in (1, 2, 3)], {}, [])
+    text = "".join([*drawn.main, *drawn.lesser])
+    titles = (
+        "Entropy of sampled tokens, nats", "Clipped ratios", "Groups of equal rewards", "Completions cut off",
+        "Seconds of a step", "Tokens/s while it lasts",
+    )  # fmt: skip
+    for title in titles:
+        assert text.count(f"<b>{title}</b>") == 1, title
+    assert "<b>Clipped ratios</b>" not in "".join(curves([rewarded(step) for step in (1, 2)], {}, []).lesser)
+
+
 def test_bands_do_not_go_where_no_value_can_be() -> None:
     share = [rewarded(1), rewarded(2)]
     low = [{**line, "rewards/exact/mean": 0.1, "rewards/exact/std": 0.3} for line in share]

@@ -191,6 +191,26 @@ def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
     assert mean == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["padded", "unpadded"])
+def test_what_remains_has_the_bits_that_it_has_alone(both: Both, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    inputs = batch()
+    kept = [0, 1, 4, 5]
+    (loss, gradients, _), _ = both.results(inputs, layout)
+    alone = {name: value if value.dim() == 0 else value[kept] for name, value in inputs.items()}
+    (wanted, expected, _), _ = both.results(alone, layout)
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)  # a sum with zeros in it may round otherwise
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
+    assert any(gradient.any() for gradient in gradients.values())
+    monkeypatch.setattr(GrpoTrainer, "_without_part", lambda self, inputs: None)
+    (with_all, of_all, _), _ = both.results(inputs, layout)
+    coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
+    torch.testing.assert_close(with_all, loss, rtol=1e-3 if coarse else 1e-5, atol=1e-4 if coarse else 1e-7)
+    off = sum(float((gradients[name] - gradient).norm() ** 2) for name, gradient in of_all.items()) ** 0.5
+    assert off <= (1e-2 if coarse else 1e-5) * sum(float(g.norm() ** 2) for g in of_all.values()) ** 0.5
+
+
 def test_a_batch_without_any_advantage_steps_with_zero_gradients(both: Both) -> None:
     both.set(loss_type="grpo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
     inputs = {**batch(), "advantages": torch.zeros(6)}
