@@ -132,3 +132,12 @@ class LaunchConfig(Section):
         description="How processes work together: `auto` is `ddp` where there are several.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
+    context_parallel_size: Count = Field(
+        default=1,
+        description="Processes that share each row, for rows that are too long for one GPU. Divides `num_processes`.",
+    )
+
+    @property
+    def row_shares(self) -> int:
+        """Processes, or teams of them, that train on rows of their own."""
+        return max(1, self.num_processes // self.context_parallel_size)

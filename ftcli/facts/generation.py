@@ -96,10 +96,13 @@ def why_no_engine(text_config: JsonMap, known: bool) -> str | None:
     """
     if not known:
         return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"
+    kind = batch_dependent_rope(text_config)
+    return None if kind is None else f"rotary embeddings of kind {kind} depend on the longest row of a batch"
+
+
+def batch_dependent_rope(text_config: JsonMap) -> str | None:
+    """The kind of a model's rotary embeddings where they depend on the longest position of a call, else None."""
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
     every = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    for one in every:
-        kind = one.get("rope_type", one.get("type"))
-        if kind in _BATCH_DEPENDENT_ROPE:
-            return f"rotary embeddings of kind {kind} depend on the longest row of a batch"
-    return None
+    kinds = [one.get("rope_type", one.get("type")) for one in every]
+    return next((kind for kind in kinds if kind in _BATCH_DEPENDENT_ROPE), None)

@@ -43,6 +43,8 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
         return "train.cuda_graphs: false"
     if policies.row(train.checkpointing).on_host:
         return f"gradient_checkpointing: {train.checkpointing} waits for copies to the host"
+    if recipe.launch.context_parallel_size > 1:
+        return "ranks share rows, and exchange heads in each layer"
     if lora is None:
         return "the gradients of all weights would be there three times"
     if lora.dropout > 0 or facts.language.get("attention_dropout"):

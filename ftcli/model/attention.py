@@ -79,6 +79,7 @@ def attention_forward(
             additive, (B or 1, Hq or 1, S, S'); or None: causal, with ``sliding_window``, the queries at the end.
         kept: Where our kernels run: spares a checkpoint's second forward theirs.
         documents: Documents that do not see each other, where the caller knows them; within what the mask lets be seen.
+            Where ranks share rows, S and S' are this rank's tokens, and all of a row's are attended to.
         cached: Takes keys and values in generation, and answers where earlier ones are seen.
 
     Raises:
@@ -94,6 +95,8 @@ def attention_forward(
     if isinstance(attention_mask, CallMask):
         if documents is not None:
             attention_mask = documents.within(attention_mask)
+        if attention_mask.sequence is not None:
+            query, key, value = attention_mask.sequence.heads_of(query, key, value)
         _check(attention_mask, query, key, sliding_window)
     call = AttentionCall(
         dtype=dtype_name(_compute_dtype(query)),
@@ -115,7 +118,10 @@ def attention_forward(
         plain = call.mask == "plain" and not call.windowed and not call.decoding
         dense = None if plain else _dense(attention_mask, query, key, sliding_window)
         out = _sdpa(query, key, value, dense, scaling, dropout, backend)
-    return out.transpose(1, 2).contiguous(), None
+    by_token = out.transpose(1, 2).contiguous()
+    if isinstance(attention_mask, CallMask) and attention_mask.sequence is not None:
+        by_token = attention_mask.sequence.tokens_of(by_token)
+    return by_token, None
 
 
 def _check(mask: CallMask, query: Tensor, key: Tensor, window: int | None) -> None:

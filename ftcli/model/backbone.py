@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.model.attention import Cached
+    from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
 
 
@@ -111,6 +112,7 @@ def hidden_states(
     inputs: Mapping[str, Tensor],
     stack: DecoderStack | None = None,
     cached: Cached | None = None,
+    sequence: SequencePart | None = None,
 ) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.
 
@@ -120,6 +122,10 @@ def hidden_states(
     Args:
         stack: The model's layers as one function (:mod:`ftcli.model.stack`), for inputs without a padding mask.
         cached: The cache of keys and values that our attention reads and writes, in generation.
+        sequence: Where ranks share rows: ``inputs`` are this rank's part of them, but for ``document_starts``.
+
+    Raises:
+        ValueError: Rows are shared, and attention is not ours.
     """
     base = base_of(model)
     given: dict[str, Any] = {name: value for name, value in inputs.items() if name != "document_starts"}
@@ -129,7 +135,9 @@ def hidden_states(
     if starts is not None and attention.is_ours(base):
         # A mask of ones keeps transformers from looking for documents, which would wait for the device.
         given["attention_mask"] = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-        given["documents"] = Documents(starts)
+        given["documents"] = Documents(starts, sequence)
+    elif sequence is not None:
+        raise ValueError("ranks share rows around our own attention only")
     positions, family = given.get("position_ids"), family_of(base.config.get_text_config().model_type)
     if positions is not None and family is not None and family.four_positions:
         given["position_ids"] = positions.expand(4, *ids.shape)
@@ -184,7 +192,12 @@ def supervised_positions(labels: Tensor, vocab_size: int) -> Tensor:
 
     Raises ValueError for a label outside the vocabulary.
     """
-    return labelled_rows(next_tokens(labels), IGNORE_INDEX, vocab_size)
+    return target_positions(next_tokens(labels), vocab_size)
+
+
+def target_positions(targets: Tensor, vocab_size: int) -> Tensor:
+    """As :func:`supervised_positions`, of what :func:`next_tokens` makes of labels."""
+    return labelled_rows(targets, IGNORE_INDEX, vocab_size)
 
 
 def next_token_loss(
@@ -194,18 +207,19 @@ def next_token_loss(
     *,
     num_items: Tensor | int | None = None,
     supervised: Tensor | None = None,
+    shifted: bool = False,
 ) -> TokenLoss:
     """Cross-entropy of each next token, summed over ``labels != -100`` and divided by ``num_items`` when given.
 
     Args:
-        labels: (batch, seq_len) int64, not shifted: position t is predicted from position t-1.
+        labels: (batch, seq_len) int64; position t is predicted from position t-1, or from t itself where ``shifted``.
         num_items: Supervised tokens of the whole accumulated batch, so that any split of it gives the same loss.
         supervised: What :func:`supervised_positions` gives for ``labels``, where it is known already.
 
     Raises:
         TypeError: When hidden states and head do not fit: what was passed is not hidden states.
     """
-    targets = next_tokens(labels)
+    targets = labels.reshape(-1) if shifted else next_tokens(labels)
     loss, correct = linear_cross_entropy(
         _rows_for(hidden, head, labels),
         head.weight,
@@ -280,17 +294,26 @@ def forward_loss(
     *,
     num_items: Tensor | int | None = None,
     stack: DecoderStack | None = None,
+    sequence: SequencePart | None = None,
 ) -> TokenLoss:
     """Loss of one batch of ``input_ids`` and ``labels`` of shape (batch, seq_len), padded on the right or not at all,
-    and optionally ``supervised`` (:func:`supervised_positions`).
+    and optionally ``supervised`` (:func:`supervised_positions`). Where ranks share rows, of this rank's ``sequence``
+    part of it (:func:`ftcli.data.parts.part_of`), which holds ``targets`` in place of ``labels``.
 
     No padding mask is given to the model: under causal attention a token sees only what stands before it, so padding
     at the end changes nothing that is supervised, and attention stays dense (its fastest form).
     """
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "attention_mask", SUPERVISED)}
-    states = hidden_states(model, inputs, stack)
+    not_for_layers = ("labels", "targets", "attention_mask", SUPERVISED)
+    inputs = {key: value for key, value in batch.items() if key not in not_for_layers}
+    states = hidden_states(model, inputs, stack, sequence=sequence)
+    labels = batch["labels"] if sequence is None else batch["targets"]
     return next_token_loss(
-        states, head_of(model), batch["labels"], num_items=num_items, supervised=batch.get(SUPERVISED)
+        states,
+        head_of(model),
+        labels,
+        num_items=num_items,
+        supervised=batch.get(SUPERVISED),
+        shifted=sequence is not None,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from ftkernels.attention_mask import AttentionMask, TokenRanges, padding_bounds
 from torch import Tensor
 
 from ftcli.facts.attention import MaskKind
+
+if TYPE_CHECKING:
+    from ftcli.model.sequence_parallel import SequencePart
 
 _Rule = Callable[..., Tensor]
 
@@ -38,6 +41,7 @@ class CallMask:
             more to it than causality and window: packed documents, as far as we know.
         irregular: the call is known to be none of this; only ``dense`` says what is seen.
         known: None, or all of it as the caller knew it beforehand (:class:`Documents`): nothing waits for the device.
+        sequence: None, or the part of each row that this rank has; lengths and masks are those of whole rows.
     """
 
     q_len: int
@@ -50,6 +54,7 @@ class CallMask:
     batch: int
     make_dense: Callable[[], Tensor]
     known: AttentionMask | None = None
+    sequence: SequencePart | None = None
 
     @property
     def kind(self) -> MaskKind:
@@ -116,9 +121,11 @@ class Documents:
     Attributes:
         starts: (B or 1, S) int32, for each token the position in its row at which its document begins; or (1, 1), a
             zero, where each row is one document.
+        sequence: The part of each row that the call has tokens of; ``starts`` are those of whole rows. None: all.
     """
 
     starts: Tensor
+    sequence: SequencePart | None = None
     _made: dict[int | None, CallMask] = field(default_factory=dict, repr=False)
 
     def within(self, mask: CallMask) -> CallMask:
@@ -128,15 +135,28 @@ class Documents:
         return self._made[mask.window]
 
     def _narrowed(self, mask: CallMask) -> CallMask:
+        parts = 1 if self.sequence is None else self.sequence.parts
+        if parts > 1 and mask.irregular:
+            raise ValueError("ranks cannot share rows whose mask is not made of intervals")
         whole = self.starts.shape[-1] == 1
         starts = None if whole else self.starts
-        own = AttentionMask(window=mask.window, document_starts=starts, length=None if whole else mask.k_len)
+        queries, keys = parts * mask.q_len, parts * mask.k_len
+        own = AttentionMask(window=mask.window, document_starts=starts, length=None if whole else keys)
 
         def make_dense() -> Tensor:
-            dense = own.dense(mask.q_len, mask.k_len, mask.device)
+            dense = own.dense(queries, keys, mask.device)
             return dense & mask.dense if mask.irregular else dense
 
-        return replace(mask, padding=None, packing=None, known=own, make_dense=make_dense)
+        return replace(
+            mask,
+            q_len=queries,
+            k_len=keys,
+            padding=None,
+            packing=None,
+            known=own,
+            make_dense=make_dense,
+            sequence=self.sequence,
+        )
 
 
 def mask_for(

@@ -54,7 +54,8 @@ class Computing:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Several GPUs that train together, as against the same ones when each trained alone, at the same time.
+    """Several GPUs that train together, as against the same ones when each trained alone, at the same time; None where
+    they share each row, which none can train on alone.
 
     Attributes:
         gpus: How many there are.
@@ -67,9 +68,9 @@ class Several:
 
     gpus: int
     tokens_per_second_in_all: float
-    tokens_per_second_alone: float
+    tokens_per_second_alone: float | None
     tokens_per_second_of_each_alone: tuple[float, ...]
-    share_of_single_gpus: float
+    share_of_single_gpus: float | None
     peak_memory_bytes_of_each: tuple[int, ...]
 
 

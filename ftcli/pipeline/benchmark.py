@@ -138,14 +138,20 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
 
 
 def _steps(recipe: Recipe, options: BenchOptions) -> int:
-    """All steps: the first, those that are timed, and one to record. Several ranks begin with as many, each alone."""
+    """All steps: the first, those that are timed, and one to record. Ranks with rows of their own begin with as many,
+    each alone.
+    """
     timed = 1 + options.steps
-    return (timed if recipe.launch.num_processes == 1 else 2 * timed) + options.profile
+    return (2 * timed if _begin_alone(recipe) else timed) + options.profile
+
+
+def _begin_alone(recipe: Recipe) -> bool:
+    return recipe.launch.num_processes > 1 and recipe.launch.context_parallel_size == 1
 
 
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
     """Tokens of each row that is trained or evaluated."""
-    rows = recipe.train.per_device_train_batch_size * _steps(recipe, options) * recipe.launch.num_processes
+    rows = recipe.train.per_device_train_batch_size * _steps(recipe, options) * recipe.launch.row_shares
     longest = recipe.data.max_seq_len
     return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
 
@@ -185,14 +191,14 @@ def _measure(
     kernels = build.put_on_kernels(job, model, tokens)
     batches = build.laid_out(job, model, tokens)
     timer = StepTimer(job.device)
-    last, alone = _steps(job.recipe, options), 0 if group is None else options.steps + 1
+    last, alone = _steps(job.recipe, options), options.steps + 1 if _begin_alone(job.recipe) else 0
     profiler = StepProfiler(job.device, last) if options.profile else None
     if group is not None:
         group.form(job.device, numbers_agreed(1, batch))
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
         trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch, group)
         trainer.add_callback(timer)
-        if group is not None:
+        if group is not None and alone:
             trainer.add_callback(Joining(trainer, group, after=alone))
         if profiler is not None:
             trainer.add_callback(profiler)
@@ -202,12 +208,13 @@ def _measure(
             trainer.train()
     times = timer.times(alone + options.steps + 1)
     by_itself, together = StepTimes(times.seconds[:alone]), StepTimes(times.seconds[alone:])
-    ordered = [sizes[row] for row in trainer.sampler()]
+    shared = job.recipe.launch.context_parallel_size  # of each row, a process has computed its part
+    ordered = [-(-sizes[row] // shared) for row in trainer.sampler()]
     micro_batches = _micro_batches(ordered[alone * batch :], batch, options)
     memory, peak = report.memory, trainer.peak_memory_bytes()
     several = None
     if group is not None:
-        before = _rate(_micro_batches(ordered, batch, options), by_itself.steady)
+        before = _rate(_micro_batches(ordered, batch, options), by_itself.steady) if alone else None
         several = _several(group, before, micro_batches, together.steady, peak)
     return Measured(
         timing=_timing(micro_batches, times.first, together.steady, options, peak),
@@ -224,17 +231,20 @@ def _measure(
 
 
 def _several(
-    group: Group, alone: float, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
+    group: Group, alone: float | None, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
 ) -> Several:
     """All ranks' numbers; the same on each of them."""
     import torch
 
     tokens, seconds = float(sum(map(sum, micro_batches))), _seconds(micro_batches, steady)
-    told = group.gather(torch.tensor([alone, tokens, seconds, float(peak)], dtype=torch.float64))
+    told = group.gather(torch.tensor([alone or 0.0, tokens, seconds, float(peak)], dtype=torch.float64))
     rows = [row.tolist() for row in told]
     in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
+    peaks = tuple(int(row[3]) for row in rows)
+    if alone is None:
+        return Several(group.size, in_all, None, (), None, peaks)
     each = tuple(row[0] for row in rows)
-    return Several(group.size, in_all, sum(each), each, in_all / sum(each), tuple(int(row[3]) for row in rows))
+    return Several(group.size, in_all, sum(each), each, in_all / sum(each), peaks)
 
 
 def _rate(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ _RUN = "run"
 
 def micro_batches(recipe: Recipe) -> int:
     """Micro-batches that an optimizer step learns from, over all processes."""
-    return recipe.train.gradient_accumulation_steps * recipe.launch.num_processes
+    return recipe.train.gradient_accumulation_steps * recipe.launch.row_shares
 
 
 def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session) -> PreflightReport:
@@ -34,7 +34,7 @@ def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session)
         FtcliError: FT737 (exit 2) where that cannot be done.
     """
     recipe, began = report.recipe, previous.get("micro_batches")
-    processes = recipe.launch.num_processes
+    processes = recipe.launch.row_shares
     if not isinstance(began, int) or began == micro_batches(recipe) or recipe.run.resumes_elsewhere:
         return report
     if began % processes:

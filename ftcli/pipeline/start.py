@@ -52,8 +52,12 @@ def trained(job: Job, model: Any) -> str:
 def batch(recipe: Recipe) -> str:
     """The effective batch: what one step of the optimizer learns from."""
     size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
-    ranks = recipe.launch.num_processes
-    parts = f"{size} at a time x {accumulated} accumulated" + (f" x {ranks} processes" if ranks > 1 else "")
+    ranks, shared = recipe.launch.row_shares, recipe.launch.context_parallel_size
+    parts = f"{size} at a time x {accumulated} accumulated"
+    if ranks > 1:
+        parts += f" x {ranks} {'processes' if shared == 1 else 'teams'}"
+    if shared > 1:
+        parts += f", each row on {shared} processes"
     if recipe.grpo is not None and recipe.grpo.num_generations:
         each = recipe.grpo.num_generations
         return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt"

@@ -28,7 +28,17 @@ from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
-from ftcli.preflight.checks import crossfield, data, files, machine, memory_and_disk, model, sources, support
+from ftcli.preflight.checks import (
+    crossfield,
+    data,
+    files,
+    machine,
+    memory_and_disk,
+    model,
+    sequence_parallel,
+    sources,
+    support,
+)
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
 from ftcli.preflight.memory.advice import Verdict, verdict_on
@@ -70,7 +80,11 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     estimates = _estimates(context, setup)
     found.stage(
         ExitCode.PREFLIGHT,
-        [*machine.check(context, device, setup.plan), *estimates.findings],
+        [
+            *machine.check(context, device, setup.plan),
+            *sequence_parallel.check_model(context, setup),
+            *estimates.findings,
+        ],
         [*machine.not_made(context, device), *estimates.not_made],
     )
     return PreflightReport(
@@ -95,6 +109,7 @@ def _about_the_recipe(context: Context) -> Findings:
     """All rules that need only the recipe, those of its training method included."""
     yield from support.check(context)
     yield from crossfield.check(context)
+    yield from sequence_parallel.check(context)
     yield from sources.check(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)

@@ -214,6 +214,30 @@ class Group:
             self._reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._reduced.record()
 
+    def teams(self, size: int) -> Callable[[Tensor], Tensor]:
+        """Puts ``size`` consecutive ranks each into a team; called by all of them, once they are connected.
+
+        Returns:
+            An exchange within this rank's team: ``(size, ...) -> (size, ...)`` sends slice n to the n-th of it, and
+            returns what each has sent, in their order, without waiting for the device.
+        """
+        mine: Any = None
+        backend = "gloo" if self._device is self._host else "nccl"
+        for first in range(0, self.size, size):
+            ranks = list(range(first, first + size))
+            team = dist.new_group(ranks, backend=backend, timeout=_DEVICE_TIMEOUT)
+            mine = team if self.rank in ranks else mine
+
+        def exchange(sent: Tensor) -> Tensor:
+            came = torch.empty_like(sent)
+            try:
+                dist.all_to_all_single(came, sent, group=mine)
+            except RuntimeError as error:  # what gloo raises when a connection is closed
+                raise self._gone(error) from error
+            return came
+
+        return exchange
+
     def settled(self, seconds: float = 15.0) -> bool:
         """Whether the sums that were asked for last have come, so that the weights are those of a whole step."""
         deadline = time.monotonic() + seconds

@@ -120,6 +120,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
                     "launch.num_processes": (1,),
+                    "launch.context_parallel_size": (1,),
                 }
             ),
         ),

@@ -15,11 +15,19 @@ from trl import SFTConfig, SFTTrainer
 
 from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, RankSampler, plain_epochs
+from ftcli.data.parts import part_of
 from ftcli.data.tokens import Tokens
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import SUPERVISED, compute_context, forward_loss, head_of, supervised_positions
+from ftcli.model.backbone import (
+    SUPERVISED,
+    compute_context,
+    forward_loss,
+    head_of,
+    next_tokens,
+    target_positions,
+)
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter
@@ -30,7 +38,7 @@ from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.quantised import warm_up
 from ftcli.trainers.scaling import use_loss_scaling
-from ftcli.trainers.together import COUNTS_KEY, TogetherMixin, host_counts
+from ftcli.trainers.together import COUNTS_KEY, TogetherMixin, host_counts, sequence_part
 from ftcli.trainers.view import TrainedView
 from ftcli.trainers.watch import ROWS_KEY
 
@@ -38,16 +46,21 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, TrainingArguments
 
+    from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
     from ftcli.run.group import Group
 
 
 class SftTrainer(TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows."""
+    """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows.
+
+    ``sequence`` is this rank's part of each row, where ranks share rows.
+    """
 
     plan: DtypePlan
     epochs: Epochs
     stack: DecoderStack | None
+    sequence: SequencePart | None = None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> EpochSampler:
         return self.sampler()
@@ -56,7 +69,9 @@ class SftTrainer(TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[mi
         """The order of this process's sequences."""
         if self.group is None:
             return EpochSampler(self.epochs)
-        return RankSampler(self.epochs, self.args.per_device_train_batch_size, self.group.rank, self.group.size)
+        parts = 1 if self.sequence is None else self.sequence.parts
+        size = self.args.per_device_train_batch_size
+        return RankSampler(self.epochs, size, self.group.rank // parts, self.group.size // parts)
 
     def _wrap_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return model if isinstance(model, TrainedView) else TrainedView(super()._wrap_model(model, *args, **kwargs))
@@ -83,7 +98,7 @@ class SftTrainer(TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[mi
         if items is None:
             items = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
         with compute_context(device, self.plan.compute, self.plan.autocast):
-            loss = forward_loss(self.model, inputs, num_items=items, stack=self.stack).loss
+            loss = forward_loss(self.model, inputs, num_items=items, stack=self.stack, sequence=self.sequence).loss
         self.watch_loss(loss)
         self.phase = BACKWARD
         return loss
@@ -101,16 +116,21 @@ class WithRows:
 
     collate: EpochCollator
     vocab_size: int
+    sequence: SequencePart | None = None
 
     def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor | list[int]]:
-        """The batch, under ROWS_KEY the numbers of its sequences, under SUPERVISED the positions, and under COUNTS_KEY
-        how many tokens it has. The sequence after the last one stands for a batch of which nothing is learnt.
+        """The batch, or this rank's part of it; under ROWS_KEY the numbers of its sequences, under SUPERVISED the
+        positions, and under COUNTS_KEY how many tokens it has. The sequence after the last one stands for a batch of
+        which nothing is learnt.
         """
         blank = chosen[0]["index"] == self.collate.epochs.units
         batch = self.collate([{"index": 0}] if blank else chosen)
         if blank:
             batch["labels"].fill_(IGNORE_INDEX)
-        supervised = supervised_positions(batch["labels"], self.vocab_size)
+        if self.sequence is not None:
+            batch = part_of(batch, self.sequence.part, self.sequence.parts)
+        targets = batch["targets"].reshape(-1) if "targets" in batch else next_tokens(batch["labels"])
+        supervised = target_positions(targets, self.vocab_size)
         rows = [] if blank else [row["index"] for row in chosen]
         return {**batch, SUPERVISED: supervised, ROWS_KEY: rows, COUNTS_KEY: host_counts(batch, supervised, blank)}
 
@@ -216,19 +236,19 @@ def build_sft_trainer(
             dataset_kwargs={"skip_prepare_dataset": True},
         )
     use_one_gpu(args, job.reporter)
+    sequence = sequence_part(group, job.recipe.launch.context_parallel_size)
+    collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
     with config_kept(model):
         trainer = SftTrainer(
             model=model,
             args=args,
-            data_collator=WithRows(
-                EpochCollator(epochs, job.pad_token_id, job.batches(model)), head_of(model).weight.shape[0]
-            ),
+            data_collator=WithRows(collate, head_of(model).weight.shape[0], sequence),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
             train_dataset=Dataset.from_dict({"index": range(epochs.units + (group is not None))}),
             processing_class=job.tokenizer,
         )
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
-    trainer.group = group
+    trainer.group, trainer.sequence = group, sequence
     if job.plan.loss_scaling:
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs

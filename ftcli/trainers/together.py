@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.gradients import Gradients
+from ftcli.model.sequence_parallel import SequencePart
 
 if TYPE_CHECKING:
     from ftcli.run.group import Group
@@ -32,7 +33,7 @@ _SPREAD = 1_000_003
 
 
 def host_counts(batch: Mapping[str, Tensor], supervised: Tensor, blank: bool) -> list[int]:
-    """Supervised, real and computed tokens of a batch that lies on the host."""
+    """Supervised, real and computed tokens of a batch, or a rank's part of it, that lies on the host."""
     if blank:
         return [0, 0, batch["input_ids"].numel()]
     real = batch["attention_mask"] if "attention_mask" in batch else batch["lengths"]
@@ -42,6 +43,15 @@ def host_counts(batch: Mapping[str, Tensor], supervised: Tensor, blank: bool) ->
 def numbers_agreed(batches: int, batch_size: int) -> int:
     """How many numbers a rank tells the others before a step of so many batches."""
     return 1 + _COUNTS + batches * batch_size
+
+
+def sequence_part(group: Group | None, parts: int) -> SequencePart | None:
+    """This rank's part of the rows that ``parts`` consecutive ranks share; None where rows are not shared. All ranks
+    call it.
+    """
+    if group is None or parts == 1:
+        return None
+    return SequencePart(group.rank % parts, parts, group.teams(parts))
 
 
 class TogetherMixin:
@@ -80,7 +90,7 @@ class TogetherMixin:
         self._counts = [sum(row[1 + i] for row in told) for i in range(_COUNTS)]
         self._rows_of_all = _rows_by_batch([row[1 + _COUNTS :] for row in told], len(batches), size)
         self._losses = []
-        return batches, torch.full_like(items, self._counts[0])
+        return batches, torch.tensor(self._counts[0], device=self.args.device)  # type: ignore[attr-defined]
 
     def begin_step(self) -> None:
         """As its base. What is drawn at random in this step depends on seed, step and rank alone, so that a run that is

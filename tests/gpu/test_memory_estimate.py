@@ -126,7 +126,7 @@ def build(raw: dict[str, Any], plan: DtypePlan, attention: str, case: Case) -> A
 
 @pytest.fixture
 def held_before() -> Iterator[int]:
-    """Bytes that tests before this one have left allocated in this process (2 GiB were seen); freed as far as they can."""
+    """Bytes that tests before this one have left allocated in this process: 2 GiB were seen."""
     gc.collect()
     torch.cuda.empty_cache()
     yield torch.cuda.memory_allocated()

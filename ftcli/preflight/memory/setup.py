@@ -186,9 +186,15 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch at its largest, with what it is rounded up by."""
+        """Tokens of a micro-batch at its largest, with what it is rounded up by: this process's, where several share
+        rows."""
         rows, width = self.largest
-        return rows * width
+        return rows * -(-width // self.shares)
+
+    @property
+    def shares(self) -> int:
+        """Processes that share each row in training."""
+        return self.recipe.launch.context_parallel_size if self.trains else 1
 
     def largest_shape(self, rows: int, longest: int) -> tuple[int, int]:
         """What is computed for ``rows`` rows of up to ``longest`` tokens. Unpadded, no mix of lengths takes more than

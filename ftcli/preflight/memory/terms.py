@@ -167,6 +167,9 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
+    if setup.shares > 1:  # what is sent and what comes, of queries, keys and values
+        heads = setup.shape.q_width + 2 * setup.shape.kv_width
+        yield Term("exchanged heads", 2 * tokens * heads * setup.plan.compute_bytes, (FORWARD, BACKWARD))
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, backward)
     last = 0 if setup.wholly_graphed else workspace + int(tokens * layer.kept)

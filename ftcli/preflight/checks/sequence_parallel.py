@@ -1,0 +1,51 @@
+"""Rules of rows that several processes share (``launch.context_parallel_size``)."""
+
+from __future__ import annotations
+
+from ftcli.facts.sequence_parallel import why_rows_stay_whole
+from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.memory.setup import Setup
+
+_KEY = "launch.context_parallel_size"
+
+
+def check(context: Context) -> Findings:
+    """FT286, from the recipe alone."""
+    launch, train = context.recipe.launch, context.recipe.train
+    parts, processes = launch.context_parallel_size, launch.num_processes
+    if parts == 1 or context.work != "train":
+        return
+    if processes % parts:
+        fitting = [str(n) for n in range(2, processes + 1) if processes % n == 0]
+        yield context.error(
+            "FT286",
+            _KEY,
+            f"{_KEY} {parts}: {processes} {'process' if processes == 1 else 'processes'} cannot form teams of {parts}",
+            help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {parts} processes: --gpus {parts}",
+        )
+    if launch.engine not in ("auto", "ddp"):
+        yield context.error(
+            "FT286", _KEY, f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}", help="use ddp"
+        )
+    if train.neftune_noise_alpha is not None:
+        yield context.error(
+            "FT286",
+            "train.neftune_noise_alpha",
+            f"the noise of train.neftune_noise_alpha is scaled by the length of rows, which {_KEY} {parts} divides",
+            help="remove one of the two",
+        )
+
+
+def check_model(context: Context, setup: Setup) -> Findings:
+    """FT345: the model or what computes it does not allow it."""
+    parts = setup.shares
+    if parts == 1:
+        return
+    reason = why_rows_stay_whole(setup.facts, setup.execution, parts)
+    if reason is not None:
+        yield context.error(
+            "FT345",
+            _KEY,
+            f"{_KEY} {parts}: processes cannot share rows of this model: {reason}",
+            help=f"remove {_KEY}; a longer row fits with train.gradient_checkpointing: offload",
+        )
