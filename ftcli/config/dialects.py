@@ -343,7 +343,7 @@ _TABLE: dict[str, _Parts] = {
     "kl_coef": (_TRL, "grpo.beta"),
     "pref_beta": (_FACTORY, "grpo.beta"),
     "ppo_epochs": (_TUNE, "grpo.num_iterations"),
-    "use_vllm": (_TRL, None, "completions are generated with transformers; remove it"),
+    "use_vllm": (_TRL, None, "an engine of ftcli's own generates completions; remove it"),
     # export
     "export_dir": (_FACTORY, None, "exports go into the run directory"),
     "export_format": (_UNSLOTH, "export.formats"),

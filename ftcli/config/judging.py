@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ftcli.config.base import Section, Word
 from ftcli.plain import JsonObject
 from ftcli.tables import judges
+
+#: What becomes of completions that could not be judged: an end of the run, no score, or this one.
+OnError = Literal["stop", "skip"] | float
 
 
 class JudgeConfig(Section):
@@ -29,10 +32,23 @@ class JudgeConfig(Section):
     max_chars: Annotated[int, Field(ge=0, le=10_000_000)] | None = Field(
         default=None, description="length: most characters that pass."
     )
+    json_schema: Annotated[str, Field(min_length=1)] | JsonObject | None = Field(
+        default=None,
+        description="json_valid: the JSON Schema that a completion's value must fit, written here or the path of a "
+        "JSON file, which starts at the current directory.",
+    )
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = Field(
-        default=None, description="python_tests: seconds of each program; 5 when absent."
+        default=None,
+        description="Seconds. python_tests: of each program; 5 when absent. math_verify: of each completion; 5 when "
+        "absent. A function of yours: of a call, which judges a whole batch; 60 when absent.",
     )
     memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
         default=None, description="python_tests: MiB of address space of each program; 512 when absent."
     )
     args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
+    on_error: OnError | None = Field(
+        default=None,
+        description="What becomes of a completion that cannot be judged, because the judge fails or takes too long: "
+        "`stop` ends the command, `skip` leaves the completion out, and a number is its score. `stop` for a function "
+        "of yours when absent, `skip` for built-in judges.",
+    )

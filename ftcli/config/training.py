@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, m
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
-from ftcli.config.base import Count, Items, Rate, Section, Word
+from ftcli.config.base import Count, Fraction, Items, Rate, Section, Word
 from ftcli.config.judging import JudgeConfig
 from ftcli.tables import loggers, methods, optimizers, policies, schedules
 
@@ -143,7 +143,7 @@ class RewardConfig(JudgeConfig):
 
     answer: str = Field(
         default="answer",
-        description="exact_match, contains: the column with the right answer; python_tests: with tests.",
+        description="exact_match, contains, math_verify: the column with the right answer; python_tests: with tests.",
     )
     weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
 
@@ -170,6 +170,16 @@ class GrpoStoppingConfig(Section):
 
     reward: RewardPlateauConfig | None = Field(default=None, description="When rewards rise no more.")
     entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
+
+
+class RewardFailuresConfig(Section):
+    """How many completions rewards may fail on before the run stops."""
+
+    max_fraction: Fraction = Field(
+        default=0.05,
+        description="Of the last 1,000 completions of a reward, the share that it could not judge (see `on_error`); "
+        "above it the run stops. 1 never stops.",
+    )
 
 
 class GrpoConfig(Section):
@@ -202,6 +212,9 @@ class GrpoConfig(Section):
         default=False, description="Leave completions without a stop token out of the loss."
     )
     rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
+    reward_failures: RewardFailuresConfig = Field(
+        default_factory=RewardFailuresConfig, description="When a run stops because rewards fail."
+    )
     shuffle_rewards: bool = Field(
         default=False, description="Control experiment: deal the rewards out at random; nothing may be learnt."
     )

@@ -15,7 +15,7 @@ from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
 from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
 from ftcli.job import Job
-from ftcli.judges import Function
+from ftcli.judges import Judge
 from ftcli.plain import LEFT_OUT, SPREAD
 from ftcli.rows.row import raise_findings
 
@@ -45,13 +45,13 @@ class Evaluator:
     """A job's evaluation, prepared once and run on any number of models.
 
     ``sequences`` are the held-out rows of ``data.eval`` as tokens.
-    ``functions`` holds the user's judges by what the recipe's tasks call them (``path.py:function``).
+    ``judges`` are those of the recipe's tasks by the tasks' names (:func:`ftcli.judges.judges_of`).
     ``group`` are the ranks that share the rows of :meth:`loss`; what is generated, one rank generates.
     """
 
     job: Job
     sequences: Sequence[Tokens]
-    functions: Mapping[str, Function] = field(default_factory=dict)
+    judges: Mapping[str, Judge] = field(default_factory=dict)
     group: Group | None = None
     _asked: dict[str, list[Asked]] = field(default_factory=dict, repr=False)
 
@@ -90,8 +90,9 @@ class Evaluator:
         """Each of ``eval.tasks``, by name."""
         results = {}
         for task in self.job.recipe.eval.tasks:
-            function = self.functions[task.file] if task.file is not None else None
-            result = judge(task, self._answered(model, self._of_task(task)), function)
+            result = judge(task, self._answered(model, self._of_task(task)), self.judges[task.label])
+            if result.failed:
+                self.job.reporter.finding(_failures(result))
             results[result.name] = result
         return results
 
@@ -172,3 +173,13 @@ class Evaluator:
         room = room_of_task(data, self.job.recipe.eval.generate)
         offline = self.job.session.offline
         return asked_rows(sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows)
+
+
+def _failures(result: TaskResult) -> Finding:
+    return Finding(
+        "FT768",
+        f"the task {result.name} has {result.failed} answers that could not be judged, of {len(result.answers)}; the "
+        f"first: {result.failure}",
+        help="the judge's `on_error` says what becomes of them: a number is their score, `skip` leaves them out",
+        severity="warning",
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftcli.config import TaskConfig
-from ftcli.judges import Function, UserJudge, built_in, columns_of
+from ftcli.judges import Batch, Judge, columns_of
 from ftcli.plain import JsonObject
 from ftcli.rows.prompts import Prompt
 
@@ -35,13 +35,18 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row. ``answers`` are all."""
+    """``score`` is the mean over the rows that were judged; built-in judges give 0 or 1 a row. ``answers`` are all.
+
+    ``failed`` counts rows that the judge failed on; ``failure`` is the first of them in words.
+    """
 
     name: str
     use: str
     score: float
     rows: int
     answers: tuple[JudgedRow, ...]
+    failed: int = 0
+    failure: str | None = None
 
     @property
     def samples(self) -> tuple[JudgedRow, ...]:
@@ -50,31 +55,29 @@ class TaskResult:
 
     def as_dict(self) -> JsonObject:
         """What JSON says of it: not every answer."""
-        return {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "samples": self.samples}
+        said = {"name": self.name, "use": self.use, "score": self.score, "rows": self.rows, "failed": self.failed}
+        return {**said, "samples": self.samples}
 
 
-def judge(task: TaskConfig, answered: Answered, function: Function | None = None) -> TaskResult:
+def judge(task: TaskConfig, answered: Answered, judge: Judge) -> TaskResult:
     """Scores one task; all rows are kept, for the report to choose from.
 
     Args:
-        function: The user's, for a task with ``file``. It is called once with all completions, as rewards of GRPO are,
-            so that one file can serve both.
+        judge: The task's. It is asked once with all completions, as rewards of GRPO are, so that one function of the
+            user's can serve both.
 
     Raises:
-        FtcliError: FT765 (exit 4) when the function raises or returns something else.
+        FtcliError: FT765 (exit 4) as :meth:`ftcli.judges.Judge.scores`.
     """
     references = [prompt.reference for prompt in answered.prompts]
-    scores: list[float | None]
-    if function is None:
-        scores = built_in(task, task.kind)(answered.completions, [text or "" for text in references])
-    else:
-        # Names that the function is called with anyway cannot be columns; every task has answers, known or not.
-        lent = columns_of(answered.prompts)
-        columns = {"answer": references, **{k: v for k, v in lent.items() if k not in ("prompts", "completions")}}
-        users = UserJudge(str(task.file), function, task.args)
-        scores = users.scores(answered.completions, answered.texts, columns)
-    kept = zip(answered.texts, references, answered.completions, scores, strict=True)
+    # Names that the function is called with anyway cannot be columns; every task has answers, known or not.
+    lent = columns_of(answered.prompts)
+    columns = {"answer": references, **{k: v for k, v in lent.items() if k not in ("prompts", "completions")}}
+    origins = [prompt.row.origin for prompt in answered.prompts]
+    known = [text or "" for text in references]
+    scores = judge.scores(Batch(answered.completions, answered.texts, known, columns, origins))
+    kept = zip(answered.texts, references, answered.completions, scores.values, strict=True)
     answers = tuple(JudgedRow(*row) for row in kept)
-    judged = [score for score in scores if score is not None]
+    judged = [score for score in scores.values if score is not None]
     score = math.fsum(judged) / max(len(judged), 1)
-    return TaskResult(task.label, task.kind, score, len(judged), answers)
+    return TaskResult(task.label, task.kind, score, len(judged), answers, len(scores.failed), scores.example)

@@ -1,27 +1,19 @@
 """Judges score completions: rewards of GRPO and tasks of evaluation, built in or the user's, called in one way."""
 
-from ftcli.judges.builtin import BuiltIn, built_in, missing_answer
-from ftcli.judges.user import (
-    RESERVED,
-    Function,
-    UserJudge,
-    columns_of,
-    file_of,
-    judges_of,
-    load_function,
-    reserved_column,
-)
+from ftcli.judges.builtin import missing_answer
+from ftcli.judges.judge import Judge, judges_of, kind_of, open_judge
+from ftcli.judges.user import columns_of, file_of, reserved_column
+from ftcli.judges.verdicts import Batch, Scores
 
 __all__ = [
-    "RESERVED",
-    "BuiltIn",
-    "Function",
-    "UserJudge",
-    "built_in",
+    "Batch",
+    "Judge",
+    "Scores",
     "columns_of",
     "file_of",
     "judges_of",
-    "load_function",
+    "kind_of",
     "missing_answer",
+    "open_judge",
     "reserved_column",
 ]

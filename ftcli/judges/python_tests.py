@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from ftcli.judges.verdicts import Scorer, Verdict
+
 #: What a completion's code is, where it is fenced; else all of it.
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 #: No longer code is run.
@@ -22,17 +24,19 @@ _GRACE_SECONDS = 10.0
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
-def python_tests(
-    completions: Sequence[str], answers: Sequence[str], timeout: float = 5.0, memory_mb: int = 512
-) -> list[float | None]:
+def python_tests(timeout: float = 5.0, memory_mb: int = 512) -> Scorer:
     """Passes where the code of a completion and then the tests, which are the row's ``answer``, run to their end.
 
     Each program has a process group, a folder and limits of its own (:mod:`ftcli.judges.supervisor`), nothing of this
     process' environment, and ``timeout`` seconds. Limits are no boundary: see docs/grpo.md.
     """
-    with ThreadPoolExecutor(max(os.cpu_count() or 1, 1)) as threads:
-        passed = threads.map(partial(_passes, seconds=timeout, memory_mb=memory_mb), completions, answers)
-        return [float(each) for each in passed]
+
+    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        with ThreadPoolExecutor(max(os.cpu_count() or 1, 1)) as threads:
+            passed = threads.map(partial(_passes, seconds=timeout, memory_mb=memory_mb), completions, answers)
+            return [float(each) for each in passed]
+
+    return score
 
 
 def code_of_completion(text: str) -> str:

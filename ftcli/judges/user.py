@@ -1,29 +1,24 @@
-"""The user's judges: ``path.py:function``, loaded from the file that the recipe names and checked at every call."""
+"""The user's judges: ``path.py:function``, loaded from the file that the recipe names, each in a process of its own.
+
+What a file defines is ``function(completions, prompts, **columns)``, which gives a number, or None, for each
+completion. It may be ``async``.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import importlib.util
-import inspect
-import math
-import os
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftcli.config import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges.contained import UserCodeFailed, contained
+from ftcli.judges.process import LOAD_SECONDS, Gone, Late, Source, Worker
+from ftcli.judges.verdicts import Batch, Failed, Verdict
 from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
-
-#: Integers from here on are told in words: Python refuses to write out those of more than 4,300 digits.
-_MOST_SHOWN = 10**40
 
 #: Arguments that judges get beside columns; no column may have such a name.
 RESERVED = frozenset(
@@ -33,79 +28,79 @@ RESERVED = frozenset(
     )
 )
 
-#: What a file defines: ``function(completions, prompts, **columns)`` gives a number, or None, for each completion. It
-#: may be ``async``.
-Function = Callable[..., Any]
+#: Seconds of one call, unless the recipe says otherwise.
+DEFAULT_TIMEOUT = 60.0
+#: So many times a call's time a batch takes at most: all together, two times one by one, and what is left together.
+_ALONE_TIMES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class UserJudge:
-    """A function with what the recipe says of it.
+class UserFunction:
+    """A function of the user's in a process of its own, with what the recipe says of it.
 
-    ``code`` is that of the error for whatever the function does wrong, and ``what`` names it there: "the reward".
+    ``code`` is that of the error for what is the function's fault whatever it judges, and ``what`` names it there.
     """
 
     spec: str
-    function: Function
-    arguments: JsonMap = field(default_factory=dict)
-    code: str = "FT765"
-    what: str = "the function"
+    worker: Worker
+    arguments: JsonMap
+    timeout: float
+    what: str
+    code: str
 
-    def scores(
-        self, completions: Sequence[str], prompts: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
-        """One number for each completion; None for those that the function does not judge.
+    def verdicts(self, batch: Batch) -> list[Verdict]:
+        """A number for each completion, None for those that the function does not judge, and failures.
 
-        Args:
-            prompts: As the model saw them, one for each completion.
-            columns: What the rows lend (:func:`columns_of`), one value for each completion.
+        Where it fails on all of them together, each is tried alone, and those that do not fail are judged again
+        together: a function may compare completions with each other.
 
         Raises:
-            FtcliError: ``code`` (exit 4) when the function raises, or returns anything else.
+            FtcliError: ``code`` (exit 4) when it returns anything else than a list of so many values.
         """
-        given = {**columns, **self.arguments}
+        count = len(batch.completions)
+        together = self._call(batch, self.timeout)
+        if not isinstance(together, Failed) or count == 1:
+            return [together] * count if isinstance(together, Failed) else together
+        alone = self._alone(batch)
+        left = [place for place in range(count) if alone[place] is None]
+        if len(left) == count:
+            return [Failed(f"{together.reason}, though for none of {count} completions alone,")] * count
+        again = self._call(batch.only(left), self.timeout) if left else []
+        if isinstance(again, Failed):
+            again = [again] * len(left)
+        judged = dict(zip(left, again, strict=True))
+        return [judged[place] if place in judged else alone[place] for place in range(count)]
+
+    def _alone(self, batch: Batch) -> list[Failed | None]:
+        """How each completion fails when it is judged alone."""
+        found: list[Failed | None] = []
+        end = time.monotonic() + _ALONE_TIMES * self.timeout
+        for place in range(len(batch.completions)):
+            seconds = min(self.timeout, end - time.monotonic())
+            one = self._call(batch.only([place]), seconds) if seconds > 0 else Failed("did not come in time")
+            found.append(one if isinstance(one, Failed) else None)
+        return found
+
+    def _call(self, batch: Batch, seconds: float) -> list[Verdict] | Failed:
+        count = len(batch.completions)
+        given = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
         try:
-            with contained():
-                result = self.function(completions=list(completions), prompts=list(prompts), **given)
-                if inspect.iscoroutine(result):
-                    result = asyncio.run(result)
-        except UserCodeFailed as error:
-            first = completions[0][:200] if completions else ""
-            raise self._bad(f"{error} (first completion: {first!r})") from error
-        expected = len(completions)
-        if not isinstance(result, list | tuple) or len(result) != expected:
-            found = f"{len(result)} values" if isinstance(result, list | tuple) else type(result).__name__
-            raise self._bad(f"returned {found}, a list of {expected} numbers was expected")
-        for index, value in enumerate(result, 1):
-            if value is not None and not _is_finite(value):
-                raise self._bad(f"returned {_shown(value)} for completion {index}; expected a finite number or None")
-        try:
-            with contained():  # a number's own class may be the user's, too
-                return [None if value is None else float(value) for value in result]
-        except UserCodeFailed as error:
-            raise self._bad(f"returned a number that {error}") from error
-
-    def _bad(self, message: str) -> FtcliError:
-        text = f"{self.what} {self.spec} {message}"
-        return FtcliError.single(self.code, text, exit_code=ExitCode.DATA, origin=Origin(self.spec))
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-def _shown(value: Any) -> str:
-    """What the function returned, as a message shows it; its repr is the user's code as well."""
-    if isinstance(value, int) and abs(value) >= _MOST_SHOWN:
-        return "an integer beyond every float"
-    try:
-        with contained():
-            return repr(value)[:200]
-    except UserCodeFailed:
-        return f"an object of type {type(value).__name__}"
+            self.worker.ask({**given, **batch.columns, **self.arguments}, count)
+            answer = self.worker.answer(seconds)
+        except Late:
+            return Failed(f"gave no answer within {seconds:g} seconds")
+        except Gone as error:
+            return Failed(str(error))
+        if "raised" in answer:
+            return Failed(answer["raised"])
+        if "shape" in answer:
+            message = f"{self.what} {self.spec} returned {answer['shape']}, a list of {count} numbers was expected"
+            raise FtcliError.single(self.code, message, exit_code=ExitCode.DATA, origin=Origin(self.spec))
+        bad = answer["bad"]
+        return [
+            Failed(f"{bad[str(place)]}, where a finite number or None was expected,") if str(place) in bad else score
+            for place, score in enumerate(answer["scores"])
+        ]
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -127,14 +122,6 @@ def reserved_column(columns: Collection[str]) -> Finding | None:
     return Finding("FT454", message, help="rename it in the file")
 
 
-def judges_of(recipe: Recipe) -> dict[str, Function]:
-    """The functions of the recipe's tasks by what it calls them, loaded before anything that takes long.
-
-    Raises FtcliError as :func:`load_function`.
-    """
-    return {task.file: load_function(task.file) for task in recipe.eval.tasks if task.file is not None}
-
-
 #: What helps where a file fails while it is loaded.
 _GUARD = "run `python {0}` and fix what it says; what only a script does belongs under `if __name__ == '__main__':`"
 
@@ -145,8 +132,8 @@ def file_of(spec: str) -> tuple[Path, str]:
     return expanded(name), function
 
 
-def load_function(spec: str) -> Function:
-    """The function named by ``path.py:function``.
+def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: str, code: str) -> UserFunction:
+    """The function named by ``path.py:function``, loaded and ready.
 
     The file is trusted like any script the user runs. Raises FtcliError (exit 2): FT451 no such file or function,
     FT452 the file fails when it is run.
@@ -154,26 +141,21 @@ def load_function(spec: str) -> Function:
     path, function = file_of(spec)
     if not is_file(path):
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path starts at the current directory")
-    name = f"_ftcli_user_{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise _unusable("FT451", f"{path} is not a Python file", spec, "write `path.py:function`")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses, pickle and typing look for the module of a class there
+    worker = Worker(Source(path, function))
     try:
-        with contained():
-            module_spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, UserCodeFailed):
-            raise
-        raise _unusable("FT452", f"{path} {error} when it was run", spec, _GUARD.format(path)) from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        message = f"{path} has no function {function}; it has: {', '.join(names) or 'none'}"
+        found = worker.loaded()
+    except Late:
+        found = {"raised": f"has not come to its end within {LOAD_SECONDS:g} seconds"}
+    except Gone as error:
+        found = {"raised": str(error)}
+    if "raised" in found:
+        raise _unusable("FT452", f"{path} {found['raised']} when it was run", spec, _GUARD.format(path))
+    if "unusable" in found:
+        raise _unusable("FT451", f"{path} is not a Python file", spec, "write `path.py:function`")
+    if "has" in found:
+        message = f"{path} has no function {function}; it has: {', '.join(found['has']) or 'none'}"
         raise _unusable("FT451", message, spec, "name one of them, or define it at the top level of the file")
-    return found  # type: ignore[no-any-return]
+    return UserFunction(spec, worker, arguments, timeout or DEFAULT_TIMEOUT, what, code)
 
 
 def _unusable(code: str, message: str, spec: str, help: str) -> FtcliError:

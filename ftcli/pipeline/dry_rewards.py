@@ -20,6 +20,7 @@ from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
+    from ftcli.judges import Scores
     from ftcli.trainers.rewards import Reward
 
 #: Rows that are scored, and answers of other rows that each of them gets.
@@ -33,6 +34,7 @@ class DryReward:
     Attributes:
         right, others: Its mean for known answers, and for all other texts; None where there were none.
         without_opinion: Texts that it did not judge.
+        failed: Texts that it failed on.
         constant: It said the same of all.
     """
 
@@ -43,6 +45,7 @@ class DryReward:
     right: float | None
     others: float | None
     without_opinion: int
+    failed: int
     constant: bool
 
 
@@ -78,11 +81,15 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     flat = [text for group in texts for text in group]
     prompts = [asked[row].text for row in places]
     rewards = build_rewards(grpo.rewards, columns)
-    scores = [reward.function(prompts=prompts, completions=flat, **lent) for reward in rewards]
+    origins = [asked[row].prompt.row.origin for row in places]
+    scored = [reward.scores(prompts, flat, lent, origins) for reward in rewards]
+    scores = [each.values for each in scored]
     first = [at == 0 or places[at] != places[at - 1] for at in range(len(places))]
     known = bool(_answers(grpo, columns))
-    found = tuple(_said(reward, said, first if known else None) for reward, said in zip(rewards, scores, strict=True))
-    for one in found:
+    found = tuple(_said(reward, said, first if known else None) for reward, said in zip(rewards, scored, strict=True))
+    for one, said in zip(found, scored, strict=True):
+        if said.example is not None:
+            session.reporter.warn(said.example)
         if one.constant:
             session.reporter.finding(_constant(one, len(flat)))
     sums = [sum(r.weight * (s[at] or 0.0) for r, s in zip(rewards, scores, strict=True)) for at in range(len(flat))]
@@ -109,7 +116,8 @@ def _texts(rows: int, answers: Sequence[str]) -> list[list[str]]:
     return made
 
 
-def _said(reward: Reward, scores: Sequence[float | None], right: Sequence[bool] | None) -> DryReward:
+def _said(reward: Reward, found: Scores, right: Sequence[bool] | None) -> DryReward:
+    scores = found.values
     judged = [score for score in scores if score is not None]
 
     def mean(which: bool) -> float | None:
@@ -126,6 +134,7 @@ def _said(reward: Reward, scores: Sequence[float | None], right: Sequence[bool] 
         mean(True),
         mean(False),
         len(scores) - len(judged),
+        len(found.failed),
         bool(judged) and math.isclose(max(judged), min(judged)),
     )
 

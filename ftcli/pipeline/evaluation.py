@@ -62,9 +62,9 @@ def evaluate_recipe(
     from ftcli.job import open_job
     from ftcli.pipeline import data
 
-    functions = judges_of(report.recipe)
+    judges = judges_of(report.recipe)
     job = open_job(report, session)
-    evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, functions)
+    evaluator = Evaluator(job, data.tokenized(job, "eval").sequences, judges)
     evaluator.read_tasks()
     base, tuned = _base_and_run(job, evaluator, directory, weights)
     if directory is None or tuned is None:

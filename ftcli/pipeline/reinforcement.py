@@ -64,11 +64,11 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
 
     started, grpo = time.perf_counter(), context.recipe.grpo
     assert grpo is not None  # preflight refuses such a recipe (FT260)
-    functions = judges_of(context.recipe)
+    judges = judges_of(context.recipe)
     with context.phase("preparing data"):
         job = open_job(context.report, session)
         prompts = _prompts(job, grpo)
-        evaluator = Evaluator(job, [], functions)
+        evaluator = Evaluator(job, [], judges)
         evaluator.read_tasks()
     with context.phase("loading the model"):
         model = build.build_trainable(job)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ftcli.tables import Package
+
 #: The judge of a task that names neither `use` nor `file`.
 DEFAULT = "exact_match"
 
@@ -15,30 +17,41 @@ class Judge:
     """What the rest of the program has to know of a built-in judge.
 
     Attributes:
-        code: Its function (``ftcli.judges.builtin.BuiltIn``).
+        code: Gives its scorer (``ftcli.judges.verdicts.Scorer``) for its options.
         compares: It compares completions with a known answer. A task has one; a reward names its column in `answer`.
-        options: Keys of a recipe that it reads besides; the function takes them as keyword arguments.
+        options: Keys of a recipe that it reads besides, as keyword arguments.
         needs: Those of them that it cannot do without.
+        fails: There are completions that it cannot judge, so that ``on_error`` has a meaning.
+        package: What it needs and ftcli does not.
     """
 
     code: str
     compares: bool = False
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    fails: bool = False
+    package: Package | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Every key of a reward that has a meaning with this judge."""
-        return ("answer", *self.options) if self.compares else self.options
+        return (*self.options, *(("answer",) if self.compares else ()), *(("on_error",) if self.fails else ()))
 
 
 TABLE: Mapping[str, Judge] = MappingProxyType(
     {
-        "exact_match": Judge("ftcli.judges.builtin:exact_match", compares=True, options=("extract",)),
+        "exact_match": Judge("ftcli.judges.builtin:exact_match", compares=True, options=("extract",), fails=True),
         "contains": Judge("ftcli.judges.builtin:contains", compares=True),
-        "regex": Judge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",)),
-        "json_valid": Judge("ftcli.judges.builtin:json_valid"),
+        "regex": Judge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
+        "json_valid": Judge("ftcli.judges.json_values:json_valid", options=("json_schema",), fails=True),
         "length": Judge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
+        "math_verify": Judge(
+            "ftcli.judges.math:math_verify",
+            compares=True,
+            options=("timeout",),
+            fails=True,
+            package=Package("math-verify", "ftcli[math]", "math_verify in rewards and tasks"),
+        ),
         "python_tests": Judge(
             "ftcli.judges.python_tests:python_tests", compares=True, options=("timeout", "memory_mb")
         ),

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ftcli.tables import Package
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -37,7 +35,6 @@ class Method:
         on_ranks: Several processes can train with it.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
-        package: What it can use beside ftcli.
         supports: Recipe keys of which it supports only some values, with these values.
     """
 
@@ -57,7 +54,6 @@ class Method:
     on_ranks: bool = False
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
-    package: Package | None = None
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -111,7 +107,6 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             packs=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
-            package=Package("vllm", "ftcli[vllm]", "generation in GRPO"),
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),

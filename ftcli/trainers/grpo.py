@@ -29,7 +29,7 @@ from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.parity import Parity, check_parity
 from ftcli.trainers.policy import PolicyMixin
-from ftcli.trainers.rewards import Reward, Score, build_rewards
+from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.said import newest, packed, restore
 from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
@@ -55,6 +55,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     plan: DtypePlan
     rollouts: Rollouts
     stagnation: Stagnation
+    failures: RewardFailures
     control_seed: int | None = None
     #: Is told how well log-probabilities agree, before the first step of this process; None once that is known.
     tell_parity: Callable[[Parity], None] | None = None
@@ -109,6 +110,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self.spans.enter(REWARDS)
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
         self.spans.enter(None)
+        self._count_failures()
         if self.control_seed is not None:
             generator = torch.Generator().manual_seed(self.control_seed + self.state.global_step)
             rewards = rewards[torch.randperm(rewards.shape[0], generator=generator).to(rewards.device)]
@@ -126,6 +128,14 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         if before:
             self.spans.enter(None)
         return found
+
+    def _count_failures(self) -> None:
+        """Adds up over ranks what rewards have failed on. Raises FtcliError FT456 where that is too much."""
+        noted = self.failures.newest()
+        counts = torch.tensor(list(noted.values()), device=self.accelerator.device)
+        for name, (judged, failed) in zip(noted, self.accelerator.reduce(counts).tolist(), strict=True):
+            self._metrics["train"][f"rewards/{name}/failed"].append(failed / max(judged, 1))
+            self.failures.add(name, judged, failed)
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """The rows of this process among those of all."""
@@ -154,7 +164,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         super().begin_step()
         self.spans.begin_step(self.state.global_step + 1)
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        self._before = (self._step, self._buffered_inputs, metrics)  # type: ignore[has-type]
+        self._before = (self._step, self._buffered_inputs, metrics, self.failures.state())  # type: ignore[has-type]
 
     def end_step(self) -> None:
         """As the base class; also looks whether rewards and entropy still leave something to learn."""
@@ -172,18 +182,25 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     def undo_step(self) -> None:
         """Restores the completions and metrics that :meth:`begin_step` has noted."""
         self.spans.forget_after(self.state.global_step)
-        self._step, self._buffered_inputs, metrics = self._before
+        self._step, self._buffered_inputs, metrics, failures = self._before
+        self.failures.restore(failures)
         self._metrics["train"].clear()
         self._metrics["train"].update(metrics)
 
     def extra_window(self) -> JsonObject:
-        """Rewards, lengths and all else that TRL averages from one line to the next."""
+        """Rewards, lengths and all else that TRL averages from one line to the next; and what rewards failed on."""
         self._take_spans()
         metrics = {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}
-        return {"metrics": metrics, "completions_of": self._kept, "stagnation": self.stagnation.state()}
+        return {
+            "metrics": metrics,
+            "completions_of": self._kept,
+            "stagnation": self.stagnation.state(),
+            "reward_failures": self.failures.state(),
+        }
 
     def restore_extra_window(self, extra: JsonObject) -> None:
-        """Continues these averages."""
+        """Continues these averages and counts."""
+        self.failures.restore(extra.get("reward_failures", {}))
         self._metrics["train"].update({name: list(values) for name, values in extra.get("metrics", {}).items()})
         self._kept = extra.get("completions_of")
         if "stagnation" in extra:
@@ -270,6 +287,7 @@ def build_grpo_trainer(
     """
     columns = columns_of([one.prompt for one in asked])
     rewards = build_rewards(grpo.rewards, columns)
+    failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
     args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
     train = job.recipe.train
     use_checkpointing(
@@ -279,11 +297,12 @@ def build_grpo_trainer(
     with config_kept(model):
         trainer = GrpoTrainer(
             model=model,
-            reward_funcs=[_of_rows(reward, columns) for reward in rewards],
+            reward_funcs=[_of_rows(reward, failures, asked, columns) for reward in rewards],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], _ROW: list(range(len(asked)))}),
             processing_class=job.tokenizer,
         )
+    trainer.failures = failures
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
     trainer.stagnation = Stagnation(grpo.early_stopping)
@@ -297,7 +316,9 @@ def build_grpo_trainer(
     return trainer
 
 
-def _of_rows(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> Score:
+def _of_rows(
+    reward: Reward, failures: RewardFailures, asked: Sequence[Asked], columns: Mapping[str, Sequence[Any]]
+) -> Callable[..., list[float | None]]:
     """The reward as TRL calls it: with the numbers of rows, whose values it gets as the data has them.
 
     A data set would bring all values of a column into one type, or refuse them.
@@ -306,7 +327,9 @@ def _of_rows(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> Score:
     def score(prompts: Sequence[str], completions: Sequence[str], **given: Any) -> list[float | None]:
         rows = given.pop(_ROW)
         lent = {name: [values[row] for row in rows] for name, values in columns.items()}
-        return reward.function(prompts=prompts, completions=completions, **lent)
+        scores = reward.scores(prompts, completions, lent, [asked[row].prompt.row.origin for row in rows])
+        failures.note(reward, scores)
+        return scores.values
 
     score.__name__ = reward.name  # TRL logs rewards under the function's name
     return score

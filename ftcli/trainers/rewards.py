@@ -1,26 +1,51 @@
-"""The recipe's rewards as functions that TRL can call."""
+"""The recipe's rewards, opened once, and the count of completions that they fail on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftcli.config import RewardConfig
-from ftcli.errors import ExitCode, FtcliError
-from ftcli.judges import RESERVED, UserJudge, built_in, load_function, missing_answer, reserved_column
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.judges import Batch, Judge, Scores, kind_of, missing_answer, open_judge, reserved_column
+from ftcli.reporting import Reporter
 from ftcli.tables import judges
 
-Score = Callable[..., list[float | None]]
+#: The share of failures is that among so many completions, the newest ones.
+WINDOW = 1000
+#: While there are fewer completions, it is as if there were so many: one failure among the first ten is no 10%.
+_AT_LEAST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """``function(prompts, completions, **columns)`` gives one number (or None: no opinion) for each completion."""
+    """A reward of the recipe. ``answer`` is the column with known answers, for judges that compare with one."""
 
     name: str
     weight: float
-    function: Score
+    judge: Judge
+    answer: str | None = None
+
+    def scores(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        origins: Sequence[Origin] = (),
+    ) -> Scores:
+        """One number for each completion, None where the reward has no opinion.
+
+        Args:
+            columns: What the rows lend, one value for each completion.
+            origins: Where the row of each completion is.
+
+        Raises:
+            FtcliError: FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
+        """
+        answers = [""] * len(completions) if self.answer is None else [str(each) for each in columns[self.answer]]
+        return self.judge.scores(Batch(completions, prompts, answers, columns, origins))
 
 
 def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:
@@ -30,41 +55,96 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
         columns: Columns of the data that are handed to each function by name.
 
     Raises:
-        FtcliError: FT451 and FT452 for a user's function that cannot be loaded; FT453 (exit 4) when a reward needs a
-            column that the data lacks; FT454 (exit 4) for columns with reserved names. The functions raise FT455 (exit
-            4) when a user's function does not return one number, or None, for each completion.
+        FtcliError: FT451 and FT452 for a user's function that cannot be loaded; FT280 for a JSON Schema that is none;
+            FT453 (exit 4) when a reward needs a column that the data lacks; FT454 (exit 4) for columns with reserved
+            names.
     """
     taken = reserved_column(columns)
     if taken is not None:
         raise FtcliError([taken], ExitCode.DATA)
     built: list[Reward] = []
     for config in rewards:
-        name = config.use or str(config.file).rpartition(":")[2]
+        missing = missing_answer(config, columns)
+        if missing is not None:
+            raise FtcliError([missing], ExitCode.DATA)
+        name = kind_of(config) if config.file is None else config.file.rpartition(":")[2]
         same = sum(r.name.split("#")[0] == name for r in built)
-        name = f"{name}#{same + 1}" if same else name
-        score = _users(config) if config.use is None else _built_in(config, config.use, columns)
-        built.append(Reward(name, config.weight, score))
+        compares = config.use is not None and judges.row(config.use).compares
+        built.append(
+            Reward(
+                f"{name}#{same + 1}" if same else name,
+                config.weight,
+                open_judge(config),
+                config.answer if compares else None,
+            )
+        )
     return built
 
 
-def _users(config: RewardConfig) -> Score:
-    spec = str(config.file)
-    judge = UserJudge(spec, load_function(spec), config.args, code="FT455", what="the reward")
-
-    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        return judge.scores(completions, prompts, {k: v for k, v in columns.items() if k not in RESERVED})
-
-    return score
+#: Of a reward and a batch: completions that were judged, and those of them that it failed on.
+Counted = tuple[int, int]
 
 
-def _built_in(config: RewardConfig, use: str, columns: Collection[str]) -> Score:
-    missing = missing_answer(config, columns)
-    if missing is not None:
-        raise FtcliError([missing], ExitCode.DATA)
-    compares, judge = judges.row(use).compares, built_in(config, use)
+@dataclass(slots=True)
+class RewardFailures:
+    """How often each reward failed, over the newest completions of the run: all ranks', also across resuming."""
 
-    def score(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        answers = [str(answer) for answer in columns[config.answer]] if compares else [""] * len(completions)
-        return list(judge(completions, answers))
+    max_fraction: float
+    reporter: Reporter
+    _batches: dict[str, deque[Counted]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _newest: dict[str, Counted] = field(default_factory=dict)
 
-    return score
+    def note(self, reward: Reward, scores: Scores) -> None:
+        """Notes this rank's completions; the first failure of a reward is told as FT457."""
+        self._newest[reward.name] = (len(scores.values), len(scores.failed))
+        if scores.failed and reward.name not in self._told:
+            self._told.add(reward.name)
+            self.reporter.finding(_first_failure(reward, scores))
+
+    def newest(self) -> dict[str, Counted]:
+        """What was noted since the last call, by reward."""
+        found, self._newest = self._newest, {}
+        return found
+
+    def add(self, reward: str, judged: int, failed: int) -> None:
+        """Counts a batch of a reward, over all ranks.
+
+        Raises:
+            FtcliError: FT456 (exit 4) where it fails on more than the share that the recipe lets pass.
+        """
+        batches = self._batches.setdefault(reward, deque())
+        batches.append((judged, failed))
+        while sum(count for count, _ in batches) - batches[0][0] >= WINDOW:
+            batches.popleft()
+        of, failures = sum(count for count, _ in batches), sum(count for _, count in batches)
+        if failures > self.max_fraction * max(of, _AT_LEAST):
+            raise FtcliError.single(
+                "FT456",
+                f"the reward {reward} could not judge {failures:,} of the last {of:,} completions; "
+                f"grpo.reward_failures.max_fraction {self.max_fraction:g} lets no more than "
+                f"{int(self.max_fraction * max(of, _AT_LEAST)):,} pass",
+                exit_code=ExitCode.DATA,
+                help="mend the reward (FT457 says what it failed on first), or raise max_fraction",
+            )
+
+    def state(self) -> dict[str, list[list[int]]]:
+        """For a checkpoint."""
+        return {name: [list(each) for each in batches] for name, batches in self._batches.items()}
+
+    def restore(self, state: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Continues from what :meth:`state` gave."""
+        self._batches = {
+            name: deque((int(count), int(failed)) for count, failed in batches) for name, batches in state.items()
+        }
+
+
+def _first_failure(reward: Reward, scores: Scores) -> Finding:
+    instead = reward.judge.on_error
+    becomes = "is left out" if instead == "skip" else f"gets the score {instead}"
+    return Finding(
+        "FT457",
+        f"{scores.example}; the completion {becomes}",
+        help=f"this is said once; metrics.jsonl has the share as rewards/{reward.name}/failed",
+        severity="warning",
+    )

@@ -151,3 +151,35 @@ def test_rewards_are_tried_before_a_weight_is_loaded(user: User) -> None:
     status, document = user.run("grpo", recipe, "--dry-rewards")
     assert (status, document["findings"][-1]["code"]) == (4, "FT455")
     assert user.run("train", recipe, "--dry-rewards")[0] == 2
+
+
+#: Fails on what begins with an even digit, as a picky service would.
+PICKY = """
+def score(completions, prompts, answer, **columns):
+    for text in completions:
+        if text[:1] in "02468" and text:
+            raise ValueError("an even number")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_a_reward_that_fails_on_some_completions(user: User) -> None:
+    file = user.folder / "mine.py"
+    file.write_text(PICKY)
+    rewards = [{"file": f"{file}:score", "on_error": -1.0}, {"use": "json_valid", "json_schema": {"type": "integer"}}]
+    train = {"max_steps": 4, "gradient_accumulation_steps": 1}
+    grpo = {**GRPO, "rewards": rewards, "reward_failures": {"max_fraction": 1.0}}
+    recipe = user.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 2})
+    status, document = user.run("grpo", recipe)
+    assert status == 0, document["findings"]
+    (told,) = [finding for finding in document["findings"] if finding["code"] == "FT457"]
+    assert "mine.py:score raised ValueError: an even number for completion " in told["message"]
+    assert "to bundled:smoke-grpo-train:" in told["message"]
+    failed = [line["rewards/score/failed"] for line in user.metrics("r") if "loss" in line]
+    assert 0 < sum(failed) < len(failed)
+    assert any(line["rewards/score/mean"] < 1 for line in user.metrics("r") if "loss" in line)
+    assert all(line["rewards/json_valid/failed"] == 0 for line in user.metrics("r") if "loss" in line)
+    user.goes_on_alike("r", recipe, "grpo")
+    none = user.recipe("n", train=train, grpo={**grpo, "reward_failures": {"max_fraction": 0.0}}, data=DATA)
+    status, document = user.run("grpo", none)
+    assert (status, document["findings"][-1]["code"]) == (4, "FT456")

@@ -14,18 +14,20 @@ from ftcli.cli import options, views
 from ftcli.cli.request import AnyRequest, Request
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session
-from ftcli.tables import Package, exports, loggers, methods, optimizers
+from ftcli.tables import Package, exports, judges, loggers, optimizers
 
 if TYPE_CHECKING:
     from ftcli.facts.device import DeviceFacts
 
 _REQUIRED = (
     "torch", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "pydantic", "PyYAML",
-    "rich", "typer", "jinja2",
+    "rich", "typer", "jinja2", "jsonschema",
 )  # fmt: skip
 
 #: Needed by a recipe key, `eval.lm_eval`, and by no row of a table.
 _HARNESS = Package("lm-eval", "ftcli[eval]", "public benchmarks")
+#: Needed by nothing here (docs/grpo.md says why not for completions).
+_VLLM = Package("vllm", "ftcli[vllm]", "serving what was exported")
 
 #: ftcli's own kernels, by the operation that each fuses.
 _KERNELS = ("rms_norm", "rope", "glu", "linear_cross_entropy", "lora_linear", "lora_mlp", "lora_qkv")
@@ -163,7 +165,7 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
 def _optional() -> list[Package]:
     """What the rows of the tables need beside ftcli, each package once."""
     found = [row.package for row in optimizers.TABLE.values()] + [row.package for row in exports.TABLE.values()]
-    found += [_HARNESS, *(row.package for row in methods.TABLE.values())]
+    found += [_HARNESS, *(row.package for row in judges.TABLE.values()), _VLLM]
     logging = ((name, loggers.row(name)) for name in loggers.names())
     found += [Package(row.package, row.install, f"logging.{name}") for name, row in logging]
     return [package for package in dict.fromkeys(found) if package is not None]

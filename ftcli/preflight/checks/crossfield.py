@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ftcli.config import RewardConfig, TaskConfig
+from ftcli.config import TaskConfig
 from ftcli.preflight.checks import adapters, optimisation
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.expressions import regex_findings
+from ftcli.preflight.checks.judging import judge_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.preflight.checks.user_functions import function_findings
-from ftcli.tables import exports, judges, layouts, policies, quantizations
+from ftcli.tables import exports, layouts, policies, quantizations
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -17,7 +17,7 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _lengths(context)
     yield from optimisation.check(context, installed)
     yield from adapters.check(context)
-    yield from _tasks(context)
+    yield from _tasks(context, installed)
     yield from _harness(context, installed)
     yield from _without_effect(context)
     yield from _export(context)
@@ -79,7 +79,7 @@ def _lengths(context: Context) -> Findings:
             )
 
 
-def _tasks(context: Context) -> Findings:
+def _tasks(context: Context, installed: Installed) -> Findings:
     recipe = context.recipe
     names: set[str] = set()
     for index, task in enumerate(recipe.eval.tasks):
@@ -100,9 +100,7 @@ def _tasks(context: Context) -> Findings:
                 f"the task {name!r} has no data, and data.eval names no file",
                 help="name its rows in the task (`data: [...]`), or held-out rows for all tasks in data.eval",
             )
-        yield from pattern_findings(context, path, task)
-        yield from extract_findings(context, path, task)
-        yield from number_findings(context, path, task)
+        yield from judge_findings(context, path, task, installed)
         yield from _judge(context, path, task)
 
 
@@ -127,48 +125,6 @@ def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
         yield context.error("FT767", path, message, help="remove one of them, or make two tasks")
     if context.scores_tasks:
         yield from function_findings(context, f"{path}.file", task.file)
-
-
-def pattern_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
-    """FT264: a pattern that is missing, that nothing reads, or that is not a regular expression."""
-    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
-    judge = judges.row(use) if use is not None and judged.file is None else None
-    if judge is not None and "pattern" in judge.needs and judged.pattern is None:
-        yield context.error("FT264", path, f"`use: {use}` needs a pattern", help="add `pattern:`")
-    elif judged.pattern is not None and (judge is None or "pattern" not in judge.reads):
-        readers = " and ".join(f"`use: {name}`" for name in judges.readers("pattern"))
-        yield context.error("FT264", f"{path}.pattern", f"a pattern is only read by {readers}", help="remove it")
-    elif judged.pattern is not None:
-        yield from regex_findings(context, f"{path}.pattern", judged.pattern)
-
-
-#: Options with a number, which need no look at their value.
-_NUMBERS = ("min_chars", "max_chars", "timeout", "memory_mb")
-
-
-def number_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
-    """FT265: numbers that a judge does not read, or lacks."""
-    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
-    judge = judges.row(use) if use is not None and judged.file is None else None
-    for name in _NUMBERS:
-        given = getattr(judged, name) is not None
-        if given and (judge is None or name not in judge.reads):
-            readers = " and ".join(f"`use: {reader}`" for reader in judges.readers(name))
-            yield context.error("FT265", f"{path}.{name}", f"`{name}` is only read by {readers}", help="remove it")
-        elif judge is not None and name in judge.needs and not given:
-            yield context.error("FT265", path, f"`use: {use}` needs {name}", help=f"add `{name}:`")
-
-
-def extract_findings(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
-    """FT264 for an `extract` that is no expression with a group; FT767 where a task's judge does not read it."""
-    if judged.extract is None:
-        return
-    use = judged.kind if isinstance(judged, TaskConfig) else judged.use
-    if judged.file is None and use is not None and "extract" in judges.row(use).reads:
-        yield from regex_findings(context, f"{path}.extract", judged.extract, group=True)
-    elif isinstance(judged, TaskConfig):
-        readers = " and ".join(f"`use: {name}`" for name in judges.readers("extract"))
-        yield context.error("FT767", f"{path}.extract", f"`extract` is only read by {readers}", help="remove it")
 
 
 def _without_effect(context: Context) -> Findings:

@@ -9,8 +9,8 @@ from ftcli.config import RewardConfig
 from ftcli.config.training import GrpoConfig
 from ftcli.judges import missing_answer, reserved_column
 from ftcli.preflight.checks.context import Context, Findings
-from ftcli.preflight.checks.crossfield import extract_findings, number_findings, pattern_findings
 from ftcli.preflight.checks.data import FirstRows
+from ftcli.preflight.checks.judging import judge_findings
 from ftcli.preflight.checks.user_functions import function_findings
 from ftcli.tables import judges, layouts
 
@@ -200,9 +200,7 @@ def _reward(context: Context, path: str, reward: RewardConfig) -> Findings:
             help="write `- use: exact_match` or `- file: rewards.py:score`",
         )
         return
-    yield from pattern_findings(context, path, reward)
-    yield from extract_findings(context, path, reward)
-    yield from number_findings(context, path, reward)
+    yield from judge_findings(context, path, reward)
     reads = ("args",) if reward.use is None else judges.row(reward.use).reads
     yield from _unread(context, path, reward, reads)
     if reward.file is not None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftcli.config import TaskConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.tasks import Answered, JudgedRow, judge
+from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
+from ftcli.judges import open_judge
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
+
+
+def scored(task: TaskConfig, answered: Answered) -> TaskResult:
+    """The task's result, with the judge that it names."""
+    return judge(task, answered, open_judge(task))
 
 
 @pytest.mark.parametrize(("task", "completion", "reference", "right"), [
@@ -34,7 +41,7 @@ from ftcli.rows.row import Row
 ])  # fmt: skip
 def test_built_in_judges(task: dict[str, Any], completion: str, reference: str | None, right: bool) -> None:
     asked = Prompt(Row("tasks.jsonl", 1, {}), None, "q", reference)
-    assert judge(TaskConfig(**task), Answered([asked], ["q"], [completion])).score == float(right)
+    assert scored(TaskConfig(**task), Answered([asked], ["q"], [completion])).score == float(right)
 
 
 def answered(*completions: str) -> Answered:
@@ -47,42 +54,50 @@ def answered(*completions: str) -> Answered:
 
 
 def test_the_score_is_the_mean_and_samples_are_kept() -> None:
-    result = judge(TaskConfig(), answered("1", "two", "3", "4"))
+    result = scored(TaskConfig(), answered("1", "two", "3", "4"))
     assert (result.name, result.use, result.score, result.rows) == ("exact_match", "exact_match", 0.75, 4)
     assert result.samples[1] == JudgedRow("<q2>", "2", "two", 0.0)
-    assert len(judge(TaskConfig(), answered(*"123456789")).samples) == 8
+    assert len(scored(TaskConfig(), answered(*"123456789")).samples) == 8
 
 
-def users(function: Callable[..., Any], *completions: str, **settings: Any) -> Any:
-    return judge(TaskConfig(file="mine.py:close", **settings), answered(*completions), function)
+def users(folder: Path, body: str, *completions: str, **settings: Any) -> TaskResult:
+    """The result of a task with a function of this body."""
+    (folder / "mine.py").write_text(f"def close(completions, prompts, **columns):\n    {body}\n")
+    return scored(TaskConfig(file=f"{folder}/mine.py:close", **settings), answered(*completions))
 
 
-def test_a_users_function_is_called_as_rewards_are() -> None:
-    seen: dict[str, Any] = {}
-
-    def close(completions: list[str], prompts: list[str], **columns: Any) -> list[float | None]:
-        seen.update(columns, completions=completions, prompts=prompts)
-        return [1, 0.5, None]
-
-    result = users(close, "a", "b", "c", args={"strict": True})
-    assert seen == {
-        "completions": ["a", "b", "c"], "prompts": ["<q1>", "<q2>", "<q3>"], "answer": ["1", "2", "3"],
-        "level": [1, 2, 3], "strict": True,
-    }  # fmt: skip
+def test_a_users_function_is_called_as_rewards_are(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.json"
+    body = f"import json; json.dump([completions, prompts, columns], open({str(seen)!r}, 'w')); return [1, 0.5, None]"
+    result = users(tmp_path, body, "a", "b", "c", args={"strict": True})
+    assert json.loads(seen.read_text()) == [
+        ["a", "b", "c"],
+        ["<q1>", "<q2>", "<q3>"],
+        {"answer": ["1", "2", "3"], "level": [1, 2, 3], "strict": True},
+    ]
     assert (result.name, result.use, result.score, result.rows) == ("close", "function", 0.75, 2)
     assert result.samples[2].score is None
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    (lambda **_: 1 / 0, "raised ZeroDivisionError"),
-    (lambda **_: [1.0], "1 values, a list of 2 numbers was expected"),
-    (lambda **_: 1.0, "returned float, a list of 2"),
-    (lambda **_: [1.0, float("nan")], "nan for completion 2"),
-    (lambda **_: ["yes", 1], "'yes' for completion 1"),
+@pytest.mark.parametrize(("body", "words"), [
+    ("1 / 0", "raised ZeroDivisionError"),
+    ("return [1.0]", "1 values, a list of 2 numbers was expected"),
+    ("return 1.0", "returned float, a list of 2"),
+    ("return [1.0, float('nan')]", "for completion 2 to tasks.jsonl:2: 'b'"),
+    ("return ['yes', 1]", "returned 'yes'"),
 ])  # fmt: skip
-def test_what_a_users_function_does_wrong_is_said(function: Callable[..., Any], words: str) -> None:
+def test_what_a_users_function_does_wrong_is_said(tmp_path: Path, body: str, words: str) -> None:
     with pytest.raises(FtcliError, match="FT765") as raised:
-        users(function, "a", "b")
+        users(tmp_path, body, "a", "b")
     assert raised.value.exit_code == ExitCode.DATA
     assert words in str(raised.value)
     assert "mine.py:close" in str(raised.value)
+
+
+@pytest.mark.parametrize(("on_error", "score", "rows"), [("skip", 1.0, 1), (0.0, 0.5, 2)])
+def test_a_task_counts_what_its_judge_fails_on(tmp_path: Path, on_error: str | float, score: float, rows: int) -> None:
+    body = "return [1.0 if text == 'a' else {}[text] for text in completions]"
+    result = users(tmp_path, body, "a", "b", on_error=on_error)
+    assert (result.score, result.rows, result.failed) == (score, rows, 1)
+    assert "raised KeyError: 'b' for completion 2 to tasks.jsonl:2" in str(result.failure)
+    assert result.as_dict()["failed"] == 1

@@ -11,8 +11,8 @@ import pytest
 
 from ftcli.config import RewardConfig, TaskConfig
 from ftcli.evaluate.tasks import Answered, judge
-from ftcli.judges import patterns
-from ftcli.preflight.checks import crossfield, grpo
+from ftcli.judges import open_judge, patterns
+from ftcli.preflight.checks import crossfield, grpo, judging
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 from ftcli.trainers.rewards import build_rewards
@@ -30,15 +30,18 @@ COMPLETIONS = [
         {"use": "exact_match", "extract": r"^(\d)?"},
         {"use": "contains"},
         {"use": "json_valid"},
+        {"use": "json_valid", "json_schema": {"required": ["a"]}},
+        {"use": "math_verify"},
         *({"use": "regex", "pattern": p} for p in ("7", "^7$", "A.b", "(?i)ab", r"\d", r"(?a)\d", "(?m)7$", "7.*7")),
     ],
 )
 def test_a_reward_and_a_task_say_the_same(options: dict[str, Any]) -> None:
     (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
     count = len(COMPLETIONS)
-    rewarded = reward.function(prompts=["p"] * count, completions=COMPLETIONS, answer=["7"] * count)
-    prompt = Prompt(Row("d", 1, {}), None, "p", "7")
-    judged = [judge(TaskConfig.model_validate(options), Answered([prompt], ["p"], [c])).score for c in COMPLETIONS]
+    rewarded = reward.scores(["p"] * count, COMPLETIONS, {"answer": ["7"] * count}).values
+    prompt, task = Prompt(Row("d", 1, {}), None, "p", "7"), TaskConfig.model_validate(options)
+    opened = open_judge(task)
+    judged = [judge(task, Answered([prompt], ["p"], [c]), opened).score for c in COMPLETIONS]
     assert rewarded == judged
     assert 0 < sum(judged) < count or options == {"use": "regex", "pattern": "7.*7"}
 
@@ -51,11 +54,10 @@ def test_an_expression_that_never_ends_is_given_up_in_both(expression: str, monk
     for options in ({"use": "regex", "pattern": expression}, {"use": "exact_match", "extract": expression}):
         (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
         began = time.monotonic()
-        assert reward.function(prompts=["p"], completions=[evil], answer=["7"]) == [None]
-        result = judge(
-            TaskConfig.model_validate(options), Answered([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [evil])
-        )
-        assert (result.rows, result.samples[0].score) == (0, None), "it is not judged, and that shows"
+        assert reward.scores(["p"], [evil], {"answer": ["7"]}).failed == (0,)
+        task = TaskConfig.model_validate(options)
+        result = judge(task, Answered([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [evil]), open_judge(task))
+        assert (result.rows, result.failed, result.samples[0].score) == (0, 1, None), "it is not judged, and that shows"
         assert time.monotonic() - began < 5
     assert signal.getsignal(signal.SIGALRM) == handler
 
@@ -99,13 +101,22 @@ def test_a_task_that_does_not_read_extract_is_refused(context: Callable[..., Any
     [
         ({"use": "length"}, "`use: length` needs max_chars"),
         ({"use": "contains", "max_chars": 3}, "`max_chars` is only read by `use: length`"),
-        ({"use": "json_valid", "timeout": 3}, "`timeout` is only read by `use: python_tests`"),
+        (
+            {"use": "json_valid", "timeout": 3},
+            "`timeout` is only read by `use: math_verify` and `use: python_tests` and `file`",
+        ),
+        ({"file": "a.py:f", "json_schema": {}}, "`json_schema` is only read by `use: json_valid`"),
+        (
+            {"use": "length", "max_chars": 3, "on_error": "skip"},
+            "`on_error` is only read by `use: exact_match` and `use: regex` and `use: json_valid` and "
+            "`use: math_verify` and `file`",
+        ),
     ],
 )
-def test_numbers_belong_to_their_judges(options: dict[str, Any], said: str, context: Callable[..., Any]) -> None:
+def test_options_belong_to_their_judges(options: dict[str, Any], said: str, context: Callable[..., Any]) -> None:
     made = context("data: {train: [a.jsonl]}\n", command="grpo")
     for kind in (RewardConfig, TaskConfig):
-        (finding,) = crossfield.number_findings(made, "eval.tasks.0", kind.model_validate(options))
+        (finding,) = judging.judge_findings(made, "eval.tasks.0", kind.model_validate(options))
         assert (finding.code, finding.message) == ("FT265", said)
 
 
@@ -113,4 +124,4 @@ def test_length_is_that_of_the_text_without_space_around() -> None:
     options = {"use": "length", "min_chars": 2, "max_chars": 3}
     (reward,) = build_rewards([RewardConfig.model_validate(options)], [])
     texts = ["", " a ", "ab\n", "abc", "abcd", "ä🙂"]
-    assert reward.function(prompts=["p"] * 6, completions=texts) == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert reward.scores(["p"] * 6, texts, {}).values == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]

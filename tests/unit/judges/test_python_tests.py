@@ -40,7 +40,7 @@ def _contained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 def test_programs_pass_where_their_tests_run_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCLI_TEST_SECRET", "x")
     completions, tests, wanted = zip(*CASES.values(), strict=True)
-    found = python_tests(completions, tests, timeout=2.0)
+    found = python_tests(timeout=2.0)(completions, tests)
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, wanted, strict=True))
 
 
@@ -58,6 +58,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     )
     left = [tmp_path / "passes", tmp_path / "late"]
     programs = [daemon.format(path=str(path)) for path in left]
-    assert python_tests([programs[0], programs[1] + "time.sleep(60)\n"], ["", ""], timeout=1.0)[1] == 0.0
+    assert python_tests(timeout=1.0)([programs[0], programs[1] + "time.sleep(60)\n"], ["", ""])[1] == 0.0
     time.sleep(3.5)
     assert not any(path.exists() for path in left)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.judges.verdicts import Scorer, Verdict
 from ftcli.preflight.checks import crossfield, grpo
 from ftcli.preflight.checks.context import Context
 from ftcli.tables import code_of, judges
@@ -20,9 +21,14 @@ grpo: {num_generations: 4, max_prompt_length: 48, max_completion_length: 4}
 """
 
 
-def longer(completions: Sequence[str], answers: Sequence[str], pattern: str) -> list[float]:
+def longer(pattern: str) -> Scorer:
     """The made-up judge: the longer the completion, next to the answer, the better; ``pattern`` is what it pays."""
-    return [len(text) / max(len(answer), 1) * float(pattern) for text, answer in zip(completions, answers, strict=True)]
+
+    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
+        pairs = zip(completions, answers, strict=True)
+        return [len(text) / max(len(answer), 1) * float(pattern) for text, answer in pairs]
+
+    return score
 
 
 @pytest.fixture(autouse=True)

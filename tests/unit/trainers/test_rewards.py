@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ftcli.config import RewardConfig
-from ftcli.errors import FtcliError
-from ftcli.trainers.rewards import Reward, build_rewards
+from ftcli.errors import Finding, FtcliError, Origin
+from ftcli.reporting import SilentReporter
+from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 
 
 def build(*configs: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> list[Reward]:
@@ -17,7 +18,7 @@ def build(*configs: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> l
 
 
 def score(reward: Reward, completions: list[str], **columns: Any) -> list[float | None]:
-    return reward.function(prompts=["p"] * len(completions), completions=completions, **columns)
+    return reward.scores(["p"] * len(completions), completions, columns).values
 
 
 def user_file(folder: Path, body: str) -> str:
@@ -60,7 +61,7 @@ def test_user_function_gets_columns_and_args(tmp_path: Path) -> None:
     )
     reward = build({"file": spec, "args": {"k": 3}, "weight": 0.5})[0]
     assert (reward.name, reward.weight) == ("score", 0.5)
-    assert score(reward, ["x", "y", ""], answer=["x", "x", "x"], trainer_state=object()) == [3.0, 0.0, None]
+    assert score(reward, ["x", "y", ""], answer=["x", "x", "x"]) == [3.0, 0.0, None]
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,48 @@ def test_missing_file_column_and_reserved_names(tmp_path: Path) -> None:
         build({"use": "exact_match", "answer": "gold"})
     with pytest.raises(FtcliError, match="FT454"):
         build({"use": "exact_match"}, columns=("answer", "prompts"))
+
+
+def test_failures_are_counted_over_the_newest_completions() -> None:
+    failures = RewardFailures(0.05, SilentReporter())
+    for _ in range(20):
+        failures.add("score", 64, 2)  # 3.1%
+    failures.add("score", 64, 21)
+    with pytest.raises(FtcliError, match="could not judge 70 of the last 1,024 completions") as caught:
+        failures.add("score", 64, 21)
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT456", 4)
+
+
+def test_a_few_failures_at_the_beginning_do_not_stop_a_run_and_failing_always_does() -> None:
+    failures = RewardFailures(0.05, SilentReporter())
+    failures.add("score", 8, 5)
+    failures.add("other", 8, 5)
+    again = RewardFailures(0.05, SilentReporter())
+    again.restore(failures.state())
+    with pytest.raises(FtcliError, match="FT456"):
+        again.add("score", 8, 1)
+    with pytest.raises(FtcliError, match="could not judge 1 of the last 8"):
+        RewardFailures(0.0, SilentReporter()).add("score", 8, 1)
+    never = RewardFailures(1.0, SilentReporter())
+    for _ in range(50):
+        never.add("score", 64, 64)
+
+
+def test_the_first_failure_is_told_with_its_row_and_once(tmp_path: Path) -> None:
+    told: list[Finding] = []
+
+    class Told(SilentReporter):
+        def finding(self, finding: Finding) -> None:
+            told.append(finding)
+
+    body = "def score(completions, **kw): return [float('nan') if c == 'x' else 1.0 for c in completions]"
+    (reward,) = build({"file": user_file(tmp_path, body), "on_error": -1})
+    failures = RewardFailures(0.5, Told())
+    for _ in range(2):
+        scores = reward.scores(["p"] * 3, ["a", "x", "x"], {}, [Origin("d.jsonl", row) for row in (4, 4, 5)])
+        assert scores.values == [1.0, -1.0, -1.0]
+        failures.note(reward, scores)
+        assert failures.newest() == {"score": (3, 2)}
+    (finding,) = told
+    assert (finding.code, finding.severity) == ("FT457", "warning")
+    assert "for completion 2 to d.jsonl:4: 'x'; the completion gets the score -1" in finding.message

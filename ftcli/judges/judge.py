@@ -1,0 +1,81 @@
+"""One way to every judge: a reward or a task of a recipe, opened once and asked any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from ftcli.config import Recipe, RewardConfig, TaskConfig
+from ftcli.config.judging import JudgeConfig, OnError
+from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.judges.builtin import built_in
+from ftcli.judges.user import open_function
+from ftcli.judges.verdicts import Batch, Failed, Scores, Verdict
+
+#: What is judged, how messages name it, and the code of its failures.
+_KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"reward": ("the reward", "FT455"), "task": ("the judge", "FT765")}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward's or a task's judge. ``name`` is that of the built-in, or ``path.py:function``."""
+
+    name: str
+    kind: Literal["reward", "task"]
+    on_error: OnError
+    ask: Callable[[Batch], list[Verdict]]
+
+    def scores(self, batch: Batch) -> Scores:
+        """One number for each completion.
+
+        Raises:
+            FtcliError: FT455 for rewards, FT765 for tasks (exit 4), where completions cannot be judged and
+                ``on_error`` is ``stop``, or a function returns no list of as many numbers.
+        """
+        verdicts = self.ask(batch)
+        failed = tuple(place for place, verdict in enumerate(verdicts) if isinstance(verdict, Failed))
+        if not failed:
+            return Scores([v for v in verdicts if not isinstance(v, Failed)])
+        first = verdicts[failed[0]]
+        assert isinstance(first, Failed)
+        what, code = _KINDS[self.kind]
+        example = f"{what} {self.name} {first.reason} for {batch.named(failed[0])}"
+        if self.on_error == "stop":
+            help = "fix it, or set its `on_error` to `skip` or to a number, which such completions get then"
+            origin = Origin(self.name)
+            raise FtcliError.single(code, example, exit_code=ExitCode.DATA, origin=origin, help=help)
+        instead = None if self.on_error == "skip" else float(self.on_error)
+        return Scores([instead if isinstance(v, Failed) else v for v in verdicts], failed, example)
+
+
+def open_judge(config: RewardConfig | TaskConfig) -> Judge:
+    """The judge that a reward or a task names.
+
+    Raises FtcliError (exit 2): FT451, FT452 for a function that cannot be loaded, FT280 for a JSON Schema that is none.
+    """
+    kind: Literal["reward", "task"] = "reward" if isinstance(config, RewardConfig) else "task"
+    name = kind_of(config)
+    if config.file is None:
+        scorer = built_in(config, name)
+        on_error: OnError = "skip" if config.on_error is None else config.on_error
+        return Judge(name, kind, on_error, lambda batch: scorer(batch.completions, batch.answers))
+    what, code = _KINDS[kind]
+    function = open_function(config.file, config.args, config.timeout, what, code)
+    return Judge(config.file, kind, "stop" if config.on_error is None else config.on_error, function.verdicts)
+
+
+def kind_of(config: JudgeConfig) -> str:
+    """The built-in judge of a reward or a task, or "function"."""
+    return config.kind if isinstance(config, TaskConfig) else config.use or "function"
+
+
+def judges_of(recipe: Recipe) -> dict[str, Judge]:
+    """The judges of the recipe's tasks by the tasks' names, opened before anything that takes long.
+
+    Raises FtcliError as :func:`open_judge`.
+    """
+    return {task.label: open_judge(task) for task in recipe.eval.tasks}

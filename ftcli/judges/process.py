@@ -1,0 +1,186 @@
+"""A function in a process of its own (:mod:`ftcli.judges.worker`): it can fail, hang, crash or end its process, and the
+command goes on. A process is killed with all of its group when it is late, and made anew for the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from ftcli.plain import JsonMap, JsonObject
+
+#: A file may load a model before it can be called.
+LOAD_SECONDS = 600.0
+#: What an alarm inside the process is given before the process is killed.
+_GRACE_SECONDS = 1.0
+_SCRIPT = Path(__file__).with_name("worker.py")
+
+
+class Late(Exception):
+    """No answer in time; the process was killed."""
+
+
+class Gone(Exception):
+    """The process ended by itself; the message says how, as a sentence about the function would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a process loads: ``function`` of the file ``path``.
+
+    ``address_space`` is a limit in bytes for code that works on untrusted text. Such a process gets nothing of the
+    environment, and no network where the system allows it.
+    """
+
+    path: Path
+    function: str
+    address_space: int | None = None
+
+
+class Worker:
+    """One process, which is started at once and loads while others do something else."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._start()
+
+    def _start(self) -> None:
+        source = self._source
+        ours, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and a file that the recipe names
+                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"} if source.address_space else None,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C ends training after the step, and that has to be scored
+            )
+        self._end = weakref.finalize(self, _end, self._process, ours)
+        self.connection = ours
+        self._loaded: JsonObject | None = None
+        path = source.path.absolute()
+        self._send(
+            {
+                "sys_path": sys.path,
+                "path": str(path),
+                "module": f"_ftcli_user_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}",
+                "function": source.function,
+                "address_space": source.address_space,
+            }
+        )
+
+    def loaded(self) -> JsonObject:
+        """Waits for the file. Empty, or why there is no function: ``unusable``, ``raised`` or ``has``.
+
+        Raises:
+            Late, Gone: as :meth:`answer`.
+        """
+        if not self._end.alive:
+            self._start()
+        if self._loaded is None:
+            self._loaded = self.answer(LOAD_SECONDS)
+        return self._loaded
+
+    def ask(self, arguments: JsonMap, count: int, alarm: float | None = None) -> None:
+        """Begins a call; a process that has ended is made anew.
+
+        Args:
+            count: How many numbers are expected.
+            alarm: Seconds after which a call is ended from within, where code in C does not hold that up.
+
+        Raises:
+            Late, Gone: the file cannot be loaded again.
+        """
+        if self.loaded():
+            raise Gone("cannot be loaded a second time")
+        self._send({"arguments": dict(arguments), "count": count, "alarm": alarm})
+
+    def answer(self, seconds: float) -> JsonObject:
+        """Waits for what the process answers to the last call.
+
+        Raises:
+            Late: it took longer than that.
+            Gone: the process ended.
+        """
+        try:
+            if not self.connection.poll(max(seconds, 0.0)):
+                self.end()
+                raise Late
+            answered: JsonObject = json.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise Gone(self._how_it_ended()) from error
+        except BaseException:
+            self.end()  # its answer would be taken for that to the next call
+            raise
+        return answered
+
+    def end(self) -> None:
+        """Kills the process and its group; the next call starts another."""
+        self._end()
+
+    def _send(self, message: JsonMap) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended; :meth:`answer` says so
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_SECONDS)  # the socket is closed a little before the status is there
+        self.end()
+        status = self._process.returncode
+        if status >= 0:
+            return f"tried to end the program (exit status {status})"
+        return f"was ended by the signal {signal.Signals(-status).name}"
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    connection.close()
+
+
+def ask_each(workers: Sequence[Worker], calls: Sequence[JsonMap], seconds: float) -> list[JsonObject]:
+    """Calls for one number each, shared out among the processes as they become free.
+
+    What was late says ``late``, and what ended its process ``raised``; see :mod:`ftcli.judges.worker`.
+    """
+    answers: list[JsonObject] = [{} for _ in calls]
+    waiting = iter(range(len(calls)))
+    busy: dict[Any, tuple[Worker, int, float]] = {}
+    free = list(workers)
+    while True:
+        while free and (place := next(waiting, None)) is not None:
+            worker = free.pop()
+            worker.ask(calls[place], 1, seconds)
+            busy[worker.connection] = (worker, place, time.monotonic() + seconds + _GRACE_SECONDS)
+        if not busy:
+            return answers
+        next_due = min(due for _, _, due in busy.values())
+        ready = wait(list(busy), max(next_due - time.monotonic(), 0.0))
+        now = time.monotonic()
+        for connection in [c for c, (_, _, due) in busy.items() if c in ready or due <= now]:
+            worker, place, due = busy.pop(connection)
+            answers[place] = _one(worker, due - now)
+            free.append(worker)
+
+
+def _one(worker: Worker, seconds: float) -> JsonObject:
+    try:
+        return worker.answer(seconds)
+    except Late:
+        return {"late": True}
+    except Gone as error:
+        return {"raised": str(error)}

@@ -1,0 +1,72 @@
+"""What judges are asked, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ftcli.errors import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Completions that are judged together, with what is known of the row of each.
+
+    Attributes:
+        prompts: As the model saw them.
+        answers: The known answers, for judges that compare with one.
+        columns: What the rows lend to functions of the user's (:func:`ftcli.judges.user.columns_of`).
+        origins: Where the rows are, for messages; empty where that is not known.
+    """
+
+    completions: Sequence[str]
+    prompts: Sequence[str] = ()
+    answers: Sequence[str] = ()
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    origins: Sequence[Origin] = ()
+
+    def only(self, places: Sequence[int]) -> Batch:
+        """The completions at these places."""
+        return Batch(
+            [self.completions[at] for at in places],
+            [self.prompts[at] for at in places],
+            [self.answers[at] for at in places] if self.answers else (),
+            {name: [values[at] for at in places] for name, values in self.columns.items()},
+            [self.origins[at] for at in places] if self.origins else (),
+        )
+
+    def named(self, place: int) -> str:
+        """One completion, for a message."""
+        row = f" to {self.origins[place]}" if self.origins else ""
+        return f"completion {place + 1}{row}: {self.completions[place][:200]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A completion that could not be judged; ``reason`` goes on from the judge's name, as in "raised ValueError"."""
+
+    reason: str
+
+
+#: Of one completion: a number; None, where the judge has no opinion; or why there is neither.
+Verdict = float | None | Failed
+
+
+class Scorer(Protocol):
+    """A judge without code of the user's: 1.0 where a completion passes, else 0.0.
+
+    ``answers`` has one known answer for each completion, "" for judges that read none.
+    """
+
+    def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A number for each completion, None for those that do not count; ``failed`` are places that failed."""
+
+    values: list[float | None]
+    failed: tuple[int, ...] = ()
+    #: Of the first failure, in words.
+    example: str | None = None
