@@ -99,8 +99,10 @@ class DataConfig(Section):
         description="Reasoning of answers (`reasoning_content`, `thinking`, `<think>`): trained and refused where the "
         "template cannot show it, taken out and counted, or not allowed.",
     )
-    max_seq_len: Count = Field(
-        default=2048, description="Longest sequence in tokens. The only length setting: all others follow from it."
+    max_seq_len: Annotated[int, Field(ge=2, le=10**9)] = Field(
+        default=2048,
+        description="Longest sequence in tokens. The only length setting: all others follow from it. Of 2 tokens the "
+        "second is learnt, given the first.",
     )
     overlong: Literal["error", "drop", "truncate"] = Field(
         default="error", description="What happens to rows longer than `max_seq_len`; each one is counted."

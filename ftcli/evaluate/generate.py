@@ -13,6 +13,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 from ftcli.config import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, too_long
+from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
 from ftcli.generation.requests import Completion, Request, Stops
@@ -96,13 +97,17 @@ def complete(
     seed = int(torch.randint(2**62, ())) if config.do_sample else 0
     stopping = Stopping(Stops(frozenset(stops)), None)
     asked = _Asked(model, plan, device, pad, _sampling(model, config), stopping, reporter)
-    window = _Window(config, max_length, seed)
+    window = Window(config.max_new_tokens, max_length, sliding=config.overflow == "sliding")
     kept: list[list[int]] = [[] for _ in prompts]
     going, cut, turn = list(range(len(prompts))), 0, 0
+
+    def request(at: int) -> Request:
+        seen, limit = window.next([*prompts[at], *kept[at]], len(kept[at]))
+        return Request(seen, limit, (row_seed(seed + turn, at),))
+
     with answering(model), reporter.progress(len(prompts), "generating") as progress:
         while going:
-            requests = [window.request([*prompts[at], *kept[at]], len(kept[at]), at, turn) for at in going]
-            done = _complete(asked, requests, min(batch_size, len(requests)), progress)
+            done = _complete(asked, [request(at) for at in going], min(batch_size, len(going)), progress)
             limited = []
             for at, found in zip(going, done, strict=True):
                 kept[at] += found.tokens
@@ -113,32 +118,6 @@ def complete(
     if cut and not window.slides:
         reporter.warn(f"{cut:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
     return kept
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """How much of a text a model sees and what room is left behind it."""
-
-    config: GenerateConfig
-    length: int | None
-    seed: int
-
-    @property
-    def slides(self) -> bool:
-        """Whether completions go on where the window is full."""
-        return self.config.overflow == "sliding" and self.length is not None
-
-    def request(self, ids: Sequence[int], made: int, at: int, turn: int) -> Request:
-        """The next tokens of prompt ``at``, of which ``ids`` is all that there is, ``made`` of it by the model.
-
-        A window that is full drops its oldest quarter: the rest is read anew, from position 0.
-        """
-        limit = self.config.max_new_tokens - made
-        if self.length is not None:
-            if self.slides and len(ids) >= self.length:
-                ids = ids[len(ids) - self.length + max(1, self.length // 4) :]
-            limit = min(limit, self.length - len(ids))
-        return Request(tuple(ids), limit, (row_seed(self.seed + turn, at),))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 
 from ftcli.evaluate.batching import too_long
 from ftcli.evaluate.generate import answering
+from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import Opened, open_generator
 from ftcli.generation.requests import Request, Stops
@@ -119,6 +120,7 @@ def stream(
     stops: tuple[int, ...],
     max_length: int,
     opened: Opened | None = None,
+    slides: bool = False,
 ) -> Generator[str, None, Completed]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
 
@@ -128,27 +130,34 @@ def stream(
     Args:
         stops: Ids that end the turn. They are not part of the text.
         max_length: Most tokens of prompt and completion; the prompt is shorter.
+        slides: Where there are so many the completion goes on all the same, and the model sees the last ones. The
+            prompt may have any length then.
         opened: What :func:`listening` gave for this model, where more than one prompt is answered.
 
     Raises:
         FtcliError: FT762 (exit 6) when the model's logits are not finite.
     """
     ids = tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    room = min(sampling.max_new_tokens, max_length - len(ids))
-    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=len(ids) + room)
-    request = Request(ids, room, (int(torch.randint(2**62, ())),))
-    tokens = opened.generator.run([request], sampling.of_tokens, Stopping(Stops(frozenset(stops)), None))
-    text, count, ended = Detokenizer(tokenizer), 0, False
-    with answering(model), closing(tokens):
-        for token in tokens:
-            count += 1
-            ended = token.ended == "stop"
-            piece = "" if ended else text.add(token.token)
-            if piece:
-                yield piece
+    window = Window(sampling.max_new_tokens, max_length, slides)
+    longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
+    opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
+    text, made, stopping = Detokenizer(tokenizer), list[int](), Stopping(Stops(frozenset(stops)), None)
+    ended, going = False, True
+    with answering(model):
+        while going:
+            seen, room = window.next((*ids, *made), len(made))
+            request = Request(seen, room, (int(torch.randint(2**62, ())),))
+            with closing(opened.generator.run([request], sampling.of_tokens, stopping)) as tokens:
+                for token in tokens:
+                    made.append(token.token)
+                    ended = token.ended == "stop"
+                    piece = "" if ended else text.add(token.token)
+                    if piece:
+                        yield piece
+            going = slides and not ended and len(made) < sampling.max_new_tokens
     rest = text.finish()
     if rest:
         yield rest
     if ended:
-        return Completed(count, "stop")
-    return Completed(count, "max_new_tokens" if room == sampling.max_new_tokens else "max_seq_len")
+        return Completed(len(made), "stop")
+    return Completed(len(made), "max_new_tokens" if len(made) == sampling.max_new_tokens else "max_seq_len")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize, round_weight
-from ftkernels.ternary import Ternary, remaster, ternarise, unpack
+from ftkernels.ternary import SMALLEST, Ternary, remaster, ternarise, unpack
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
@@ -157,6 +157,20 @@ def ternary_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -
     """``linear``'s weight rounded to ternary values. Raises FtcliError FT323 for NaN or infinity."""
     _require_finite(linear, name)
     return TernaryLinear(ternarise(linear.weight), linear.bias, name)
+
+
+def already_ternary(linear: nn.Linear, name: str) -> TernaryLinear | None:
+    """``linear`` where all its weights are -a, 0 and a: what is left of ternary values that were written out in full
+    precision, from GGUF or from packed files. Rounding them by their mean would shrink them by their density.
+    """
+    weight = linear.weight.detach()
+    scale = weight.abs().amax() if weight.numel() else weight.new_zeros(())
+    if not bool(scale >= SMALLEST) or not bool(torch.isfinite(scale)):
+        return None
+    values = weight.sign()
+    if not torch.equal(values * scale, weight):
+        return None
+    return TernaryLinear(Ternary(values.to(torch.int8), scale.float()), linear.bias, name)
 
 
 def masters_of(layer: TernaryLinear) -> BitLinear:

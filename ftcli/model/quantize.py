@@ -126,6 +126,12 @@ def stores_packed(config: JsonMap, settings: QuantizationConfig) -> bool:
     return files is not None and bool(code_of(files.recognise)(config))
 
 
+def stores_masters(config: JsonMap, settings: QuantizationConfig) -> bool:
+    """Whether a model of this config.json has files of masters that the method rounds when they are used."""
+    files = quantizations.row(settings.method).packed_files
+    return files is not None and files.masters is not None and bool(code_of(files.masters)(config))
+
+
 def packed_reader(settings: QuantizationConfig, config: JsonMap) -> PackedReader | None:
     """What reads the method's packed files, told what their config.json says of them; None where it has none."""
     files = quantizations.row(settings.method).packed_files

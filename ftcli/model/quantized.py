@@ -195,6 +195,16 @@ def unreadable(reason: str) -> FtcliError:
     )
 
 
+def rounded_before(reason: str) -> FtcliError:
+    """FT340: a warm-up from exact to quantised values, and there are no exact ones."""
+    return FtcliError.single(
+        "FT340",
+        f"quantization.lambda_warmup_steps warms up to quantised values, and {reason}",
+        exit_code=ExitCode.PREFLIGHT,
+        help="leave quantization.lambda_warmup_steps out: the model is trained on from the values that it has",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
     """One line of the manifest's table of quantised layers: logical shape (out, in), bytes as stored, and whether it is

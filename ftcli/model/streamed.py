@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +25,10 @@ from ftcli.model.quantize import (
     layers_to_quantize,
     packed_reader,
     quantize_linear,
+    stores_masters,
     stores_packed,
 )
-from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, unreadable
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, rounded_before, unreadable
 from ftcli.model.renaming import Renaming
 from ftcli.tables import code_of, quantizations
 
@@ -42,7 +43,8 @@ class Holding:
     """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
 
     The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
-    base weights are, if the method trains them.
+    base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
+    are quantised values already are kept as these.
     """
 
     settings: QuantizationConfig
@@ -50,9 +52,15 @@ class Holding:
     device: torch.device
     dequantized_layers: int = 0
     trained: bool = False
+    recognises: bool = False
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""
+        already = quantizations.row(self.settings.method).already
+        if self.recognises and already is not None:
+            found: QuantizedLinear | None = code_of(already)(linear, name)
+            if found is not None:
+                return self.held(found)
         layer = quantize_linear(linear, self.settings, name, trained=self.trained)
         return self.held(layer) if isinstance(layer, QuantizedLinear) else layer
 
@@ -60,6 +68,8 @@ class Holding:
         """The layer itself, or its numbers in ``dtype``; where it is trained, its masters."""
         training = quantizations.row(self.settings.method).training
         if self.trained and training is not None:
+            if self.settings.lambda_warmup_steps:
+                raise rounded_before(f"{layer.layer_name} holds quantised values")
             masters: nn.Linear = code_of(training.of_packed)(layer)
             return masters
         found = _DECODER_LAYER.search(layer.layer_name)
@@ -105,6 +115,7 @@ def load_quantized(
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
     chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
+    holding = replace(holding, recognises=not stores_masters(raw, holding.settings))
     reader = packed_reader(holding.settings, raw)
     packed: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _tensors(source, revision, offline):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
@@ -114,6 +115,7 @@ class Chat:
             stops=job.stops,
             max_length=job.recipe.data.max_seq_len,
             opened=self.opened,
+            slides=job.recipe.eval.generate.overflow == "sliding",
         )
         try:
             while True:
@@ -231,11 +233,15 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
             option="--system",
         )
     limit = f"which leaves no room for an answer in data.max_seq_len {data.max_seq_len}"
-    help = "shorten it, begin anew (/reset), or raise the limit with --set data.max_seq_len=N"
+    help = (
+        "shorten it, begin anew (/reset), raise the limit with --set data.max_seq_len=N, or let the oldest tokens go "
+        "with --set eval.generate.overflow=sliding"
+    )
+    longest = sys.maxsize if job.recipe.eval.generate.overflow == "sliding" else data.max_seq_len - 1
     return Conversation(
         job.tokenizer,
         renderer,
-        Room(data.max_seq_len - 1, "FT431", limit, help),
+        Room(longest, "FT431", limit, help),
         system=options.system,
         raw=raw,
         refuses_reasoning=data.reasoning == "refuse",

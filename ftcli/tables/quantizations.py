@@ -80,6 +80,9 @@ class Quantization:
         products: None: the weights are dequantised for each product, on every device.
         packed_files: None: weights are only read in full precision.
         training: How the weights are trained where a recipe has no adapters; None where they cannot be.
+        already: Code: a function of a linear layer in full precision and its name: the layer's numbers as a
+            :class:`ftcli.model.quantized.QuantizedLinear`, exactly, where they are quantised ones that were written
+            out; else None. None: that is never looked for, since quantising again changes nothing.
     """
 
     supported: bool = True
@@ -90,6 +93,7 @@ class Quantization:
     products: StoredProducts | None = None
     packed_files: PackedFiles | None = None
     training: QuantizedTraining | None = None
+    already: str | None = None
 
     @property
     def holds_dequantized(self) -> bool:
@@ -141,6 +145,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 finish="ftcli.model.bitnet:finish",
                 share="ftcli.model.bitnet:set_share",
             ),
+            already="ftcli.model.bitnet:already_ternary",
         ),
     }
 )

@@ -63,24 +63,57 @@ def one_layer(folder: Path, hidden: int) -> Path:
     return model
 
 
-@pytest.mark.parametrize("length", [511, 512, 513, 1024, 2])
-def test_five_failures_of_lengths_train_with_hidden_size_512(user: User, length: int) -> None:
-    """1024, 513 and 511 against a hidden size of 512 broke a norm elsewhere, and 512 generated nothing."""
+@pytest.mark.parametrize(
+    "length", [2, 512, *(pytest.param(length, marks=pytest.mark.long) for length in (511, 513, 1024))]
+)
+def test_five_failures_of_lengths_train_20_steps_with_hidden_size_512_and_answer(user: User, length: int) -> None:
+    """1024, 513 and 511 against a hidden size of 512 broke a norm elsewhere, and 512 generated nothing.
+
+    The shortest length is 2: one token is seen, and one learnt.
+    """
     rows = user.folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} river " * 300}) + "\n" for i in range(2)))
+    rows.write_text(json.dumps({"text": "a river " * 300}) + "\n")
     recipe = without_lora(
         user.recipe(
             "run",
             model={**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 512))},
             quantization={"method": "bitnet"},
             data={"train": [str(rows)], "eval": [str(rows)], "max_seq_len": length, "overlong": "truncate"},
-            train={"max_steps": 2, "per_device_train_batch_size": 1},
+            train={"max_steps": 20, "per_device_train_batch_size": 1},
         )
     )
     result = user.done("train", recipe)
-    assert result["tokens"] == 2 * length
-    assert result["eval"]["tokens"] == 2 * (length - 1)
-    assert all(math.isfinite(loss) for loss in user.losses("run"))
+    assert result["tokens"] == 20 * length
+    assert result["eval"]["tokens"] == length - 1
+    losses = user.losses("run")
+    assert losses[-1] < 0.8 * losses[0]
+    asked = 512 if length == 512 else 32
+    said = ("--prompt", "a river " * 300, "--max-new-tokens", str(asked))
+    answer = user.done("chat", str(user.folder / "run"), *said, "--set", "eval.generate.overflow=sliding")
+    assert answer["prompt_tokens"] > 2 * 1024
+    assert (answer["completion_tokens"], answer["stop"]) == (asked, "max_new_tokens")
+    status, document = user.run("chat", str(user.folder / "run"), *said)
+    assert (status, document["findings"][-1]["code"]) == (4, "FT431")
+
+
+def test_five_failures_a_length_of_1_has_nothing_to_learn_and_the_model_runs_on_it_all_the_same(
+    user: User, tmp_path: Path
+) -> None:
+    status, document = user.run("check", user.recipe("run", **SCRATCH, data={"max_seq_len": 1}))
+    assert (status, document["findings"][0]["code"]) == (2, "FT206")
+    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=True)
+    config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
+    model = random_quantized(config, holding, "sdpa", 0)
+    finish(model, kernels=True)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+    ids, losses = torch.arange(8, 40)[:, None], []
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(ids).logits[:, 0], ids[:, 0] + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path: Path) -> None:

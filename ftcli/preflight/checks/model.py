@@ -27,7 +27,7 @@ TARGETS_CHECK = "lora.target_modules against the model's layers"
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT747, FT756."""
+    """FT271, FT301, FT302, FT310 to FT319, FT322, FT324, FT325, FT339, FT340, FT747, FT756."""
     if facts.senses is not None and context.work == "train":
         yield context.note(
             "FT310",
@@ -77,7 +77,8 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             help=f"set quantization.method: {stored}, or name it in bfloat16",
         )
     elif quantizations.row(stored).training is not None:
-        return  # masters are written as they are, and what adapters are merged into is said above
+        # Masters are written as they are, and what adapters are merged into is said above.
+        yield from _warm_up(context, facts)
     elif merges:
         tell = context.error if context.command == "export" else context.note  # known before anything is trained
         yield tell(
@@ -85,6 +86,18 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
             path,
             f"{facts.name} is stored in {stored}, and merging needs the base model in full precision",
             help=f"use export.formats: [{', '.join(exports.supported(merges=False))}]",
+        )
+
+
+def _warm_up(context: Context, facts: ModelFacts) -> Findings:
+    """FT340: a model that was trained rounded is not the model of its exact values, if it has any."""
+    recipe = context.recipe
+    if context.trains and recipe.quantization.lambda_warmup_steps and recipe.model.init == "pretrained":
+        yield context.error(
+            "FT340",
+            "quantization.lambda_warmup_steps",
+            f"{facts.name} was trained rounded: a warm-up would begin with values that it was never trained on",
+            help="leave it out: the model is trained on from the values that it has",
         )
 
 

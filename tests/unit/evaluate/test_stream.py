@@ -77,6 +77,31 @@ def test_why_it_ended(loaded: tuple[Any, Any]) -> None:
     assert streamed(loaded, Sampling(8), stops=(other,), max_length=length + 1)[1] == Completed(1, "max_seq_len")
 
 
+def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
+    length = len(ids) + 3
+    pieces = stream(
+        model, tokenizer, PROMPT, Sampling(30), plan=PLAN, device=CPU, stops=(), max_length=length, slides=True
+    )
+    found, done = taken(pieces)
+    assert done == Completed(30, "max_new_tokens")
+    made: list[int] = []
+    seen = list(ids)
+    while len(made) < 30:
+        if len(seen) >= length:
+            seen = seen[-(length - length // 4) :]
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([seen])).logits[0, -1].argmax())
+        seen.append(token)
+        made.append(token)
+    assert "".join(found) == tokenizer.decode(made, skip_special_tokens=True)
+    longer = stream(
+        model, tokenizer, PROMPT, Sampling(4), plan=PLAN, device=CPU, stops=(), max_length=len(ids) // 2, slides=True
+    )
+    assert taken(longer)[1] == Completed(4, "max_new_tokens")
+
+
 def test_a_seed_repeats_what_is_sampled(loaded: tuple[Any, Any]) -> None:
     said = []
     for seed in (1, 1, 2):

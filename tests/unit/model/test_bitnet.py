@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.ternary import pack, ternarise
+from ftkernels.ternary import Ternary, pack, ternarise
 from safetensors.torch import load_file, save_file
 
 from ftcli.config import QuantizationConfig
@@ -250,3 +250,48 @@ def test_a_gpu_without_int8_products_is_refused(context: Any) -> None:
         gpu = named_device(name)
         found = machine.check(made, gpu, plan_dtypes(made.recipe, gpu))
         assert [finding.code for finding in found] == codes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ternary_values_that_were_written_out_are_kept_and_not_shrunk(
+    saved: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """What GGUF and packed files become in other hands. Rounding them by their mean gives 0.6 to 0.7 of their scale."""
+    model = built(saved, trained=True)
+    tensors = {name: t.to(dtype) for name, t in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    wanted = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BitLinear):
+            wanted[name] = Ternary(module.ternary.data, module.ternary.scale.to(dtype).float())
+            tensors[f"{name}.weight"] = wanted[name].dequantize(dtype)
+    del model.config.quantization_config
+    model.config.save_pretrained(tmp_path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    masters, frozen = built(tmp_path, trained=True), built(tmp_path, trained=False)
+    for name, ternary in wanted.items():
+        assert float(ternary.scale) > 1.2 * float(ternarise(ternary.dequantize(torch.float32)).scale)
+        for found in (masters.get_submodule(name).ternary, frozen.get_submodule(name).frozen_weight()):
+            assert torch.equal(found.data, ternary.data)
+            assert float(found.scale) == float(ternary.scale)
+    masters.save_pretrained(tmp_path / "again")  # as masters, whose values may all be of one size as well
+    again = built(tmp_path / "again", trained=True)
+    assert all(float(again.get_submodule(name).ternary.scale) == float(t.scale) for name, t in wanted.items())
+    warming = Holding(SETTINGS.model_copy(update={"lambda_warmup_steps": 5}), torch.float32, torch.device("cpu"))
+    config = read_config(str(tmp_path), revision=None, offline=True)
+    with pytest.raises(FtcliError, match="FT340"):
+        load_quantized(str(tmp_path), config, replace(warming, trained=True), "sdpa", revision=None, offline=True)
+
+
+def test_no_other_weights_are_taken_for_ternary_ones() -> None:
+    values = ternarise(torch.randn(8, 6)).data.float()
+    for weight, found in (
+        (values * 0.5, True),
+        (values.sign().masked_fill(values == 0, 1.0), True),
+        (values * 0.5 + torch.eye(8, 6) * 1e-3, False),
+        (torch.zeros(8, 6), False),
+        (values * 1e-6, False),
+        (values * torch.inf, False),
+    ):
+        linear = torch.nn.Linear(6, 8, bias=False)
+        linear.weight = torch.nn.Parameter(weight)
+        assert (bitnet.already_ternary(linear, "here") is not None) == found

@@ -102,6 +102,14 @@ def test_packed_checkpoints_are_refused(findings: Callable[..., list[Any]]) -> N
     assert "bitnet" in finding.message
 
 
+@pytest.mark.parametrize("name", ["microsoft/bitnet-b1.58-2B-4T", "microsoft/bitnet-b1.58-2B-4T-bf16"])
+def test_a_model_that_was_trained_rounded_is_not_warmed_up(name: str, findings: Callable[..., list[Any]]) -> None:
+    method = "quantization: {method: bitnet, lambda_warmup_steps: %d}\nexport: {formats: [bitnet]}\n"
+    (finding,) = findings(name, method % 10)
+    assert (finding.code, finding.severity) == ("FT340", "error")
+    assert findings(name, method % 0) == []
+
+
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
