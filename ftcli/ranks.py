@@ -43,6 +43,8 @@ class Place:
 PORT_NAME = "port"
 #: In :attr:`Place.folder`: rank 0 has left; nobody is to look for it any more.
 ENDED_NAME = "ended"
+#: In :attr:`Place.folder`: the signal that the launcher got, and passed on as SIGHUP.
+SIGNAL_NAME = "signal"
 
 
 def lost_name(rank: int) -> str:

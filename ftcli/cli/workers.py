@@ -21,7 +21,7 @@ from ftcli.cli.children import PASSED_ON, obeying
 from ftcli.cli.place import FOLDER, cores
 from ftcli.cli.request import Ended
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.ranks import lost_name
+from ftcli.ranks import SIGNAL_NAME, lost_name
 from ftcli.run.signals import SignalName
 
 _POLL_SECONDS = 0.05
@@ -106,6 +106,8 @@ class Ranks:
     def _signal(self, name: SignalName) -> None:
         """The first one so that it cannot count twice, the second as it is, and the third ends all."""
         self._signalled += 1
+        if self._signalled == 1:
+            (self._folder / SIGNAL_NAME).write_text(name, encoding="utf-8")
         for process in self._processes:
             if process.poll() is None:
                 if self._signalled > 2:

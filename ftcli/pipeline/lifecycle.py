@@ -19,6 +19,7 @@ from ftcli.pipeline.context import BaseCard, BeganWith, BuiltModel, Launched, Ru
 from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
 from ftcli.plain import plain_fields
 from ftcli.preflight.report import PreflightReport
+from ftcli.ranks import SIGNAL_NAME
 from ftcli.reporting import Session
 from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
@@ -57,7 +58,9 @@ def checked_run(
     report written. Whatever ends the block is written there, then goes on its way.
     """
     recipe = loaded.recipe
-    stopping = StopRequest(sigterm=recipe.checkpoint.on_sigterm, say=session.reporter.info)
+    folder = None if session.place is None else session.place.folder
+    passed_on = None if folder is None else folder / SIGNAL_NAME
+    stopping = StopRequest(sigterm=recipe.checkpoint.on_sigterm, say=session.reporter.info, passed_on=passed_on)
     with second_signal_as_error(), stopping as stop:
         if group is not None:
             group.listen(lambda: stop.requested)

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -84,12 +85,16 @@ class StopRequest:
     Only for the main thread, where Python runs signal handlers. There is no global state: the object is passed on.
     """
 
-    def __init__(self, *, sigterm: bool = True, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, *, sigterm: bool = True, say: Callable[[str], None] | None = None, passed_on: Path | None = None
+    ) -> None:
         """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`).
 
         Args:
             say: Told at once, inside of the signal's handler, what the first signal does where that takes a while.
+            passed_on: A file in which a launcher says what it got when it passes a signal on as SIGHUP.
         """
+        self._passed_on = passed_on
         self._say = say
         self.requested: SignalName | None = None
         self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT", "SIGHUP") if sigterm else ("SIGINT",)
@@ -143,13 +148,22 @@ class StopRequest:
             for handled in self._names:
                 signal.signal(signal.Signals[handled], signal.SIG_DFL)
             raise StopNow(name)
-        self.requested = name
+        self.requested = name = self._as_sent(name)
         if self._leave_at_once:
             self._leaving = True
             raise LeavePhase
         if self._say is not None:
             self._say(f"{name}: {_FIRST_SIGNAL}")
         return None
+
+    def _as_sent(self, name: SignalName) -> SignalName:
+        """What was sent to the launcher, where it has passed this signal on."""
+        if name != "SIGHUP" or self._passed_on is None:
+            return name
+        with contextlib.suppress(OSError):
+            said = self._passed_on.read_text(encoding="utf-8")
+            return next((each for each in self._names if each == said), name)
+        return name
 
     def stopped(self) -> StopRequested:
         """The error for the signal that came."""

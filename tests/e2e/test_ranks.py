@@ -121,10 +121,12 @@ def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) 
 def test_a_signal_while_a_checkpoint_is_written_ends_all_ranks_after_it(drills: Drills) -> None:
     ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared={0: (("pause", SAVE, 1),)})
     ranks.drills[0].until_reached()
+    (ranks.folder / "signal").write_text("SIGTERM")  # which the launcher passes on so that it cannot count twice
     for drill in ranks.drills:
         drill.signal(signal.SIGHUP)
     ranks.drills[0].release()
     assert ranks.ended() == [75, 75], ranks.said
+    assert "stopped by SIGTERM" in ranks.said
     assert drills.checkpoints("r")[0] == "step-00000002"
 
 

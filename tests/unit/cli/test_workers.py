@@ -78,6 +78,7 @@ def test_the_first_signal_is_passed_on_so_that_it_counts_once_and_the_second_as_
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     assert Ranks(_program(_HEARING), 2, (), tmp_path).wait().exit_code == 0
+    assert (tmp_path / "signal").read_text() == signal.Signals(number).name
     first = "SIGINT" if number == signal.SIGINT else "SIGHUP"
     assert [(tmp_path / f"heard-{rank}").read_text() for rank in range(2)] == [f"{first} {number.name}"] * 2
 
