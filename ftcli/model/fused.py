@@ -16,7 +16,6 @@ from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lora_qkv import lora_qkv
 from ftkernels.projection import Norm, Projection
 from ftkernels.rms_norm import rms_norm, rms_norm_add
-from ftkernels.rope import apply_rope
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -185,10 +184,10 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def _mlp_half(self, hidden_states: Tensor, packs: LayerPacks) -> Tensor:
         """(B, S, H) -> (B, S, H): the MLP, added to the residual stream."""
         if self._family.block == "sandwich":
-            norm = self._norm(self.pre_feedforward_layernorm, hidden_states)
+            norm = self._norm(self.pre_feedforward_layernorm)
             mlp, residual = self._mlp(hidden_states, norm, packs, "return")
             return self._add_normed(mlp, residual, self.post_feedforward_layernorm)
-        norm = self._norm(self.post_attention_layernorm, hidden_states)
+        norm = self._norm(self.post_attention_layernorm)
         summed: Tensor = self._mlp(hidden_states, norm, packs, "add")
         return summed
 
@@ -215,18 +214,18 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Attention's output (B, S, Hq * D) before the output projection, and the residual (B, S, H)."""
         attention = self.self_attn
-        head_norm = self._family.head_norm
+        head_norms = None
+        if self._family.head_norm:
+            head_norms = self._norm(attention.q_norm), self._norm(attention.k_norm)
         q, k, v, residual = lora_qkv(
             hidden_states,
             *projections_of([attention.q_proj, attention.k_proj, attention.v_proj], packs.qkv),
             head_dim=attention.head_dim,
-            norm=self._norm(self.input_layernorm, hidden_states),
-            rope=None if head_norm else position_embeddings,
+            norm=self._norm(self.input_layernorm),
+            head_norms=head_norms,
+            rope=position_embeddings,
             backend=self._backend,
         )
-        if head_norm:
-            q, k = self._head_norm(q, attention.q_norm), self._head_norm(k, attention.k_norm)
-            q, k = apply_rope(q, k, *position_embeddings, backend=self._backend)
         interface = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
         attended, _ = interface(
             attention,
@@ -254,17 +253,8 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             backend=self._backend,
         )
 
-    def _norm(self, norm: Any, x: Tensor) -> Norm:
-        return Norm(_weight_for(norm.weight, x, self._family.norm), norm_eps(norm), self._family.norm)
-
-    def _head_norm(self, heads: Tensor, norm: Any) -> Tensor:
-        """(B, heads, S, D), by token in memory as the projection wrote it, and handed on like that: rows of it need no
-        copy, and attention, which writes as it is given queries, leaves what the output projection reads as it is.
-        """
-        by_token = heads.transpose(1, 2)
-        weight = _weight_for(norm.weight, by_token, self._family.norm)
-        normed = rms_norm(by_token, weight, norm_eps(norm), form=self._family.norm, backend=self._backend)
-        return normed.transpose(1, 2)
+    def _norm(self, norm: Any) -> Norm:
+        return Norm(norm.weight, norm_eps(norm), self._family.norm)
 
     def _add_normed(self, x: Tensor, residual: Tensor, norm: Any) -> Tensor:
         weight = _weight_for(norm.weight, x, self._family.norm)

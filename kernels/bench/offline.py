@@ -37,6 +37,7 @@ from ftkernels import (
     nf4,
     nf4_kernels,
     norm_parts,
+    qkv_norm_rope,
     qkv_rope,
     rope,
     sampling_kernels,
@@ -127,6 +128,38 @@ def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Cal
                 f"int8 product, {name}{'' if bias is None else ', bias'}",
                 lambda q=q, step=step, bias=bias, tile=tile: int8_product.int8_product(
                     q, step, ternary, scale, bias, dtype, tile=tile
+                ),
+            )
+
+
+def head_norm_cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """As :func:`cases`, of heads that are normalised before they are rotated, with and without adapters."""
+    rows = 512
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
+        angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
+        rotary = qkv_rope.Rotary(angles, angles, q_heads, k_heads)
+        norms = qkv_norm_rope.HeadNorms(weight, weight, 1e-6, "llama")
+        y, grads = new(rows, width), (new(1, q_heads, rows, size), *(new(1, k_heads, rows, size) for _ in range(2)))
+        for lora in (False, True) if capability >= 80 else (False,):
+            xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
+            tile = qkv_norm_rope.backward_tile(SHARED_MEMORY[capability], size, rank if lora else 0)
+            suffix = f"{', lora' if lora else ''}{name}"
+            yield (
+                f"qkv norm rope forward{suffix}",
+                lambda y=y, xa=xa, b=b, rotary=rotary, norms=norms: qkv_norm_rope.qkv_norm_rope_forward(
+                    y, xa, b, rotary, norms
+                ),
+            )
+            yield (
+                f"qkv norm rope backward{suffix}",
+                lambda grads=grads, y=y, b=b, rotary=rotary, norms=norms, tile=tile: (
+                    qkv_norm_rope.qkv_norm_rope_backward(
+                        grads, y, b, rotary, norms, dtype, want_dw=b is None, tile=tile
+                    )
                 ),
             )
 
@@ -228,6 +261,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
                 tile=qkv_rope.backward_tile(SHARED_MEMORY[capability], size, rank),
             ),
         )
+    yield from head_norm_cases(rank, dtype, capability)
     yield from generation_cases(dtype, capability)
     yield from bitnet_cases(dtype, capability)
     weight = nf4.quantize_nf4(torch.ones(64, hidden), double_quant=True)

@@ -23,7 +23,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Maker
-from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_rope
+from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_norm_rope, qkv_rope
 from ftkernels.tiles import Tile
 from shapes import SHAPES, Shape
 from timing import Clock
@@ -143,6 +143,39 @@ def qkv_rope_backward_by_head(make: Maker, shape: Shape, rank: int) -> Case:
     )
 
 
+def _norms(make: Maker, shape: Shape) -> qkv_norm_rope.HeadNorms:
+    weight = make.new(shape.head_dim)
+    return qkv_norm_rope.HeadNorms(weight, weight, 1e-6, shape.form)
+
+
+def qkv_norm_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
+    """Without adapters: reads q and k, writes them elsewhere."""
+    heads = shape.q_heads + shape.k_heads
+    y = make.new(shape.tokens, (heads + shape.k_heads) * shape.head_dim)
+    rotary, norms = _rotary(make, shape), _norms(make, shape)
+    return (
+        4 * shape.tokens * heads * shape.head_dim,
+        lambda t: qkv_norm_rope.qkv_norm_rope_forward(y, None, None, rotary, norms, tile=t),
+        [Tile(8, 4, 4), *(Tile(m, n, w) for m, n, w in product((16, 32), (1, 2, 4, 8), (4, 8)))],
+    )
+
+
+def qkv_norm_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
+    """Without adapters, with the norms' own gradients."""
+    sizes = (shape.q_heads, shape.k_heads, shape.k_heads)
+    width = sum(sizes) * shape.head_dim
+    dq, dk, dv = (make.new(shape.batch, shape.seq_len, n, shape.head_dim).transpose(1, 2) for n in sizes)
+    y, rotary, norms = make.new(shape.tokens, width), _rotary(make, shape), _norms(make, shape)
+
+    def launch(tile: Tile | None) -> object:
+        return qkv_norm_rope.qkv_norm_rope_backward(
+            (dq, dk, dv), y, None, rotary, norms, y.dtype, want_dw=True, tile=tile
+        )
+
+    moved = 2 * shape.tokens * (3 * width - shape.k_heads * shape.head_dim)
+    return moved, launch, [Tile(m, n, w) for m, n, w in product((8, 16, 32), (1, 2, 4, 8), (4, 8))]
+
+
 def norm_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """One norm of the residual stream."""
     x, w = make.new(shape.tokens, shape.hidden), make.new(shape.hidden)
@@ -181,6 +214,8 @@ KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "qkv_rope_forward": qkv_rope_forward,
     "qkv_rope_backward": qkv_rope_backward,
     "qkv_rope_backward_by_head": qkv_rope_backward_by_head,
+    "qkv_norm_rope_forward": qkv_norm_rope_forward,
+    "qkv_norm_rope_backward": qkv_norm_rope_backward,
     "lowrank_add": add,
     "norm_forward": norm_forward,
     "norm_backward": norm_backward,

@@ -8,22 +8,34 @@ from torch import Tensor
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def mm_accurate(a: Tensor, b: Tensor) -> Tensor:
+def mm_accurate(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``a @ b``, written in float32 for half-precision operands (nothing is rounded to half on the way), else in
-    their own dtype.
+    their own dtype; into ``out`` where one is given.
 
     Shapes: a (M, K), b (K, N) -> (M, N). Both operands have one dtype.
 
     Raises:
-        ValueError: the operands' dtypes differ.
+        ValueError: the operands' dtypes differ, or ``out`` has another dtype than the product.
     """
     if a.dtype != b.dtype:
         raise ValueError(f"mm_accurate needs operands of one dtype, got {a.dtype} and {b.dtype}")
+    if out is not None:
+        return _mm_accurate_into(out, a, b)
     if a.dtype not in _HALF:
         return torch.mm(a, b)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())
+
+
+def _mm_accurate_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if out.dtype != (torch.float32 if a.dtype in _HALF else a.dtype):
+        raise ValueError(f"mm_accurate cannot write a product of {a.dtype} into {out.dtype}")
+    if a.dtype not in _HALF:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def add_mm_accurate_(out: Tensor, a: Tensor, b: Tensor, *, rows: int) -> Tensor:

@@ -182,8 +182,10 @@ def _run_chunks(
         # As wide as the products, so that it is rounded once, when backward scales it.
         wide = torch.promote_types(hidden.dtype, plan.dtype)
         out.d_hidden = make(hidden.shape, dtype=wide, device=hidden.device)
+    written = wants[1] and weight.is_cuda and bool(plan.rows.shape[0])  # by the first chunk's product, not added to
     if wants[1]:
-        out.d_weight = torch.zeros(weight.shape, dtype=acc, device=weight.device)
+        make = torch.empty if written else torch.zeros
+        out.d_weight = make(weight.shape, dtype=acc, device=weight.device)
     if wants[2]:
         out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
@@ -204,12 +206,14 @@ def _run_chunks(
         out.losses[where] = result.losses
         out.correct += result.correct.sum()
         if result.d_logits is not None:
-            _accumulate(out, where, x, head, result.d_logits)
+            _accumulate(out, where, x, head, result.d_logits, first=written and start == 0)
     return out
 
 
-def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_logits: Tensor) -> None:
-    """Turn one chunk's dlogits (C, V) into its rows of dhidden and its share of dweight and dbias."""
+def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_logits: Tensor, *, first: bool) -> None:
+    """Turn one chunk's dlogits (C, V) into its rows of dhidden and its share of dweight, which the ``first`` one
+    writes, and dbias.
+    """
     if out.d_hidden is not None:
         if out.d_hidden.dtype != head.dtype:
             out.d_hidden[where] = mm_accurate(d_logits, head).to(out.d_hidden.dtype)
@@ -217,7 +221,9 @@ def _accumulate(out: _Sums, where: slice | Tensor, x: Tensor, head: Tensor, d_lo
             torch.mm(d_logits, head, out=out.d_hidden[where])
         else:
             out.d_hidden[where] = torch.mm(d_logits, head)
-    if out.d_weight is not None:
+    if out.d_weight is not None and first:
+        mm_accurate(d_logits.t(), x, out=out.d_weight)
+    elif out.d_weight is not None:
         add_mm_accurate_(out.d_weight, d_logits.t(), x, rows=LOSS_VOCABULARY_SLAB)
     if out.d_bias is not None:
         out.d_bias += d_logits.sum(0, dtype=out.d_bias.dtype)

@@ -5,14 +5,17 @@ Legend: B batch, S sequence, I input features, Hq and Hk heads, D head size. Der
 
     x = norm(z)  or  z
     q, k, v = x @ W.T + bias + s * (x @ A.T) @ B.T      each with its own W, bias, s, A, B
+    q, k = norm_q(q), norm_k(k)                         head by head, where their norms are given
     q, k = rope(q), rope(k)                             where a rotary embedding is given
 
 Saved: z, rstd, xa (B*S, 3K), the packed adapters, cos and sin. q, k and v are views of one buffer, which this backward
-does not need; attention saves them for its own.
+does not need; attention saves them for its own. With norms by head v is a view of the buffer before them, which is
+saved, and q and k of another one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.limits import NormForm
 from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan
@@ -31,7 +35,9 @@ from ftkernels.projection import (
     project_reference,
     weight_tensors,
 )
+from ftkernels.qkv_norm_rope import HeadNorms, qkv_norm_rope_backward, qkv_norm_rope_forward
 from ftkernels.qkv_rope import Rotary, qkv_rope_backward, qkv_rope_forward
+from ftkernels.rms_norm import rms_norm, rms_norm_reference
 from ftkernels.rope import apply_rope, apply_rope_reference
 
 
@@ -52,6 +58,7 @@ def lora_qkv(
     *,
     head_dim: int,
     norm: Norm | None = None,
+    head_norms: tuple[Norm, Norm] | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
     backend: BackendName = "auto",
 ) -> QKV:
@@ -62,7 +69,8 @@ def lora_qkv(
         q: (Hq * D, I) layer; k, v: (Hk * D, I) layers. One GEMM when their weights were joined (``join_weights``).
         head_dim: D.
         norm: applied to z first.
-        rope: (cos, sin), each (B or 1, S, R). None leaves q and k unrotated, for models that normalise heads first.
+        head_norms: of q and of k, with weights (D,): applied to each head before it is rotated.
+        rope: (cos, sin), each (B or 1, S, R). None leaves q and k unrotated.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -81,20 +89,60 @@ def lora_qkv(
             f"{q.out_features}, {k.out_features}, {v.out_features} features do not make heads of {head_dim}"
         )
     plan = make_plan(z, [q, k, v], norm, backend)
-    cos = sin = None
     if rope is not None:
         cos, sin = rope
         wanted = ((1, z.shape[0]), z.shape[1], head_dim)
         if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in wanted[0] or cos.shape[1] != wanted[1]:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit z {tuple(z.shape)}")
-        if not (plan.fused and cos.shape[-1] == head_dim and cos.stride(-1) == sin.stride(-1) == 1):
-            # Ranks too large for the kernel, or heads rotated in part: the rotation is an operation of its own.
-            bare = lora_qkv(z, q, k, v, head_dim=head_dim, norm=norm, backend=backend)
-            turned_q, turned_k = apply_rope(bare.q, bare.k, cos, sin, backend=backend)
-            return QKV(turned_q, turned_k, bare.v, bare.residual)
-    weight = None if norm is None else norm.weight
+    if head_norms is not None and any(each.weight.shape != (head_dim,) for each in head_norms):
+        shapes = ", ".join(str(tuple(each.weight.shape)) for each in head_norms)
+        raise ValueError(f"norms of heads of {head_dim} with weights of {shapes}")
+    if not _in_one_kernel(plan, head_dim, head_norms, rope):
+        bare = lora_qkv(z, q, k, v, head_dim=head_dim, norm=norm, backend=backend)
+        return _apart(bare, plan.dtype, head_norms, rope, backend)
+    angles = (None, None) if rope is None else rope
+    norm_q, norm_k = (None, None) if head_norms is None else head_norms
+    spec = _Spec(plan, head_dim, *((0.0, "llama") if norm_q is None else (norm_q.eps, norm_q.form)))
+    weights = [None if each is None else each.weight for each in (norm, norm_q, norm_k)]
     trained = (*adapter_tensors([q, k, v]), *weight_tensors([q, k, v]))
-    return QKV(*_LoraQkv.apply(plan, head_dim, z, weight, cos, sin, *trained))
+    return QKV(*_LoraQkv.apply(spec, z, *weights, *angles, *trained))
+
+
+def _in_one_kernel(
+    plan: Plan, head_dim: int, head_norms: tuple[Norm, Norm] | None, rope: tuple[Tensor, Tensor] | None
+) -> bool:
+    """Whether the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
+    rotation, are operations of their own.
+    """
+    if rope is None:
+        return head_norms is None
+    cos, sin = rope
+    one_form = head_norms is None or (head_norms[0].eps, head_norms[0].form) == (head_norms[1].eps, head_norms[1].form)
+    return plan.fused and one_form and cos.shape[-1] == head_dim and cos.stride(-1) == sin.stride(-1) == 1
+
+
+def _apart(
+    bare: QKV,
+    dtype: torch.dtype,
+    head_norms: tuple[Norm, Norm] | None,
+    rope: tuple[Tensor, Tensor] | None,
+    backend: BackendName,
+) -> QKV:
+    """Heads normalised and rotated by operations of their own."""
+    q, k, v, residual = bare
+    if head_norms is not None:
+        q, k = (_normed(x, norm, backend).to(dtype) for x, norm in zip((q, k), head_norms, strict=True))
+    if rope is not None:
+        q, k = apply_rope(q, k, *rope, backend=backend)
+    return QKV(q, k, v, residual)
+
+
+def _normed(heads: Tensor, norm: Norm, backend: BackendName) -> Tensor:
+    """(B, heads, S, D), by token in memory as the projection wrote it, and handed on like that: rows of it need no
+    copy, and attention, which writes as it is given queries, leaves what the output projection reads as it is.
+    """
+    by_token = heads.transpose(1, 2)
+    return rms_norm(by_token, norm.weight, norm.eps, form=norm.form, backend=backend).transpose(1, 2)
 
 
 def lora_qkv_reference(
@@ -105,45 +153,72 @@ def lora_qkv_reference(
     *,
     head_dim: int,
     norm: Norm | None = None,
+    head_norms: tuple[Norm, Norm] | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
 ) -> QKV:
     """The same in plain torch with torch's own autograd."""
     x = norm_reference(z, norm, q, k, v)
     heads = [project_reference(x, p).unflatten(-1, (-1, head_dim)).transpose(1, 2) for p in (q, k, v)]
+    for index, each in enumerate(head_norms or ()):
+        heads[index] = rms_norm_reference(heads[index], each.weight, each.eps, form=each.form).to(x.dtype)
     if rope is not None:
         heads[0], heads[1] = apply_rope_reference(heads[0], heads[1], *rope)
     return QKV(heads[0], heads[1], heads[2], z)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """One call: the plan of the projections, the head size, and eps and form of the norms by head."""
+
+    plan: Plan
+    head_dim: int
+    eps: float
+    form: NormForm
+
+    def rotary(self, cos: Tensor, sin: Tensor) -> Rotary:
+        """cos and sin with the numbers of heads that they turn."""
+        q, k, _ = self.plan.projections
+        return Rotary(cos, sin, q.out_features // self.head_dim, k.out_features // self.head_dim)
 
 
 class _LoraQkv(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
-        head_dim: int,
+        spec: _Spec,
         z: Tensor,
         norm_weight: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        batch, seq_len = z.shape[:2]
-        columns = plan.columns()
+        plan, columns = spec.plan, spec.plan.columns()
+        before: Tensor | None = None  # the heads' norms
         with without_autocast(z):
-            z2 = z.reshape(-1, z.shape[-1])
-            x, rstd, rows = enter_base(plan, z2, norm_weight)
+            x, rstd, rows = enter_base(plan, z.reshape(-1, z.shape[-1]), norm_weight)
             y, packed, xa = products(plan, x, rows)
-            if cos is not None and sin is not None:
-                y = qkv_rope_forward(y, xa, packed.b, _rotary(plan, cos, sin, head_dim))
+            turned = y
+            if cos is not None and sin is not None and q_weight is not None and k_weight is not None:
+                norms = HeadNorms(q_weight, k_weight, spec.eps, spec.form)
+                turned, before = qkv_norm_rope_forward(y, xa, packed.b, spec.rotary(cos, sin), norms)
+            elif cos is not None and sin is not None:
+                turned = qkv_rope_forward(y, xa, packed.b, spec.rotary(cos, sin))
             elif xa is not None and packed.b is not None:
                 for index, c in enumerate(columns):
                     lowrank_add(y[:, c], xa[:, plan.ranks(index)], packed.b[c], None, triton_kernel=plan.fused)
-        ctx.plan, ctx.head_dim, ctx.z_shape, ctx.z_dtype = plan, head_dim, z.shape, z.dtype
+        ctx.spec, ctx.z_shape, ctx.z_dtype = spec, z.shape, z.dtype
         kept = z if norm_weight is not None else x
-        ctx.save_for_backward(kept, norm_weight, rstd, xa, packed.a, packed.b, cos, sin)
+        ctx.save_for_backward(
+            *(kept, norm_weight, rstd, xa, packed.a, packed.b), *(cos, sin, q_weight, k_weight, before)
+        )
         ctx.set_materialize_grads(False)
-        heads = [p.out_features // head_dim for p in plan.projections]
-        parts = [y[:, c].view(batch, seq_len, n, head_dim).transpose(1, 2) for c, n in zip(columns, heads, strict=True)]
+        sources = (turned, turned, turned if before is None else before)
+        parts = [
+            source[:, c].view(*z.shape[:2], p.out_features // spec.head_dim, spec.head_dim).transpose(1, 2)
+            for source, c, p in zip(sources, columns, plan.projections, strict=True)
+        ]
         return *parts, z
 
     @staticmethod
@@ -151,18 +226,28 @@ class _LoraQkv(torch.autograd.Function):
     def backward(
         ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, d_pass: Tensor | None
     ) -> tuple[Any, ...]:
-        plan: Plan = ctx.plan
-        x, norm_weight, rstd, xa, a, b, cos, sin = ctx.saved_tensors
-        wants_z, wants_norm, _, _, *wants = ctx.needs_input_grad[2:]
+        spec: _Spec = ctx.spec
+        plan = spec.plan
+        x, norm_weight, rstd, xa, a, b, cos, sin, q_weight, k_weight, before = ctx.saved_tensors
+        wants_z, wants_norm, *wants_heads = ctx.needs_input_grad[1:5]
         if dq is None and dk is None and dv is None:  # only the returned residual was used
-            return None, None, d_pass, *(None for _ in ctx.needs_input_grad[3:])
+            return None, d_pass, *(None for _ in ctx.needs_input_grad[2:])
         batch, seq_len = ctx.z_shape[:2]
-        grads_in = _filled(plan, (dq, dk, dv), batch, seq_len, ctx.head_dim)
+        grads_in = _filled(plan, (dq, dk, dv), batch, seq_len, spec.head_dim)
         device_tensor = grads_in[0]
+        dxa: Tensor | None = None
+        d_heads: list[Tensor | None] = [None, None]
         with without_autocast(device_tensor):
-            dxa = None
-            if cos is not None and sin is not None:
-                dy, dxa = qkv_rope_backward(*grads_in, b, _rotary(plan, cos, sin, ctx.head_dim), plan.dtype)
+            if before is not None:
+                norms, wanted = HeadNorms(q_weight, k_weight, spec.eps, spec.form), any(wants_heads)
+                made = qkv_norm_rope_backward(
+                    grads_in, before, b, spec.rotary(cos, sin), norms, plan.dtype, want_dw=wanted
+                )
+                dy, dxa = made.d, made.dxa
+                found = zip((made.dw_q, made.dw_k), (q_weight, k_weight), wants_heads, strict=True)
+                d_heads = [None if dw is None or not w else dw.to(weight.dtype) for dw, weight, w in found]
+            elif cos is not None and sin is not None:
+                dy, dxa = qkv_rope_backward(*grads_in, b, spec.rotary(cos, sin), plan.dtype)
             else:
                 flat = [g.transpose(1, 2).flatten(2).flatten(0, 1) for g in grads_in]
                 dy = torch.cat(flat, dim=1).to(plan.dtype)
@@ -176,15 +261,10 @@ class _LoraQkv(torch.autograd.Function):
                 dy=dy,
                 dxa=dxa,
                 d_pass=None if d_pass is None else d_pass.reshape(-1, d_pass.shape[-1]),
-                wants=[wants_z, wants_norm, *wants],
+                wants=[wants_z, wants_norm, *ctx.needs_input_grad[7:]],
             )
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
-        return None, None, d_z, d_norm, None, None, *grads.both
-
-
-def _rotary(plan: Plan, cos: Tensor, sin: Tensor, head_dim: int) -> Rotary:
-    q, k, _ = plan.projections
-    return Rotary(cos, sin, q.out_features // head_dim, k.out_features // head_dim)
+        return None, d_z, d_norm, *d_heads, None, None, *grads.both
 
 
 def _filled(

@@ -203,28 +203,31 @@ def group_backward(
     a and b of every projection, then weight and bias of every projection. entered: what the projections read, where
     the caller has just formed it again.
     """
-    dx = d_norm_weight = None
+    dx = d_norm_weight = low = None
     wants, wants_weights = wants[: 2 + 2 * len(plan.projections)], wants[2 + 2 * len(plan.projections) :]
     # An fp8 product cannot accumulate onto the adapters' share, so their thin GEMM does onto it.
     comes_second = plan.fp8 is not None and not plan.drops
     adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
     if packed.a is not None and packed.b is not None:
         dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
+        low = dxa.to(plan.dtype)
         if (wants[0] or wants[1]) and not comes_second:
-            dx = adapter_dx(plan, packed.a, dxa.to(plan.dtype))
+            dx = adapter_dx(plan, packed.a, low)
+    if any(wants_weights) and entered is None:
+        entered = enter(plan, x, norm_weight)[0]
     side = Side(dy.device)
+    weights: list[Tensor | None] = [None] * len(wants_weights)
+    if entered is not None and any(wants_weights):
+        weights = weight_grads(plan, dy, entered, wants_weights, side)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
-        if comes_second and dxa is not None and packed.a is not None:
-            add_mm_(dx, dxa.to(plan.dtype), packed.a)
-    weights: list[Tensor | None] = [None] * len(wants_weights)
-    if any(wants_weights):
-        entered = enter(plan, x, norm_weight)[0] if entered is None else entered
-        weights = weight_grads(plan, dy, entered, wants_weights)
+        if comes_second and low is not None and packed.a is not None:
+            add_mm_(dx, low, packed.a)
     if dxa is not None:
         with side.work():
             b_grads(plan, dy, xa, adapters, wants[3::2])
-            a_grads(plan, dxa, x, norm_weight, rstd, adapters, wants[2::2])
+            plain = norm_weight is None or rstd is None
+            a_grads(plan, low if plain and low is not None else dxa, x, norm_weight, rstd, adapters, wants[2::2])
     if wants[0] or wants[1]:
         assert dx is not None
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
@@ -232,25 +235,31 @@ def group_backward(
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass
-    side.join(*adapters)
+    side.join(*adapters, *weights)
     return GroupGrads(dx, d_norm_weight, adapters, weights)
 
 
-def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
+def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool], side: Side) -> list[Tensor | None]:
     """[dW, db] of every projection, in the dtypes of what is trained. dy: (M, sum O); x: (M, I), what they read.
 
     One product where all weights are wanted, whose rows are theirs. A float32 weight gets the product as it was
     accumulated, not rounded to half precision on the way.
+
+    They are made on ``side``, and are the caller's to join: nothing in backward waits for them, and a product that has
+    no more tiles for every multiprocessor leaves room for the one after it. dy and x must outlive that. The gradients
+    lie in the main stream's memory, where they are given back.
     """
     out: list[Tensor | None] = [None] * (2 * len(plan.projections))
     trained, columns = weight_tensors(plan.projections), plan.columns()
     if all(wants[::2]):
-        for index, part in enumerate(_weight_grad(dy, x, trained[0]).split([p.out_features for p in plan.projections])):
-            out[2 * index] = part.to(_dtype(trained[2 * index]))
+        joint = _weight_grad(dy, x, trained[0], side)
+        for index, part in enumerate(joint.split([p.out_features for p in plan.projections])):
+            out[2 * index] = _in_dtype(part, trained[2 * index], side)
     else:
         for index, c in enumerate(columns):
             if wants[2 * index]:
-                out[2 * index] = _weight_grad(dy[:, c], x, trained[2 * index]).to(_dtype(trained[2 * index]))
+                part = _weight_grad(dy[:, c], x, trained[2 * index], side)
+                out[2 * index] = _in_dtype(part, trained[2 * index], side)
     for index, c in enumerate(columns):
         if wants[2 * index + 1]:
             summed = dy[:, c].sum(0, dtype=accumulate_dtype(plan.dtype))
@@ -258,9 +267,21 @@ def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> li
     return out
 
 
-def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
+def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None, side: Side) -> Tensor:
     """(O, I): in the products' dtype where that is the weight's, else as accumulated."""
-    return torch.mm(dy.t(), x) if _dtype(weight) == dy.dtype else mm_accurate(dy.t(), x)
+    same = _dtype(weight) == dy.dtype
+    dtype = dy.dtype if same else accumulate_dtype(dy.dtype)
+    product = torch.empty((dy.shape[1], x.shape[1]), dtype=dtype, device=dy.device)
+    side.fork()
+    with side.work():
+        return torch.mm(dy.t(), x, out=product) if same else mm_accurate(dy.t(), x, out=product)
+
+
+def _in_dtype(gradient: Tensor, weight: Tensor | None, side: Side) -> Tensor:
+    if gradient.dtype == _dtype(weight):
+        return gradient
+    with side.work():
+        return gradient.to(_dtype(weight))
 
 
 def _dtype(trained: Tensor | None) -> torch.dtype:
@@ -319,11 +340,17 @@ def a_grads(
         ]
         product = torch.cat(parts)
     elif behind_norm and rstd is not None and norm_weight is not None:
-        product = mm_accurate((dxa * rstd[:, None]).to(plan.dtype).t(), x.to(plan.dtype))
-        product *= norm_weight.to(product.dtype) + (1.0 if plan.norm_form == "gemma" else 0.0)
+        scaled = torch.empty(dxa.shape, dtype=plan.dtype, device=dxa.device)
+        torch.mul(dxa, rstd[:, None], out=scaled)  # in dxa's dtype, rounded once
+        product = mm_accurate(scaled.t(), x.to(plan.dtype))
+        product *= norm_weight.to(product.dtype) + 1.0 if plan.norm_form == "gemma" else norm_weight
     else:
         product = mm_accurate(dxa.to(plan.dtype).t(), x.to(plan.dtype))
+    scalings = {p.scaling for p in plan.projections if p.a is not None}
+    alike = len(scalings) == 1
+    if alike and scalings != {1.0}:
+        product *= scalings.pop()
     for index, p in enumerate(plan.projections):
         if p.a is not None and wants[index]:
-            start = index * plan.rank
-            out[2 * index] = (product[start : start + p.rank] * p.scaling).to(p.a.dtype)
+            part = product[index * plan.rank : index * plan.rank + p.rank]
+            out[2 * index] = (part if alike else part * p.scaling).to(p.a.dtype)

@@ -35,7 +35,7 @@ from ftkernels.rope import load_rotation, rotate, rotation_arguments
 from ftkernels.tiles import Tile, tile_for
 
 #: Up to so many rows a program takes one head.
-_FEW_ROWS = 256
+FEW_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def qkv_rope_forward(
     count, width = y.shape
     heads = rotary.q_heads + 2 * rotary.k_heads
     stored = y.to(store_dtype(y.dtype))  # y itself, except in the interpreter
-    tile = tile or tile_for("qkv_rope_forward_few" if count <= _FEW_ROWS else "qkv_rope_forward")
+    tile = tile or tile_for("qkv_rope_forward_few" if count <= FEW_ROWS else "qkv_rope_forward")
     each = min(tile.columns, heads)
     if count:
         with on_device_of(y):

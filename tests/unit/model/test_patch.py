@@ -8,7 +8,9 @@ import peft
 import pytest
 import torch
 import transformers
+from ftkernels.lora_qkv import _normed
 from ftkernels.lowrank import weight_grads
+from ftkernels.projection import Norm
 from ftkernels.rms_norm import rms_norm
 from ftkernels.rows import as_rows
 from torch import nn
@@ -22,7 +24,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
 from ftcli.model.backbone import base_of, forward_loss
 from ftcli.model.checkpointing import use_checkpointing
-from ftcli.model.fused import FusedDecoderLayer
+from ftcli.model.fused import FusedDecoderLayer, norm_eps
 from ftcli.model.lora import apply_lora
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
@@ -151,9 +153,7 @@ def test_loss_gradients_names_generation_and_undo(name: str) -> None:
 
 def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of place they cost a copy in each direction, and one of attention's output that is kept for backward."""
-    model = adapted("qwen3")
-    patch(model, "reference")
-    layer = next(module for module in model.modules() if isinstance(module, FusedDecoderLayer))
+    norm = adapted("qwen3").get_submodule("base_model.model.model.layers.0.self_attn.q_norm")
     fused = torch.randn(2, 13, 8 * 16)  # q, k, v side by side, as one product writes them
     heads = fused[..., : 4 * 16].unflatten(-1, (4, 16)).transpose(1, 2)
 
@@ -161,10 +161,10 @@ def test_norms_over_heads_neither_copy_their_input_nor_turn_its_layout(monkeypat
         assert as_rows(x).tensor.data_ptr() == fused.data_ptr()
         return rms_norm(x, *args, **kwargs).contiguous()
 
-    monkeypatch.setattr("ftcli.model.fused.rms_norm", like_the_kernel)
-    found = layer._head_norm(heads, layer.self_attn.q_norm)
+    monkeypatch.setattr("ftkernels.lora_qkv.rms_norm", like_the_kernel)
+    found = _normed(heads, Norm(norm.weight, norm_eps(norm)), "auto")
     assert found.transpose(1, 2).is_contiguous()
-    torch.testing.assert_close(found, layer.self_attn.q_norm(heads))
+    torch.testing.assert_close(found, norm(heads))
 
 
 def test_phi3_keeps_its_layers_and_takes_norms_and_attention() -> None:
