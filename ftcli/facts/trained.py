@@ -13,7 +13,7 @@ from ftcli.tables import optimizers
 
 #: bitsandbytes keeps the state of smaller tensors in float32, and the driver does not page that of tensors below the
 #: second number (bitsandbytes 0.50, ``optim/optimizer.py``). State in 8 bits has a float32 scale for each block.
-_SMALLEST_IN_8_BITS = 4096
+SMALLEST_IN_8_BITS = 4096
 _SMALLEST_PAGED = 100_000
 _BLOCK = 256
 
@@ -127,6 +127,6 @@ def bytes_of(optimizer: optimizers.Optimizer, matrix: Matrices) -> int:
     whole = optimizer.state_bytes * matrix.elements
     if optimizer.state == "momentum" and matrix.part == "hidden":
         return whole // 2
-    if optimizer.state == "blockwise" and matrix.part != "embedding" and matrix.elements >= _SMALLEST_IN_8_BITS:
+    if optimizer.state == "blockwise" and matrix.part != "embedding" and matrix.elements >= SMALLEST_IN_8_BITS:
         return whole // 4 + whole // _BLOCK
     return whole

@@ -50,7 +50,7 @@ class Optimizer:
 
 
 _BOTH: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
-_OWN = "ftcli.trainers.adamw:AdamW"
+_OWN, _OWN_8BIT = "ftcli.trainers.adamw:AdamW", "ftcli.trainers.adamw:AdamW8bit"
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _BETAS = _ADAM[:2]
 _BITSANDBYTES = Package(
@@ -69,6 +69,7 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
         "adamw_8bit": Optimizer(
             "AdamW with its state in 8 bits.",
             state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+            build_own=_OWN_8BIT,
         ),
         "paged_adamw_8bit": Optimizer(
             "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",

@@ -9,9 +9,17 @@ from typing import Any
 
 import torch
 from ftkernels.adamw import AdamWSettings, Rounding, adamw_step
+from ftkernels.adamw_8bit import Moment8, adamw_step_8bit
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
+
+from ftcli.facts.trained import SMALLEST_IN_8_BITS
+
+
+#: What the state calls the moments, and what is appended for the scales of those in 8 bits.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALES = "_scales"
 
 
 class AdamW(Optimizer):
@@ -62,22 +70,31 @@ class AdamW(Optimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], place: int) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            state.update({"step": 0, **self._no_moments(parameter, group)})
         state["step"] += 1
-        settings = AdamWSettings(
+        settings = self._settings(parameter, group, state["step"], place)
+        self._step(parameter, gradient, state, settings)
+
+    def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """What the state begins with besides ``step``."""
+        made = (torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for _ in MOMENTS)
+        return dict(zip(MOMENTS, made, strict=True))
+
+    def _step(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: AdamWSettings) -> None:
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        adamw_step(parameter, gradient, *moments, settings, clip=self.clip, copy=self.copies.get(parameter))
+
+    def _settings(self, parameter: Tensor, group: dict[str, Any], step: int, place: int) -> AdamWSettings:
+        return AdamWSettings(
             lr=float(group["lr"]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=state["step"],
+            step=step,
             rounding=self._rounding if parameter.dtype == torch.bfloat16 else "nearest",
-            seed=_seed(state["step"], place),
+            seed=_seed(step, place),
         )
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        adamw_step(parameter, gradient, *moments, settings, clip=self.clip, copy=self.copies.get(parameter))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Takes what ``state_dict`` gave, to the last bit. torch's own would cast the moments to the parameters' dtype.
@@ -88,12 +105,45 @@ class AdamW(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
-            if saved["exp_avg"].shape != parameter.shape:
-                raise ValueError(f"state of shape {tuple(saved['exp_avg'].shape)} for {tuple(parameter.shape)}")
-            self.state[parameter] = {
-                "step": int(saved["step"]),
-                **{name: saved[name].to(parameter.device, torch.float32) for name in ("exp_avg", "exp_avg_sq")},
+            wanted = self._kept(saved)
+            if not wanted <= saved.keys() or any(saved[name].shape != parameter.shape for name in MOMENTS):
+                raise ValueError(f"state that is not of this optimizer for a parameter of {tuple(parameter.shape)}")
+            moved = {
+                name: saved[name].to(parameter.device, None if saved[name].dtype == torch.uint8 else torch.float32)
+                for name in wanted
             }
+            self.state[parameter] = {"step": int(saved["step"]), **moved}
+
+    def _kept(self, saved: dict[str, Any]) -> set[str]:
+        """The tensors of a parameter's state."""
+        return set(MOMENTS)
+
+
+class AdamW8bit(AdamW):
+    """The same with moments in 8 bits, in blocks with a scale each: those of the matrices of groups that say ``hidden``,
+    the small ones excepted. Not those of embeddings, whose rows differ too much in how often they are trained. The
+    arithmetic is in float32, and parameters are rounded to nearest.
+    """
+
+    def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if not group["hidden"] or parameter.numel() < SMALLEST_IN_8_BITS:
+            return super()._no_moments(parameter, group)
+        found = {}
+        for name, signed in zip(MOMENTS, (True, False), strict=True):
+            moment = Moment8.zeros(parameter, signed=signed)
+            found |= {name: moment.codes, f"{name}{_SCALES}": moment.scales}
+        return found
+
+    def _step(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: AdamWSettings) -> None:
+        if MOMENTS[0] + _SCALES not in state:
+            super()._step(parameter, gradient, state, settings)
+            return
+        m, v = (Moment8(state[name], state[f"{name}{_SCALES}"]) for name in MOMENTS)
+        adamw_step_8bit(parameter, gradient, m, v, settings, clip=self.clip, copy=self.copies.get(parameter))
+
+    def _kept(self, saved: dict[str, Any]) -> set[str]:
+        in_8_bits = any(name in saved and saved[name].dtype == torch.uint8 for name in MOMENTS)
+        return {*MOMENTS, *(f"{name}{_SCALES}" for name in MOMENTS)} if in_8_bits else set(MOMENTS)
 
 
 def _seed(step: int, place: int) -> int:

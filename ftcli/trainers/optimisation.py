@@ -93,12 +93,14 @@ class OptimisationMixin:
         """The trained parameters in groups, of which none is empty; those with the recipe's learning rate come first.
 
         Under LoRA+ matrices B, and with them what has one dimension, have a higher rate
-        (``peft.optimizers.create_loraplus_optimizer``). Muon is told which matrices are hidden ones.
+        (``peft.optimizers.create_loraplus_optimizer``). Muon is told which matrices are hidden ones, our AdamW in 8 bits
+        which are no embedding.
         """
         model: Any = self.model
         decays = set(self.get_decay_parameter_names(model))  # type: ignore[attr-defined]
-        by_kind = optimizers.row(self.settings.optim).state == "momentum"
-        outer = _outer_parameters(model) if by_kind else set()
+        state = optimizers.row(self.settings.optim).state
+        by_kind = state == "momentum" or (state == "blockwise" and self.own_optimizer)
+        outer = _outer_parameters(model, head=state == "momentum") if by_kind else set()
         ratio = self.settings.loraplus_lr_ratio
         groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
@@ -222,11 +224,11 @@ def schedule_arguments(settings: TrainConfig, all_steps: int) -> Arguments:
     return {**arguments, **{stage: steps for stage, steps in stages.items() if stage in arguments}}
 
 
-def _outer_parameters(model: nn.Module) -> set[int]:
-    """Parameters of embedding and head, and adapters of stacks of experts, which are no matrices of one layer."""
+def _outer_parameters(model: nn.Module, *, head: bool) -> set[int]:
+    """Parameters of embedding and ``head``, and adapters of stacks of experts, which are no matrices of one layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
     base: Any = base_of(model)
-    outer = [base.get_input_embeddings(), base.get_output_embeddings()]
+    outer = [base.get_input_embeddings(), base.get_output_embeddings() if head else None]
     outer += [module for module in model.modules() if isinstance(module, ParamWrapper)]
     return {id(parameter) for module in outer if module is not None for parameter in module.parameters()}
