@@ -16,7 +16,6 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from ftcli.facts.trained import SMALLEST_IN_8_BITS
 
-
 #: What the state calls the moments, and what is appended for the scales of those in 8 bits.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALES = "_scales"
@@ -120,15 +119,15 @@ class AdamW(Optimizer):
 
 
 class AdamW8bit(AdamW):
-    """The same with moments in 8 bits, in blocks with a scale each: those of the matrices of groups that say ``hidden``,
-    the small ones excepted. Not those of embeddings, whose rows differ too much in how often they are trained. The
+    """The same with moments in 8 bits, in blocks with a scale each: those of the matrices of groups that say
+    ``hidden``, the small ones excepted. Not those of embeddings, whose rows differ too much in how often they are trained. The
     arithmetic is in float32, and parameters are rounded to nearest.
     """
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if not group["hidden"] or parameter.numel() < SMALLEST_IN_8_BITS:
             return super()._no_moments(parameter, group)
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, signed in zip(MOMENTS, (True, False), strict=True):
             moment = Moment8.zeros(parameter, signed=signed)
             found |= {name: moment.codes, f"{name}{_SCALES}": moment.scales}

@@ -93,8 +93,8 @@ class OptimisationMixin:
         """The trained parameters in groups, of which none is empty; those with the recipe's learning rate come first.
 
         Under LoRA+ matrices B, and with them what has one dimension, have a higher rate
-        (``peft.optimizers.create_loraplus_optimizer``). Muon is told which matrices are hidden ones, our AdamW in 8 bits
-        which are no embedding.
+        (``peft.optimizers.create_loraplus_optimizer``). Muon is told which matrices are hidden ones, our AdamW in 8
+        bits which are no embedding.
         """
         model: Any = self.model
         decays = set(self.get_decay_parameter_names(model))  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@
     scale           the largest magnitude of a block
     code            of the nearest value of the moment's table times the scale
 
-The tables are those of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (dynamic tree quantization):
-0, 1, and in each of seven decades below 1 the centres of equal cells of [0.1, 1] of it, twice as many in each as in the
+The tables are those of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (dynamic tree
+quantization): 0, 1, and in each of seven decades below 1 the centres of equal cells of [0.1, 1] of it, twice as many in each as in the
 decade below. Of m both signs, 1 cell in the lowest decade and 64 in the highest; of v, which has no sign, 2 and 128.
 
 The kernel computes the cell of a value from its decade, and looks at the boundaries to the neighbours, which are not
@@ -47,7 +47,7 @@ class Moment8:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """``values`` (256,) in order, and ``bounds``: of the values from 0 up the lower bound of each, -inf first, and inf."""
+    """``values`` (256,) in order; ``bounds``: of the values from 0 up the lower bound of each, -inf first, and inf."""
 
     values: Tensor
     bounds: Tensor

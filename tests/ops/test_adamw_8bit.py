@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: the tables, the nearest value of them, and the step against float64 and the torch form."""
+"""AdamW with moments in 8 bits: the tables, the nearest value of them, and the step against the torch form."""
 
 from __future__ import annotations
 
