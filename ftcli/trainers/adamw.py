@@ -120,8 +120,8 @@ class AdamW(Optimizer):
 
 class AdamW8bit(AdamW):
     """The same with moments in 8 bits, in blocks with a scale each: those of the matrices of groups that say
-    ``hidden``, the small ones excepted. Not those of embeddings, whose rows differ too much in how often they are trained. The
-    arithmetic is in float32, and parameters are rounded to nearest.
+    ``hidden``, the small ones excepted. Not those of embeddings, whose rows differ too much in how often they are
+    trained. The arithmetic is in float32, and parameters are rounded to nearest.
     """
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
