@@ -6,8 +6,8 @@
 
 The tables are those of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (dynamic tree
 quantization): 0, 1, and in each of seven decades below 1 the centres of equal cells of [0.1, 1] of it, twice as many in
-each as in the decade below. Of m both signs, 1 cell in the lowest decade and 64 in the highest; of v, which has no sign,
-2 and 128.
+each as in the decade below. Of m both signs, 1 cell in the lowest decade and 64 in the highest; of v, which has no
+sign, 2 and 128.
 
 The kernel computes the cell of a value from its decade, and looks at the boundaries to the neighbours, which are not
 those of the cell where decades meet: the nearest value without a search.
