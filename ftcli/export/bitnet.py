@@ -62,7 +62,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     """
     _require_masters(source)
     say("rounding the masters")
-    masters = _load(source.folder, trained=True)
+    masters = load_masters(source.folder)
     layers = {name: module for name, module in masters.named_modules() if isinstance(module, BitLinear)}
     divides = any(layer.bias is not None for layer in layers.values())
     tensors = _packed(masters, layers, divides=divides)
@@ -74,6 +74,11 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         return not_asked()
     say("verifying: loading the result again")
     return _verify(source, folder, masters, layers, tensors, offline=offline)
+
+
+def load_masters(folder: Path) -> PreTrainedModel:
+    """The model that was trained: masters in ``folder``, rounded in every product, and activations with them."""
+    return _load(folder, trained=True)
 
 
 def _load(folder: Path, *, trained: bool) -> PreTrainedModel:

@@ -20,8 +20,8 @@ class ExportFormat:
         merges: It adds a run's adapter to the base model, which must be there in full precision.
         in_memory: It holds the whole merged model in float32.
         llama_cpp: llama.cpp serves it, which does not build every family.
-        masters: It can hold a model whose weights are rounded in every product; others would hold the masters as plain
-            weights, which are another model.
+        masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
+            Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
     """
@@ -51,9 +51,12 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             "ftcli.export.gguf.write:write",
             merges=True,
             llama_cpp=True,
+            masters=True,
             package=_GGUF,
         ),
-        "ollama": ExportFormat("ftcli.export.ollama.write:write", merges=True, llama_cpp=True, package=_GGUF),
+        "ollama": ExportFormat(
+            "ftcli.export.ollama.write:write", merges=True, llama_cpp=True, masters=True, package=_GGUF
+        ),
         "bitnet": ExportFormat("ftcli.export.bitnet:write", merges=True, masters=True, of_quantized=("bitnet",)),
         "fp8": ExportFormat(merges=True),
     }

@@ -27,6 +27,8 @@ class Architecture:
         biases: Layers, by their last name, whose bias it reads.
         sections: It wants rope sections of text, height, width.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
+        activation: The MLP's, by transformers' name.
+        only_in: The one program that builds it, where llama.cpp itself does not.
     """
 
     name: str
@@ -38,8 +40,11 @@ class Architecture:
     biases: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     sections: bool = False
     head_dim: bool = True
+    activation: str = "silu"
+    only_in: str | None = None
 
 
+_GELU = "gelu_pytorch_tanh"
 _ALL_BIASES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 #: By ``model_type`` of the language model.
@@ -50,13 +55,23 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES),
         "qwen2": Architecture("qwen2", head_dim=False),
         "qwen3": Architecture("qwen3"),
-        "gemma": Architecture("gemma", shifted=True, tied=True),
-        "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46),
-        "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62),
+        "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
+        "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
+        "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
         "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
         "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
         "qwen3_vl_text": Architecture("qwen3vl", sections=True),
         "phi3": Architecture("phi3", biases=(), head_dim=False),
+        "bitnet": Architecture("bitnet", tied=True, biases=(), head_dim=False),
+    }
+)
+#: By ``model_type`` and activation, where that makes another architecture. Microsoft's fork of llama.cpp has this one
+#: (its ``build_bitnet_158``); llama.cpp's own ``bitnet`` computes SiLU.
+BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = MappingProxyType(
+    {
+        ("bitnet", "relu2"): Architecture(
+            "bitnet-b1.58", tied=True, biases=(), head_dim=False, activation="relu2", only_in="bitnet.cpp"
+        ),
     }
 )
 
@@ -73,6 +88,8 @@ class StoredType:
         logits: Largest relative error of the logits that passes.
         outer: The type of embedding and head where that is another.
         quantized_by: ``llama-quantize`` makes it, from a file of this type; None: the gguf library does.
+        block: Weights of a block, which rows are made of; rows of another length are float16.
+        ternary: It has three values a block, so it is for weights that have no more (``quantization.method: bitnet``).
     """
 
     ggml: str
@@ -81,6 +98,8 @@ class StoredType:
     logits: float
     outer: str | None = None
     quantized_by: str | None = None
+    block: int = 1
+    ternary: bool = False
 
 
 TYPES: Mapping[str, StoredType] = MappingProxyType(
@@ -88,11 +107,13 @@ TYPES: Mapping[str, StoredType] = MappingProxyType(
         "f32": StoredType("F32", 0, 0.0, 1e-5),
         "f16": StoredType("F16", 1, 2.0**-11, 0.02),
         "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
-        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25),
-        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0"),
-        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0"),
-        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0"),
-        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0"),
+        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25, block=32),
+        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0", block=32),
+        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0", block=32),
+        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0", block=32),
+        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0", block=32),
+        "tq2_0": StoredType("TQ2_0", 37, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
+        "tq1_0": StoredType("TQ1_0", 36, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
         "q6_k": StoredType("Q6_K", 18, 0.0, 0.5, quantized_by="bf16"),
         "q5_k_m": StoredType("Q5_K_M", 17, 0.0, 0.5, quantized_by="bf16"),
         "q5_k_s": StoredType("Q5_K_S", 16, 0.0, 0.5, quantized_by="bf16"),
@@ -108,6 +129,10 @@ def type_names() -> tuple[str, ...]:
     return tuple(TYPES)
 
 
-def architecture_of(model_type: str) -> Architecture | None:
-    """How llama.cpp builds a language model; None where ftcli does not know it."""
-    return ARCHITECTURES.get(model_type)
+def architecture_of(model_type: str, activation: str = "") -> Architecture | None:
+    """How llama.cpp builds a language model; None where ftcli does not know it.
+
+    Args:
+        activation: The MLP's, by transformers' name, where it is known.
+    """
+    return BY_ACTIVATION.get((model_type, activation)) or ARCHITECTURES.get(model_type)

@@ -205,12 +205,15 @@ def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.described import describe, reader_of
     from ftcli.export.gguf.file import ReadFile
+    from ftcli.export.gguf.metadata import activation_of
     from ftcli.export.lazy import reading
     from ftcli.tables.gguf import architecture_of
 
-    file, architecture, config = ReadFile(Path(asked.folder)), architecture_of(asked.model_type), _config(asked.config)
+    file, config = ReadFile(Path(asked.folder)), _config(asked.config)
+    text = config.get_text_config()
+    architecture = architecture_of(text.model_type, activation_of(text))
     if architecture is None:
-        raise ValueError(f"no architecture of llama.cpp's for {asked.model_type}")
+        raise ValueError(f"no architecture of llama.cpp's for {text.model_type}")
     problems = describe(config, file, architecture)
     if problems:
         return {"problems": problems}, {}

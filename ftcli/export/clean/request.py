@@ -43,7 +43,6 @@ class Request:
         layers: Linear layers that are asked alone, and how many features they take.
         names: Of a GGUF file, the name in it of each tensor of the model.
         heads: As :func:`ftcli.export.gguf.names.from_file` takes them.
-        model_type: Of the language model in a GGUF file.
         threads: How many threads sums are taken by, so that they are taken alike.
     """
 
@@ -57,7 +56,6 @@ class Request:
     layers: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
-    model_type: str = ""
     threads: int = 1
 
 

@@ -16,9 +16,6 @@ from ftcli.export.gguf.metadata import Value
 from ftcli.plain import JsonObject
 from ftcli.tables.gguf import TYPES
 
-#: Weights of a block of every type that ftcli writes.
-BLOCK = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -45,14 +42,14 @@ def stored_bytes(shape: Sequence[int], ggml: str) -> int:
 def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
     """The type of one tensor in a file of type ``wanted``: vectors stay in float32, as llama.cpp wants them.
 
-    Rows that are no multiple of a block are in float16.
+    Rows that are no multiple of a block are in float16; so are, in ternary types, embedding and head.
     """
     if len(shape) < 2:
         return "F32"
     row = TYPES[wanted]
     if row.outer is not None and stored in ("token_embd.weight", "output.weight"):
         row = TYPES[row.outer]
-    return "F16" if row.ggml.startswith("Q") and shape[-1] % BLOCK else row.ggml
+    return "F16" if shape[-1] % row.block else row.ggml
 
 
 def write_file(path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, Planned]) -> None:

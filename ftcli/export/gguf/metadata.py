@@ -88,6 +88,13 @@ def head_size(config: PretrainedConfig) -> int:
     return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
 
 
+def activation_of(config: PretrainedConfig) -> str:
+    """The MLP's activation, by the name that most configs call it by."""
+    c: Any = config
+    name = str(getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None))
+    return "silu" if name == "swish" else name
+
+
 def window_layers(config: PretrainedConfig) -> list[bool]:
     """Which layers see only a window."""
     c: Any = config
@@ -122,10 +129,9 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
     wanted = getattr(c, "query_pre_attn_scalar", None) or head_dim
     if wanted != built_in:
         raise no_place(f"scores are divided by the root of {wanted}, in llama.cpp by that of {built_in}")
-    activation = getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None)
-    expected = ("gelu_pytorch_tanh",) if architecture.shifted else ("silu", "swish")
-    if activation not in expected:
-        raise no_place(f"its activation is {activation}, in llama.cpp {expected[0]}")
+    activation = activation_of(config)
+    if activation != architecture.activation:
+        raise no_place(f"its activation is {activation}, in llama.cpp {architecture.activation}")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
     if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):

@@ -19,7 +19,7 @@ from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.clean.request import LOGITS, Answer, Request
 from ftcli.export.gguf.described import ROUNDING
-from ftcli.export.gguf.file import BLOCK, ReadFile
+from ftcli.export.gguf.file import ReadFile
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.names import Names, from_file, to_file
 from ftcli.export.gguf.pieces import pieces_of
@@ -134,18 +134,19 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
         return f"has shape {tuple(found.shape)} instead of {tuple(want.shape)}"
     if not bool(torch.isfinite(found).all()):
         return "holds NaN or infinity"
-    bound = next((row.error for row in TYPES.values() if row.ggml == ggml and row.quantized_by is None), None)
-    if bound is None:  # made by llama-quantize, whose error is its own
+    row = next((each for each in TYPES.values() if each.ggml == ggml and each.quantized_by is None), None)
+    if row is None:  # made by llama-quantize, whose error is its own
         return None
     if found.dim() < 2:
         found, want = found[None], want[None]
     rows = max(1, (1 << 22) // want.shape[-1])
     for got, wished in zip(torch.split(found, rows), torch.split(want, rows), strict=True):
-        if ggml.startswith("Q"):
-            scale = wished.reshape(-1, BLOCK).abs().amax(-1, keepdim=True).expand(-1, BLOCK).reshape(wished.shape)
-        else:
-            scale = wished.abs()
-        room = bound * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
+        scale = wished.abs()
+        if row.block > 1 and not row.ternary:
+            scale = scale.reshape(-1, row.block).amax(-1, keepdim=True).expand(-1, row.block).reshape(wished.shape)
+        room = row.error * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
+        if row.ternary and not torch.equal(got.sign(), wished.sign()):
+            return "has other signs than were trained"
         if bool(((got - wished).abs() > room).any()):
             return f"differs by up to {float((got - wished).abs().max()):.3g} from what was trained"
     return None
@@ -160,7 +161,6 @@ def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
             config=config,
             names=wanted.names.stored,
             heads=wanted.heads,
-            model_type=wanted.config.get_text_config().model_type,
         )
         answer = wanted.reload(asked, sent(wanted.probe))
     if answer.problems:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ import torch
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.file import Planned, type_of, write_file
-from ftcli.export.gguf.metadata import Description, Value, metadata_of
+from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
 from ftcli.export.gguf.names import names_of, no_place, to_file
+from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
 from ftcli.export.gguf.verify import Wanted, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.lazy import reading
@@ -24,11 +25,11 @@ from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
-from ftcli.export.weights import MergedWeights, StoredWeights, source_config, source_weights
+from ftcli.export.weights import MergedWeights, Weights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.model.load import stop_token_ids
 from ftcli.tables.families import family_of
-from ftcli.tables.gguf import TYPES, architecture_of
+from ftcli.tables.gguf import TYPES, Architecture, architecture_of
 from ftcli.units import gib
 
 if TYPE_CHECKING:
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """All that the files of one export have in common."""
+    """All that the files of one export have in common; ``facts`` are for its record."""
 
     wanted: Wanted
     description: Description
     name: str
+    facts: Mapping[str, float] = field(default_factory=dict)
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -56,7 +58,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     """
     require_library()
     prepared = prepare(source, offline=offline, say=say)
-    facts: dict[str, str | int | float] = {}
+    facts: dict[str, str | int | float] = dict(prepared.facts)
     for kind in source.settings.gguf.types:
         path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
         say(f"writing {path.name}")
@@ -115,19 +117,27 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         raise random_base(source)
     config = source_config(source, offline=offline)
     text: Any = config.get_text_config()
-    family, architecture = family_of(text.model_type), architecture_of(text.model_type)
+    family, architecture = family_of(text.model_type), architecture_of(text.model_type, activation_of(text))
     if family is None or architecture is None:
         raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
-    description = metadata_of(text, architecture)
-    weights = source_weights(source, offline=offline)
+    description = _described(metadata_of(text, architecture), architecture)
+    rounded = rounded_layers(config)
+    if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
+        raise no_place("ternary types are for ternary weights, which quantization.method: bitnet trains")
+    stored = source_weights(source, offline=offline)
+    weights = TernaryWeights(stored, rounded) if rounded else stored
     names = names_of(weights.names, family, architecture)
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
     trained = torch.empty(0)
+    facts: dict[str, float] = {}
     if source.verify:
         say("computing what the files are held against")
         probe, trained = _trained_logits(source, weights, probe, offline=offline)
+        facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
+        if problems:
+            raise not_verified(source.destination, problems)
     heads = {
         "attn_q": text.num_attention_heads,
         "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -152,7 +162,15 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         message += "tensors of other parts than the language model are left out"
         warning = Finding("FT757", message, severity="warning")
         description = Description(description.values, description.tensors, (*description.warnings, warning))
-    return Prepared(wanted, description, file_name(source))
+    return Prepared(wanted, description, file_name(source), facts)
+
+
+def _described(description: Description, architecture: Architecture) -> Description:
+    if architecture.only_in is None:
+        return description
+    message = f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
+    warning = Finding("FT757", f"{message}files have not been run", severity="warning")
+    return replace(description, warnings=(*description.warnings, warning))
 
 
 def file_name(source: ExportSource) -> str:
@@ -161,15 +179,14 @@ def file_name(source: ExportSource) -> str:
     return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"
 
 
-def _trained_logits(
-    source: ExportSource, weights: StoredWeights | MergedWeights, probe: Probe, *, offline: bool
-) -> tuple[Probe, Tensor]:
+def _trained_logits(source: ExportSource, weights: Weights, probe: Probe, *, offline: bool) -> tuple[Probe, Tensor]:
     """A probe with what base and adapter, apart, go on with, and what they answer in float32; a full fine-tune is
     itself.
     """
     model: Any = unwritten(source_config(source, offline=offline))
-    adapted = model if isinstance(weights, StoredWeights) else attach(model, source.folder)
-    with reading(adapted, weights.read if isinstance(weights, StoredWeights) else weights.base.read), torch.no_grad():
+    base = weights.base if isinstance(weights, MergedWeights) else weights
+    adapted = attach(model, source.folder) if base is not weights else model
+    with reading(adapted, base.read), torch.no_grad():
         longer = continued(adapted, probe)
         return longer, logits(adapted, longer)
 

@@ -58,7 +58,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         raise not_verified(folder, problems)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
-        {"type": kind, **report.facts("", kind)},
+        {"type": kind, **prepared.facts, **report.facts("", kind)},
         prepared.description.warnings,
     )
 

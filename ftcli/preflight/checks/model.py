@@ -20,7 +20,7 @@ from ftcli.facts.tokenizer import no_stop_finding
 from ftcli.facts.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
-from ftcli.tables.gguf import architecture_of
+from ftcli.tables.gguf import TYPES, architecture_of
 
 #: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
 TARGETS_CHECK = "lora.target_modules against the model's layers"
@@ -59,6 +59,7 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
         yield from _merged_with_rounded(context, method)
     else:
         yield from _formats_of_rounded(context, method)
+    yield from _ternary_types(context, method)
     if facts.quantization is None:
         return
     path, stored = "model.name_or_path", stored_method(facts.raw)
@@ -137,6 +138,17 @@ def _formats_of_rounded(context: Context, method: str) -> Findings:
                 f"{name} packs weights of quantization.method: {wanted}, and this recipe has {method}",
                 help="leave it out",
             )
+
+
+def _ternary_types(context: Context, method: str) -> Findings:
+    """FT339: types of GGUF that hold three values, for weights that have more."""
+    types = [name for name in context.recipe.export.gguf.types if TYPES[name].ternary]
+    asked = any(exports.row(name).llama_cpp for name in context.recipe.export.formats)
+    if context.work == "eval" or not asked or not types or quantizations.row(method).training is not None:
+        return
+    tell = context.error if context.command == "export" else context.note
+    message = f"{types[0]} holds ternary weights (quantization.method: bitnet), and this recipe has {method}"
+    yield tell("FT339", "export.gguf.types", message, help="use q8_0, or one of the other types")
 
 
 def _random_base(context: Context, facts: ModelFacts) -> Findings:

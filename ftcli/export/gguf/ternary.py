@@ -1,0 +1,78 @@
+"""Models of ternary weights (``quantization.method: bitnet``) in GGUF: rounded first, then written.
+
+A file holds ``s t`` for each matrix: in the types TQ1_0 and TQ2_0 the values t of a block of 256 beside s in float16,
+in the others the products. Masters would be rounded in another way, by blocks, and to other signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ftkernels.ternary import ternarise
+from torch import Tensor, nn
+
+from ftcli.export.bitnet import load_masters
+from ftcli.export.probe import Probe, compare_logits, logits
+from ftcli.export.weights import Weights
+from ftcli.facts.quantization import stores_masters
+from ftcli.model.checkpoint import hollow
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: Largest relative error of the logits that rounding the activations may make: training does so by token and to eight
+#: bits, the model that a file is put into not at all, llama.cpp by token and block.
+ACTIVATIONS = 0.5
+
+
+class TernaryWeights:
+    """What masters are rounded to, in float32; the other tensors as they are.
+
+    Args:
+        layers: Names of the weights that are rounded.
+    """
+
+    def __init__(self, masters: Weights, layers: frozenset[str]) -> None:
+        self._masters, self._layers = masters, layers
+
+    @property
+    def names(self) -> Sequence[str]:
+        """All that are stored."""
+        return self._masters.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return self._masters.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, rounded where training rounds it."""
+        tensor = self._masters.read(name)
+        return ternarise(tensor).dequantize(torch.float32) if name in self._layers else tensor
+
+
+def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
+    """Names of the weights that are rounded in every product; empty for a model of plain weights."""
+    said: Any = config.to_dict()
+    if not stores_masters(said):
+        return frozenset()
+    plain = set(said["quantization_config"].get("modules_to_not_convert") or ())
+    linears = [name for name, module in hollow(config).named_modules() if isinstance(module, nn.Linear)]
+    return frozenset(f"{name}.weight" for name in linears if name not in plain)
+
+
+def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[dict[str, float], list[str]]:
+    """How far rounding the activations, which no file says anything of, moves the logits: for the record, and problems.
+
+    Args:
+        folder: Of the masters.
+        unrounded: What the ternary weights give without it.
+    """
+    found = compare_logits(unrounded, logits(load_masters(folder), probe), ACTIVATIONS)
+    problems = []
+    if not found.relative_error <= ACTIVATIONS:
+        problems.append(f"the ternary weights' logits differ by {found.relative_error:.3g} from the trained model's")
+    facts = {"activations_rounding": found.relative_error, "activations_top1_agreement": found.top1_agreement}
+    return facts, problems
