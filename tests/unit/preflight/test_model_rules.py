@@ -223,11 +223,22 @@ def test_what_llama_cpp_does_not_build_is_known_before_training(
 ) -> None:
     asked = "lora: {}\nexport: {formats: [gguf]}\n"
     assert "FT756" not in [finding.code for finding in findings("meta-llama/Llama-3.1-8B", asked)]
-    bitnet = "microsoft/bitnet-b1.58-2B-4T-bf16"
-    found = [(f.code, f.severity) for f in findings(bitnet, asked) if f.code == "FT756"]
+    unbuilt = str(folder("m", {**TINY, "model_type": "granite"}, **tokenizer(eos_token="z")))
+    found = [(f.code, f.severity) for f in findings(unbuilt, asked) if f.code == "FT756"]
     assert found == [("FT756", "note")]
-    refused = [(f.code, f.severity) for f in findings(bitnet, asked, command="export") if f.code == "FT756"]
+    refused = [(f.code, f.severity) for f in findings(unbuilt, asked, command="export") if f.code == "FT756"]
     assert refused == [("FT756", "error")]
+
+
+def test_ternary_types_are_for_ternary_weights(findings: Callable[..., list[Any]]) -> None:
+    def found(method: str, types: str, command: str = "check") -> list[tuple[str, str]]:
+        text = f"quantization: {{method: {method}}}\nexport: {{formats: [gguf], gguf: {{types: [{types}]}}}}\n"
+        told = findings("meta-llama/Llama-3.1-8B", text, command=command)
+        return [(f.severity, f.message.split()[0]) for f in told if f.code == "FT339"]
+
+    assert found("none", "q8_0, tq1_0") == [("note", "tq1_0")]
+    assert found("none", "tq2_0", "export") == [("error", "tq2_0")]
+    assert found("bitnet", "tq2_0") == found("none", "q8_0") == []
 
 
 def test_a_merge_that_this_machine_cannot_make_is_known_before_training(load: Callable[..., Any]) -> None:
