@@ -66,6 +66,11 @@ class QuantizationConfig(Section):
         description="BitNet: steps over which training goes from exact to quantised values, in equal parts; about 1000 "
         "for a model that was trained in bf16, 0 for one that was quantised before and from scratch.",
     )
+    use_rms_norm: bool = Field(
+        default=False,
+        description="BitNet: an RMSNorm on the input of every rounded layer, trained with it, in a model that is "
+        "converted. Models that were saved with such norms have them without this.",
+    )
 
 
 Initialisation = Annotated[str, Field(pattern=r"^(gaussian|orthogonal|olora|pissa|pissa_niter_[1-9][0-9]{0,2})$")]

@@ -7,13 +7,14 @@ and generation always have the quantised ones, which is what a saved model has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize, round_weight
-from ftkernels.ternary import SMALLEST, Ternary, remaster, ternarise, unpack
+from ftkernels.rms_norm import rms_norm_reference
+from ftkernels.ternary import Ternary, remaster, ternarise
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
@@ -21,7 +22,7 @@ from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
 from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import JsonObject
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _METHOD = "bitnet"
+#: transformers' own, where its config names none.
+INPUT_NORM_EPS = 1e-6
+
+
+class InputNorm(nn.Module):
+    """The RMSNorm of one linear layer's input (``use_rms_norm`` of transformers): its ``rms_norm``.
+
+    "An Extra RMSNorm is All You Need for Fine Tuning to 1.58 Bits" (arXiv 2505.08823).
+    """
+
+    def __init__(self, weight: Tensor, eps: float, *, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().float(), requires_grad=trained)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., I)."""
+        return rms_norm_reference(x, self.weight, self.eps)
 
 
 class BitLinear(TrainedQuantizedLinear):
@@ -36,6 +55,7 @@ class BitLinear(TrainedQuantizedLinear):
 
     Attributes:
         share: How far training goes from exact to quantised values, 0 to 1.
+        rms_norm: The norm of its own input, where it has one.
     """
 
     method = _METHOD
@@ -48,6 +68,7 @@ class BitLinear(TrainedQuantizedLinear):
         self.backend: BackendName = "auto"
         self.weight = nn.Parameter(weight.detach().float())
         self.register_parameter("bias", bias)
+        self.rms_norm: InputNorm | None = None
         self._ternary: Ternary | None = None
         self._made_of: tuple[int, int] | None = None
 
@@ -63,8 +84,9 @@ class BitLinear(TrainedQuantizedLinear):
         """(..., I) -> (..., O), in autocast's dtype or x's."""
         if not isinstance(x, QuantizedRows):
             if self.mixes:
+                x = x if self.rms_norm is None else self.rms_norm(x)
                 return mixed_linear(x, self.weight, self.ternary, self.bias, self.share)
-            x = quantize(x, backend=self.backend)
+            x = _rows(x, self.rms_norm, self.backend)
         return bit_linear(x, self.weight, self.ternary, self.bias, backend=self.backend)
 
     @property
@@ -120,6 +142,7 @@ class TernaryLinear(QuantizedLinear):
         super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
         self.register_buffer("ternary", weight.data)
         self.register_buffer("scale", weight.scale)
+        self.rms_norm: InputNorm | None = None
 
     def frozen_weight(self) -> Ternary:
         """As the base class says; nothing is copied."""
@@ -144,7 +167,14 @@ class TernaryLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O), in autocast's dtype or x's."""
-        return bit_linear(quantize(x), None, self.frozen_weight(), self.bias)
+        return bit_linear(_rows(x, self.rms_norm, "auto"), None, self.frozen_weight(), self.bias)
+
+
+def _rows(x: Tensor, norm: InputNorm | None, backend: BackendName) -> QuantizedRows:
+    """(..., I), normed where the layer has a norm, in int8."""
+    if norm is None:
+        return quantize(x, backend=backend)
+    return norm_quantize(x, norm.weight, norm.eps, backend=backend)
 
 
 def bit_linear_of(linear: nn.Linear, settings: QuantizationConfig, name: str) -> BitLinear:
@@ -159,35 +189,27 @@ def ternary_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -
     return TernaryLinear(ternarise(linear.weight), linear.bias, name)
 
 
-def already_ternary(linear: nn.Linear, name: str) -> TernaryLinear | None:
-    """``linear`` where all its weights are -a, 0 and a: what is left of ternary values that were written out in full
-    precision, from GGUF or from packed files. Rounding them by their mean would shrink them by their density.
-    """
-    weight = linear.weight.detach()
-    scale = weight.abs().amax() if weight.numel() else weight.new_zeros(())
-    if not bool(scale >= SMALLEST) or not bool(torch.isfinite(scale)):
-        return None
-    values = weight.sign()
-    if not torch.equal(values * scale, weight):
-        return None
-    return TernaryLinear(Ternary(values.to(torch.int8), scale.float()), linear.bias, name)
-
-
 def masters_of(layer: TernaryLinear) -> BitLinear:
     """Masters that are rounded to just the layer's values and scale."""
     weight = layer.frozen_weight()
     bias = None if layer.bias is None else nn.Parameter(layer.bias.detach())
-    return BitLinear(remaster(weight.data, float(weight.scale)), bias, layer.layer_name)
+    masters = BitLinear(remaster(weight.data, float(weight.scale)), bias, layer.layer_name)
+    if layer.rms_norm is not None:
+        masters.rms_norm = InputNorm(layer.rms_norm.weight, layer.rms_norm.eps, trained=True)
+    return masters
 
 
-def finish(model: PreTrainedModel, *, kernels: bool) -> None:
+def finish(model: PreTrainedModel, *, kernels: bool, settings: QuantizationConfig | None = None) -> None:
     """Has norms round what they hand to linear layers, and notes in the model's config that these round their weights.
 
-    Without that note transformers would take the masters for ordinary weights, and say nothing.
+    Without that note transformers would take the masters for ordinary weights, and say nothing. With ``use_rms_norm``
+    in the recipe's section, layers without a norm of their own get one, of ones.
     """
-    for module in model.modules():
-        if isinstance(module, BitLinear):
-            module.backend = "auto" if kernels else "torch"
+    for module in [module for module in model.modules() if isinstance(module, BitLinear)]:
+        module.backend = "auto" if kernels else "torch"
+        if settings is not None and settings.use_rms_norm and module.rms_norm is None:
+            ones = torch.ones(module.in_features, device=module.weight.device)
+            module.rms_norm = InputNorm(ones, INPUT_NORM_EPS, trained=True)
     family = family_of(model.config.get_text_config().model_type)
     if family is not None:
         for layer in decoder_layers(model):
@@ -204,14 +226,16 @@ def _share_rows(layer: nn.Module, family: Family) -> None:
     modules = dict(layer.named_modules())
     for name, wanted in readers.items():
         found = [module for each in wanted if isinstance(module := modules.get(each), BitLinear)]
-        if name in modules and len(found) == len(wanted):
+        if name in modules and len(found) == len(wanted) and not any(reader.rms_norm for reader in found):
             layer.set_submodule(name, RoundingNorm(modules[name], found, fuses=family.norm == "llama"))
 
 
 def declaration(model: nn.Module) -> JsonObject:
     """What all forms of a saved model say of its layers; linear layers of full precision are named."""
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    return {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
+    found: JsonObject = {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
+    norms = {module.eps for module in model.modules() if isinstance(module, InputNorm)}
+    return {**found, "use_rms_norm": True, "rms_norm_eps": norms.pop()} if norms else found
 
 
 def set_share(model: nn.Module, share: float) -> None:
@@ -219,38 +243,6 @@ def set_share(model: nn.Module, share: float) -> None:
     for module in model.modules():
         if isinstance(module, BitLinear):
             module.share = share
-
-
-class PackedTernaryReader:
-    """Reads layers as transformers' ``bitnet`` stores them: ``weight`` (O / 4, I) uint8 and ``weight_scale`` (1,).
-
-    What the scale means depends on ``linear_class`` in config.json: ``autobitlinear`` multiplies by it, ``bitlinear``,
-    which is the default, divides.
-    """
-
-    def __init__(self, config: JsonMap) -> None:
-        self._divides = (config.get("quantization_config") or {}).get("linear_class", "bitlinear") == "bitlinear"
-
-    def part_of(self, key: str) -> tuple[str, str] | None:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
-        layer, _, leaf = key.rpartition(".")
-        return (layer, leaf) if leaf == "weight_scale" else None
-
-    def is_packed(self, weight: Tensor) -> bool:
-        """As :class:`ftcli.model.quantize.PackedReader` says: packed values are integers, never floating."""
-        return False
-
-    def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> TernaryLinear:
-        """As :class:`ftcli.model.quantize.PackedReader` says."""
-        if "weight" not in parts or "weight_scale" not in parts:
-            raise ValueError(f"it is stored packed, without its {'weight_scale' if 'weight' in parts else 'weight'}")
-        values, stored = unpack(parts["weight"]), parts["weight_scale"].double()
-        if values.shape != (linear.out_features, linear.in_features):
-            raise ValueError(f"its packed bytes are of a matrix {tuple(values.shape)}")
-        if stored.numel() != 1 or not bool((stored > 0) & torch.isfinite(stored)):
-            raise ValueError("its weight_scale is no positive number")
-        scale = (1.0 / stored if self._divides else stored).float().reshape(())
-        return TernaryLinear(Ternary(values, scale), linear.bias, name)
 
 
 def _require_finite(linear: nn.Linear, name: str) -> None:

@@ -106,7 +106,8 @@ def _finished(model: PreTrainedModel, holding: Holding | None, settings: ModelCo
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
         if training is not None:
-            code_of(training.finish)(model, kernels=settings.kernels in ("auto", "triton"))
+            kernels = settings.kernels in ("auto", "triton")
+            code_of(training.finish)(model, kernels=kernels, settings=holding.settings)
     return model
 
 

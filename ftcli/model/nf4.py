@@ -104,6 +104,13 @@ class BitsandbytesReader:
         """As :class:`ftcli.model.quantize.PackedReader` says: the bytes, as any dtype, are a single column."""
         return weight.shape[-1:] == (1,)
 
+    def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
+        """As :class:`ftcli.model.quantize.PackedReader` says: there is nothing to lie beside a whole weight."""
+        raise ValueError(f"it is stored in full precision, and packed: {', '.join(sorted(parts))}")
+
+    def require(self, model: nn.Module) -> None:
+        """As :class:`ftcli.model.quantize.PackedReader` says: config.json says nothing of single layers."""
+
     def layer(self, parts: Mapping[str, Tensor], linear: nn.Linear, name: str) -> NF4Linear:
         """As :class:`ftcli.model.quantize.PackedReader` says."""
         shape = torch.Size((linear.out_features, linear.in_features))

@@ -61,6 +61,22 @@ class PackedReader(Protocol):
         """
         ...
 
+    def add(self, parts: Mapping[str, Tensor], layer: nn.Module) -> None:
+        """Gives ``layer``, which was stored in full precision, the parts that lie beside its weight.
+
+        Raises:
+            ValueError: A part does not fit, or the layer takes none.
+        """
+        ...
+
+    def require(self, model: nn.Module) -> None:
+        """Looks whether every layer has what config.json says that it has.
+
+        Raises:
+            ValueError: A layer has not.
+        """
+        ...
+
 
 def can_be_packed(name: str, module: nn.Module) -> bool:
     """Whether files may hold a module's weight packed: every plain linear layer but the head, which the loss reads, and

@@ -28,7 +28,13 @@ from ftcli.model.quantize import (
     stores_masters,
     stores_packed,
 )
-from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, rounded_before, unreadable
+from ftcli.model.quantized import (
+    DequantizedLinear,
+    QuantizedLinear,
+    TrainedQuantizedLinear,
+    rounded_before,
+    unreadable,
+)
 from ftcli.model.renaming import Renaming
 from ftcli.tables import code_of, quantizations
 
@@ -138,6 +144,11 @@ def load_quantized(
     _place_joined(model, renaming, holding, chosen)
     model.tie_weights()
     _require_complete(model)
+    if reader is not None:
+        try:
+            reader.require(model)
+        except ValueError as error:
+            raise unreadable(str(error)) from error
     model.requires_grad_(holding.trained)
     return model.eval()
 
@@ -237,6 +248,13 @@ def _place_packed(
 ) -> None:
     layer = name.removesuffix(".weight")
     module = model.get_submodule(layer)
+    on_device = {part: tensor.to(holding.device) for part, tensor in parts.items()}
+    if reader is not None and isinstance(module, QuantizedLinear | TrainedQuantizedLinear):
+        try:
+            reader.add(on_device, module)
+        except ValueError as error:
+            raise unreadable(f"{layer}: {error}") from error
+        return
     if not can_be_packed(layer, module):
         raise unreadable(f"{layer} is stored quantized, and ftcli keeps it in full precision")
     if reader is None:
@@ -244,7 +262,7 @@ def _place_packed(
         raise unreadable(f"{layer} is stored quantized, and quantization.method {method} reads no such files")
     assert isinstance(module, nn.Linear)
     try:
-        quantized = reader.layer({part: tensor.to(holding.device) for part, tensor in parts.items()}, module, layer)
+        quantized = reader.layer(on_device, module, layer)
     except ValueError as error:
         raise unreadable(f"{layer} ({module.out_features}, {module.in_features}): {error}") from error
     model.set_submodule(layer, holding.held(quantized))

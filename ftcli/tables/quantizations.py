@@ -53,9 +53,10 @@ class QuantizedTraining:
         layer: A :class:`ftcli.model.quantize.TrainQuantized`: a linear layer with master weights.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
         more_bytes: A function of a :class:`ftcli.facts.shape.Linear`: bytes that a layer holds beside its masters.
-        finish: A function of a model that is whole, and of whether the kernels may be used, that puts in what its
-            layers share and notes in its config how its weights are to be read.
+        finish: A function of a model that is whole, of whether the kernels may be used, and of the recipe's section,
+            that puts in what its layers share and notes in its config how its weights are to be read.
         share: A function of a model and of how far its values go from exact (0) to quantised (1) in training.
+        reads: Settings of the section that have no effect on frozen weights.
     """
 
     layer: str
@@ -63,6 +64,7 @@ class QuantizedTraining:
     more_bytes: str
     finish: str
     share: str
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
         ),
         "bitnet": Quantization(
             freezes_base=False,
-            reads=("lambda_warmup_steps",),
+            reads=("lambda_warmup_steps", "use_rms_norm"),
             quantize="ftcli.model.bitnet:ternary_linear",
             stored_bytes="ftcli.facts.quantization:ternary_bytes",
             products=StoredProducts(
@@ -135,7 +137,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             ),
             packed_files=PackedFiles(
                 recognise="ftcli.facts.quantization:stores_ternary",
-                read="ftcli.model.bitnet:PackedTernaryReader",
+                read="ftcli.model.bitnet_files:PackedTernaryReader",
                 masters="ftcli.facts.quantization:stores_masters",
             ),
             training=QuantizedTraining(
@@ -144,8 +146,9 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 more_bytes="ftcli.facts.quantization:ternary_bytes",
                 finish="ftcli.model.bitnet:finish",
                 share="ftcli.model.bitnet:set_share",
+                reads=("lambda_warmup_steps", "use_rms_norm"),
             ),
-            already="ftcli.model.bitnet:already_ternary",
+            already="ftcli.model.bitnet_files:already_ternary",
         ),
     }
 )

@@ -188,7 +188,7 @@ def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(use
     recipe = without_lora(
         user.recipe(
             "run",
-            quantization={"method": "bitnet", "lambda_warmup_steps": 4},
+            quantization={"method": "bitnet", "lambda_warmup_steps": 4, "use_rms_norm": True},
             data={"train": [{"path": "bundled:smoke-train", "max_rows": 16}]},
             train={"max_steps": 3, "learning_rate": 1e-4},
             checkpoint={"every_steps": 2},

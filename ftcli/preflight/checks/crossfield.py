@@ -143,6 +143,11 @@ def _without_effect(context: Context) -> Findings:
         if name not in ("method", *quantization.reads) and context.says(path):
             readers = " or ".join(quantizations.reading(name))
             yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
+        elif recipe.lora is not None and quantization.training is not None and name in quantization.training.reads:
+            if context.says(path):
+                yield context.warning(
+                    "FT259", path, f"{path} has no effect with lora: the rounded weights are frozen", help="remove it"
+                )
     setting = train.gradient_checkpointing
     policy = policies.shown(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):

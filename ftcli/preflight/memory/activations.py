@@ -53,6 +53,7 @@ class Setting:
         dora: Adapters are DoRA's.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
+        own_norms: Each of these layers has a norm of its own before it rounds (``quantization.use_rms_norm``).
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
     """
@@ -69,6 +70,7 @@ class Setting:
     padded: bool
     dora: bool = False
     rounds: Literal["no", "apart", "in norms"] = "no"
+    own_norms: bool = False
 
 
 Term = Callable[[ModelShape, Setting], float]
@@ -120,7 +122,7 @@ def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) ->
 
 
 def _norms(shape: ModelShape, setting: Setting) -> float:
-    if setting.rounds == "in norms":
+    if setting.rounds == "in norms" and not setting.own_norms:
         total = float(shape.family.norms * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
         return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
@@ -136,11 +138,32 @@ def _norms(shape: ModelShape, setting: Setting) -> float:
 
 def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
     linears = shape.linears if setting.full else setting.adapted
+    if setting.own_norms:
+        return _normed_inputs(shape, setting)
     if setting.rounds != "no":
         return float(sum(width + 4 for width in _shared_inputs(linears).values()))
     if setting.autocast:
         return float(sum(setting.bytes_compute * linear.in_features for linear in linears))
     return float(setting.bytes_compute * sum(_shared_inputs(linears).values()))
+
+
+def _normed_inputs(shape: ModelShape, setting: Setting) -> float:
+    """What layers keep that norm and round their input by themselves: a byte an element and two numbers a row each; and
+    what goes in, once where they share it. In plain torch a norm keeps its input in float32 and what it has normalised.
+    """
+    inputs = _shared_inputs(shape.linears)
+    before = {group: setting.bytes_residual if group in SHARED_INPUTS else setting.bytes_compute for group in inputs}
+    if shape.family.sub_norms:
+        before = dict.fromkeys(inputs, 4)  # norms with float32 weights give float32
+    if setting.rounds == "in norms":
+        own = sum(linear.in_features + 8 for linear in shape.linears)
+        return float(own + sum(before[group] * width for group, width in inputs.items()))
+    kept = 0.0
+    for linear in shape.linears:
+        group = next((names for names in SHARED_INPUTS if linear.name in names), (linear.name,))
+        element = before[group]
+        kept += (1 + element) * linear.in_features + 8 + (4 * linear.in_features if element != 4 else 0)
+    return kept + sum(width * element for group, width in inputs.items() if (element := before[group]) == 4)
 
 
 def _shared_inputs(linears: tuple[Linear, ...]) -> dict[tuple[str, ...], int]:
@@ -172,10 +195,11 @@ def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
     o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and for Phi-3, whose queries are a
     concatenation: the output takes over their memory layout, which o_proj cannot read.
     """
+    in_norms = setting.rounds == "in norms"
     if shape.family.sub_norms:
-        return setting.bytes_compute == 4 or setting.rounds == "in norms"
+        return setting.bytes_compute == 4 or (in_norms and not setting.own_norms)
     if setting.rounds != "no":
-        return False
+        return setting.own_norms and (setting.bytes_compute == 4 or in_norms)
     if shape.family.joined or setting.full:
         return not shape.family.joined
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ftcli.facts.precision import plan_dtypes
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
+from ftcli.model.bitnet_files import already_ternary
 from ftcli.model.checkpoint import read_config
 from ftcli.model.quantize import layers_to_quantize
 from ftcli.model.quantized import check_weights, quantized_layers
@@ -203,22 +205,26 @@ def test_layers_behind_one_norm_share_its_rounded_output(saved: Path, monkeypatc
     assert len(made) == norms * 2
 
 
-@pytest.mark.parametrize("plan", ["full-float32", "full-bfloat16"])
 @pytest.mark.parametrize("family", ["bitnet", "llama"])
-def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str) -> None:
+@pytest.mark.parametrize("own_norms", [False, True])
+@pytest.mark.parametrize(
+    ("rounds", "plan"), [("apart", "full-float32"), ("apart", "full-bfloat16"), ("in norms", "full-bfloat16")]
+)
+def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str, own_norms: bool, rounds: Any) -> None:
     dtypes = activations.PLANS[plan]
     sizes = []
     for layers in (2, 3):
         model = activations.build(family, "sdpa", dtypes, layers)
         for name in layers_to_quantize(model):
             model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
-        bitnet.finish(model, kernels=True)
+        bitnet.finish(model, kernels=True, settings=SETTINGS.model_copy(update={"use_rms_norm": own_norms}))
         for layer in bit_layers(model):
+            layer.backend = "triton" if rounds == "in norms" else "torch"  # in the interpreter
             layer.ternary  # noqa: B018  # kept between steps, and counted with the weights
         sizes.append(activations.measured_bytes(model.train(), dtypes))
     shape = shape_of(activations.config_of(family, 1))
     assert shape is not None
-    setting = replace(activations.setting_of(family, dtypes), rounds="apart")
+    setting = replace(activations.setting_of(family, dtypes), rounds=rounds, own_norms=own_norms)
     predicted = activations.BATCH * setting.seq_len * plain_layers("sdpa").layer_bytes(shape, setting)
     assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
@@ -294,4 +300,80 @@ def test_no_other_weights_are_taken_for_ternary_ones() -> None:
     ):
         linear = torch.nn.Linear(6, 8, bias=False)
         linear.weight = torch.nn.Parameter(weight)
-        assert (bitnet.already_ternary(linear, "here") is not None) == found
+        assert (already_ternary(linear, "here") is not None) == found
+
+
+@pytest.fixture
+def normed(saved: Path, tmp_path: Path) -> Path:
+    """The masters of a model with a norm on every layer's input, as training has left them."""
+    settings = SETTINGS.model_copy(update={"use_rms_norm": True})
+    model = built(saved, trained=True)
+    bitnet.finish(model, kernels=True, settings=settings)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for layer in bit_layers(model):
+            assert layer.rms_norm is not None
+            assert torch.equal(layer.rms_norm.weight, torch.ones(layer.in_features))
+            layer.rms_norm.weight += 0.2 * torch.randn(layer.in_features)
+    model.save_pretrained(tmp_path / "normed")
+    return tmp_path / "normed"
+
+
+def test_norms_of_layers_are_those_of_transformers_and_are_trained(normed: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    declared = json.loads((normed / "config.json").read_text())["quantization_config"]
+    assert (declared["use_rms_norm"], declared["rms_norm_eps"]) == (True, 1e-6)
+    model = built(normed, trained=True)
+    norms = {name for name, parameter in model.named_parameters() if ".rms_norm." in name and parameter.requires_grad}
+    assert len(norms) == len(bit_layers(model)) == 14
+    assert not [module for module in model.modules() if isinstance(module, bitnet.RoundingNorm)]
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(normed, dtype=torch.float32)
+        for layer in bit_layers(model):
+            x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1))
+            theirs = plain.get_submodule(layer.layer_name)(x)
+            assert torch.allclose(layer(x), theirs, atol=1e-5 * float(theirs.abs().max()))
+        assert float((plain(IDS).logits - model(IDS).logits).norm() / plain(IDS).logits.norm()) < 0.05
+    before = bit_layers(model)[0].rms_norm.weight.clone()  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    for share in (0.5, 1.0):
+        set_share(model, share)
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    assert not torch.equal(bit_layers(model)[0].rms_norm.weight, before)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_packed_files_with_norms_of_layers_are_read(normed: Path, tmp_path: Path, linear_class: str) -> None:
+    wanted = built(normed, trained=True)
+    packed = packed_files(normed, tmp_path / "packed", linear_class)
+    for trained in (True, False):
+        found = built(packed, trained=trained)
+        for layer in bit_layers(wanted):
+            norm = found.get_submodule(f"{layer.layer_name}.rms_norm")
+            assert torch.equal(norm.weight, layer.rms_norm.weight)  # type: ignore[union-attr]
+            assert norm.weight.requires_grad == trained
+        with torch.no_grad():
+            tolerance = 1e-4 if linear_class == "autobitlinear" else 1e-2
+            assert torch.allclose(found(IDS).logits, wanted(IDS).logits, atol=tolerance)
+
+
+def test_norms_that_config_json_names_and_files_lack_are_missed(normed: Path) -> None:
+    """A layer without its norm would compute something else, and nothing would say so."""
+    whole = load_file(normed / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.rms_norm.weight"
+    for tensors, said in (
+        ({key: tensor for key, tensor in whole.items() if key != name}, "up_proj.rms_norm is not stored"),
+        ({**whole, name: torch.ones(3)}, "its rms_norm has shape"),
+        ({**whole, "lm_head.rms_norm.weight": torch.ones(32)}, "lm_head"),
+    ):
+        save_file(tensors, normed / "model.safetensors")
+        with pytest.raises(FtcliError, match=said):
+            built(normed, trained=True)
+    save_file(whole, normed / "model.safetensors")
+    config = json.loads((normed / "config.json").read_text())
+    del config["quantization_config"]["use_rms_norm"]
+    (normed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FtcliError, match="no place for the stored tensor"):
+        built(normed, trained=True)

@@ -304,6 +304,14 @@ def test_files_beside_the_data(context: Callable[..., Any], tmp_path: Path) -> N
     assert list(files.check(context("", f"run.resume={tmp_path}"))) == []
 
 
+@pytest.mark.parametrize("setting", ["lambda_warmup_steps=9", "use_rms_norm=true"])
+def test_what_trains_rounded_weights_has_no_effect_on_frozen_ones(context: Callable[..., Any], setting: str) -> None:
+    given = ("quantization.method=bitnet", f"quantization.{setting}")
+    (finding,) = [each for each in crossfield.check(context("lora: {}\n", *given)) if each.code == "FT259"]
+    assert "frozen" in finding.message
+    assert "FT259" not in codes(crossfield.check(context("", *given)))
+
+
 def test_a_rounding_warm_up_that_outlasts_training_is_told(context: Callable[..., Any]) -> None:
     method = "quantization.method=bitnet"
     found = crossfield.check(context("", method, "quantization.lambda_warmup_steps=9", "train.max_steps=9"))
