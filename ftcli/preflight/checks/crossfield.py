@@ -138,16 +138,17 @@ def _without_effect(context: Context) -> Findings:
             help="add `do_sample: true`, or remove it",
         )
     quantization = quantizations.row(recipe.quantization.method)
+    training = quantization.training
+    of_training = () if recipe.lora is None or training is None else training.reads
     for name in type(recipe.quantization).model_fields:
         path = f"quantization.{name}"
         if name not in ("method", *quantization.reads) and context.says(path):
             readers = " or ".join(quantizations.reading(name))
             yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
-        elif recipe.lora is not None and quantization.training is not None and name in quantization.training.reads:
-            if context.says(path):
-                yield context.warning(
-                    "FT259", path, f"{path} has no effect with lora: the rounded weights are frozen", help="remove it"
-                )
+        elif name in of_training and context.says(path):
+            yield context.warning(
+                "FT259", path, f"{path} has no effect with lora: the rounded weights are frozen", help="remove it"
+            )
     setting = train.gradient_checkpointing
     policy = policies.shown(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
