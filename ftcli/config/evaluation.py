@@ -21,6 +21,11 @@ class GenerateConfig(Section):
     max_new_tokens: Count = Field(default=64, description="Longest completion in tokens.")
     do_sample: bool = Field(default=False, description="Sample instead of taking the likeliest token.")
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
+    stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
+        default=(),
+        description="Texts that end a completion, beside the tokens that end a turn. The completion ends before the "
+        "first of them.",
+    )
     overflow: Literal["end", "sliding"] = Field(
         default="end",
         description="What happens where prompt and completion reach data.max_seq_len: `end` ends the completion and "

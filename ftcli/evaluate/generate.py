@@ -17,7 +17,7 @@ from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
 from ftcli.generation.requests import Completion, Request, Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.stopping import Stopping, cut
 from ftcli.model.backbone import base_of
 from ftcli.model.finite import NotFinite
 from ftcli.reporting import Progress, Reporter
@@ -45,6 +45,8 @@ def generate(
 ) -> list[str]:
     """One completion for each prompt text, special tokens removed, in the order given. As :func:`complete`.
 
+    It ends before the first of ``config.stop_strings``.
+
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
             finite.
@@ -61,10 +63,10 @@ def generate(
         plan=plan,
         device=device,
         reporter=reporter,
-        stops=stops,
+        stopping=Stopping(Stops(frozenset(stops), config.stop_strings), tokenizer),
         max_length=max_length,
     )
-    return [str(text) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+    return [cut(str(text), config.stop_strings) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
 
 
 def complete(
@@ -77,7 +79,7 @@ def complete(
     plan: DtypePlan,
     device: torch.device,
     reporter: Reporter,
-    stops: Sequence[int],
+    stopping: Stopping,
     max_length: int | None = None,
 ) -> list[list[int]]:
     """The tokens of one completion for each prompt, that which ended it among them, in the order given.
@@ -95,7 +97,6 @@ def complete(
             finite.
     """
     seed = int(torch.randint(2**62, ())) if config.do_sample else 0
-    stopping = Stopping(Stops(frozenset(stops)), None)
     asked = _Asked(model, plan, device, pad, _sampling(model, config), stopping, reporter)
     window = Window(config.max_new_tokens, max_length, sliding=config.overflow == "sliding")
     kept: list[list[int]] = [[] for _ in prompts]

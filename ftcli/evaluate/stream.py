@@ -16,13 +16,13 @@ from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import Opened, open_generator
 from ftcli.generation.requests import Request, Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.stopping import Stopping, Until
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Why a completion ended: a token that ends a turn, or a limit.
+#: Why a completion ended: a token that ends a turn or a string that stops it, or a limit.
 StopReason = Literal["stop", "max_new_tokens", "max_seq_len"]
 
 #: What a decoder makes of bytes that are no character, or not yet a whole one.
@@ -31,11 +31,15 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 takes the likeliest one, and ``top_p`` then has no meaning."""
+    """How tokens are chosen. ``temperature`` 0 takes the likeliest one, and ``top_p`` then has no meaning.
+
+    The text ends before the first of ``stop_strings``.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def of_tokens(self) -> ftkernels.sampling.Sampling:
@@ -141,7 +145,8 @@ def stream(
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
     opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
-    text, made, stopping = Detokenizer(tokenizer), list[int](), Stopping(Stops(frozenset(stops)), None)
+    text, until, made = Detokenizer(tokenizer), Until(sampling.stop_strings), list[int]()
+    stopping = Stopping(Stops(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True
     with answering(model):
         while going:
@@ -150,12 +155,14 @@ def stream(
             with closing(opened.generator.run([request], sampling.of_tokens, stopping)) as tokens:
                 for token in tokens:
                     made.append(token.token)
-                    ended = token.ended == "stop"
-                    piece = "" if ended else text.add(token.token)
+                    piece = "" if token.token in stopping.ids else until.add(text.add(token.token))
+                    ended = token.ended == "stop" or until.ended
                     if piece:
                         yield piece
+                    if ended:
+                        break
             going = slides and not ended and len(made) < sampling.max_new_tokens
-    rest = text.finish()
+    rest = until.add(text.finish()) + until.finish()
     if rest:
         yield rest
     if ended:

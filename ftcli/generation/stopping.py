@@ -48,3 +48,38 @@ def cut(text: str, strings: Sequence[str]) -> str:
     """``text`` up to the first of ``strings``."""
     found = [at for stop in strings if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
+
+
+class Until:
+    """Text that comes in pieces, up to the first of ``strings``: what may be the beginning of one is held back.
+
+    ``ended`` says that one has come.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.ended = False
+
+    def add(self, piece: str) -> str:
+        """What can be told now."""
+        if self.ended:
+            return ""
+        text = self._held + piece
+        told = cut(text, self._strings)
+        if len(told) < len(text):
+            self._held, self.ended = "", True
+            return told
+        begun = max((_begun(text, stop) for stop in self._strings), default=0)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+    def finish(self) -> str:
+        """What was held back, where it was no such string after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters of ``stop``, not all, ``text`` ends with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -45,7 +45,7 @@ class ChatAnswer:
 
     Attributes:
         completion: The model's words exactly, control characters included.
-        stop: ``stop`` for a token that ends a turn, else the limit that ended the answer.
+        stop: ``stop`` for a token that ends a turn or a string that stops it, else the limit that ended the answer.
         seconds: Of generation, without loading.
         base: Whether it is the base model's.
         run: The run directory, where there is one.
@@ -199,6 +199,7 @@ def sampling_of(recipe: Recipe, options: ChatOptions) -> Sampling:
         max_new_tokens=longest if options.max_new_tokens is None else options.max_new_tokens,
         temperature=temperature if options.temperature is None else options.temperature,
         top_p=1.0 if options.top_p is None else options.top_p,
+        stop_strings=own.stop_strings,
     )
 
 

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftcli.assets import asset
 from ftcli.config import GenerateConfig
 from ftcli.errors import Finding, FtcliError
-from ftcli.evaluate.generate import generate
+from ftcli.evaluate.generate import complete, generate
 from ftcli.facts.precision import DtypePlan
+from ftcli.generation.requests import Stops
+from ftcli.generation.stopping import Stopping
 from ftcli.model.patch import patch
 from ftcli.reporting import SilentReporter
 
@@ -152,3 +154,30 @@ def test_logits_that_are_not_finite_end_with_6(loaded: tuple[Any, Any], sampled:
         with torch.no_grad():
             norm.copy_(before)
     assert not model.get_output_embeddings()._forward_hooks
+
+
+def test_a_stop_string_across_tokens_ends_where_generate_ends(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    settings: dict[str, Any] = {"batch_size": 3, "plan": PLAN, "device": torch.device("cpu")}
+
+    def texts(config: GenerateConfig) -> list[str]:
+        return generate(model, tokenizer, PROMPTS, config, stops=(3,), reporter=SilentReporter(), **settings)
+
+    free = texts(GenerateConfig(max_new_tokens=NEW))
+    stop = free[0][6:9]
+    assert len(tokenizer(stop, add_special_tokens=False)["input_ids"]) > 1
+    ids = tokenizer(PROMPTS[0], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=[3],
+            stop_strings=[stop, "never"], tokenizer=tokenizer,
+        )  # fmt: skip
+    theirs = out[0, ids.shape[1] :].tolist()
+    assert 3 <= len(theirs) < NEW
+    config = GenerateConfig(max_new_tokens=NEW, stop_strings=("never", stop))
+    prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
+    stopping = Stopping(Stops(frozenset((3,)), config.stop_strings), tokenizer)
+    made = complete(model, prompts, config, pad=0, stopping=stopping, reporter=SilentReporter(), **settings)
+    assert made[0] == theirs
+    assert texts(config) == [whole.partition(stop)[0] for whole in free]
+    assert texts(config)[0] != free[0]

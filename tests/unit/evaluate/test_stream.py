@@ -17,6 +17,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.stream import Completed, Detokenizer, Sampling, stream
 from ftcli.facts.precision import DtypePlan
+from ftcli.generation.stopping import Until
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -100,6 +101,30 @@ def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, An
         model, tokenizer, PROMPT, Sampling(4), plan=PLAN, device=CPU, stops=(), max_length=len(ids) // 2, slides=True
     )
     assert taken(longer)[1] == Completed(4, "max_new_tokens")
+
+
+def test_a_stop_string_ends_it_and_no_part_of_it_is_told(loaded: tuple[Any, Any]) -> None:
+    free, ended = streamed(loaded, Sampling(40), stops=(3,))
+    whole = "".join(free)
+    assert len(whole) > 12
+    for length in (1, 2, 5):
+        stop = whole[6 : 6 + length]
+        found, how = streamed(loaded, Sampling(40, stop_strings=("never", stop)), stops=(3,))
+        assert "".join(found) == whole[: whole.index(stop)]
+        assert how.stop == "stop"
+    end = whole[-1] + "never"  # its beginning is said, and comes in the end
+    found, how = streamed(loaded, Sampling(40, stop_strings=(end,)), stops=(3,))
+    assert ("".join(found), how) == (whole, ended)
+
+
+def test_pieces_are_held_back_while_they_may_begin_a_stop_string() -> None:
+    until = Until(("END", "E!"))
+    assert [until.add(piece) for piece in ("a", "bE", "Nc", "E", "EN", "D!", "x")] == ["a", "b", "ENc", "", "E", "", ""]
+    assert until.finish() == ""
+    until = Until(("END",))
+    assert until.add("xEN") + until.finish() == "xEN"
+    plain = Until(())
+    assert plain.add("E") == "E"
 
 
 def test_a_seed_repeats_what_is_sampled(loaded: tuple[Any, Any]) -> None:
