@@ -105,11 +105,18 @@ class Browser:
         sent = [seen["params"] for seen in self.events if seen.get("method") == "Network.requestWillBeSent"]
         return [str(parameters["request"]["url"]) for parameters in sent]
 
-    def picture(self, path: Path, *, height: int | None = None) -> None:
-        """Writes a PNG or WebP, by its ending, of the whole page or of its first ``height`` CSS pixels."""
+    def picture(self, path: Path, *, height: int | None = None, of: str | None = None) -> None:
+        """Writes a PNG or WebP, by its ending, of the whole page or of its first ``height`` CSS pixels.
+
+        Args:
+            of: An expression for the element that is shown, at most so much of it, in place of the page.
+        """
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        shown = size["height"] if height is None else min(height, size["height"])
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": shown, "scale": 1}
+        top, whole = 0, size["height"]
+        if of is not None:
+            top, whole = self.evaluate(f"(b => [b.top + scrollY, b.height])(({of}).getBoundingClientRect())")
+        shown = whole if height is None else min(height, whole)
+        clip = {"x": 0, "y": top, "width": size["width"], "height": shown, "scale": 1}
         kind: dict[str, Any] = {"format": "webp", "quality": 85} if path.suffix == ".webp" else {"format": "png"}
         answer = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True, **kind)
         path.write_bytes(base64.b64decode(answer["data"]))

@@ -7,6 +7,7 @@ takes a few minutes on two cores and needs `chromium` (or Chrome) on the PATH.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -41,26 +42,53 @@ def look_while_running(browser: Browser, run: Path) -> None:
     browser.picture(PICTURES / "report-live.webp", height=760)
 
 
+def section(title: str) -> str:
+    """The section of a report with this title, as an expression."""
+    return f"[...document.querySelectorAll('section')].find(s => s.querySelector('h2').innerText === '{title}')"
+
+
+def of_training(browser: Browser, folder: Path) -> None:
+    """Pictures of a supervised run, while it goes on and after."""
+    run = folder / "smoke"
+    process = start("train", "smoke.yaml", run, "eval.every_steps=20", "eval.samples=8")
+    look_while_running(browser, run)
+    if process.wait() != 0:
+        raise SystemExit("ftcli train has failed")
+    browser.open(run / "report.html", width=1100)
+    browser.picture(PICTURES / "report.webp", height=1500)
+    browser.open(run / "report.html", width=420)
+    browser.picture(PICTURES / "report-narrow.webp", height=1500)
+
+
+def of_grpo(browser: Browser, folder: Path) -> None:
+    """Pictures of a run that learns from rewards, and of one whose rewards were shuffled."""
+    run, control = folder / "smoke-grpo", folder / "shuffled"
+    for name, settings in ((run, ()), (control, ("grpo.shuffle_rewards=true",))):
+        if start("grpo", "smoke-grpo.yaml", name, "eval.every_steps=10", *settings).wait() != 0:
+            raise SystemExit("ftcli grpo has failed")
+    browser.open(run / "report.html", width=1100, dark=True)
+    browser.picture(PICTURES / "report-grpo-dark.webp", height=1400)
+    browser.open(run / "report.html", width=1100)
+    browser.picture(PICTURES / "grpo-curves.webp", of=section("Curves"))
+    browser.picture(PICTURES / "grpo-completions.webp", of=section("Completions in training"))
+    browser.open(control / "report.html", width=1100)
+    browser.picture(PICTURES / "grpo-shuffled.webp", of=section("Curves"), height=362)
+
+
 def main() -> None:
-    """Writes all pictures."""
+    """Writes all pictures, or those of one command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("train", "grpo"))
+    only = parser.parse_args().only
     program = find_browser()
     if program is None:
         raise SystemExit("no Chromium or Chrome is installed")
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, open_browser(program, Path(temporary) / "profile") as browser:
-        folder = Path(temporary)
-        supervised = start("train", "smoke.yaml", folder / "smoke", "eval.every_steps=20", "eval.samples=8")
-        look_while_running(browser, folder / "smoke")
-        if supervised.wait() != 0:
-            raise SystemExit("ftcli train has failed")
-        if start("grpo", "smoke-grpo.yaml", folder / "smoke-grpo", "eval.every_steps=10").wait() != 0:
-            raise SystemExit("ftcli grpo has failed")
-        browser.open(folder / "smoke" / "report.html", width=1100)
-        browser.picture(PICTURES / "report.webp", height=1500)
-        browser.open(folder / "smoke" / "report.html", width=420)
-        browser.picture(PICTURES / "report-narrow.webp", height=1500)
-        browser.open(folder / "smoke-grpo" / "report.html", width=1100, dark=True)
-        browser.picture(PICTURES / "report-grpo-dark.webp", height=1400)
+        if only != "grpo":
+            of_training(browser, Path(temporary))
+        if only != "train":
+            of_grpo(browser, Path(temporary))
 
 
 if __name__ == "__main__":

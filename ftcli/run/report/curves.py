@@ -78,7 +78,7 @@ _OF_REWARDS = (
     Chart("Completions cut off", (Curve("completions/clipped_ratio", "cut off", smooth=True),), share=True),
 )
 _LESSER_OF_REWARDS = (
-    Chart("Reward deviation in groups", (Curve("reward_std", "standard deviation", smooth=True),), from_zero=True),
+    Chart("Deviation of rewards", (Curve("reward_std", "standard deviation", smooth=True),), from_zero=True),
     Chart(
         "Groups of equal rewards",
         (Curve("frac_reward_zero_std", "nothing to learn from", smooth=True),),
@@ -102,7 +102,7 @@ _LESSER_OF_REWARDS = (
         from_zero=True,
     ),
     Chart(
-        "Tokens/s while it lasts",
+        "Tokens/s of each part",
         (
             Curve("tokens_per_second/rollout", "rollouts", smooth=True),
             Curve("tokens_per_second/training", "training", smooth=True),
@@ -163,7 +163,7 @@ def _rewards(lines: Lines) -> list[Chart]:
     whole = Chart(
         "Reward",
         (Curve("reward", "mean reward", smooth=True, spread="reward_std"),),
-        note="band: ± deviation in groups",
+        note="band: ± standard deviation",
     )
     if len(names) < 2:
         return [whole]
@@ -206,7 +206,7 @@ def _drawn(chart: Chart, lines: Lines, look: Look) -> Markup:
     how = replace(look, from_zero=chart.from_zero, log=chart.log, note=chart.note)
     if chart.share:
         highest = max(value for one in series for _, value in one.finite)
-        how = replace(how, limits=(0.0, 1.0) if highest > _SMALL_SHARE else None, from_zero=True, show=percent)
+        how = replace(how, limits=None if 0 < highest <= _SMALL_SHARE else (0.0, 1.0), from_zero=True, show=percent)
     return line_chart(chart.title, series, how, levels)
 
 

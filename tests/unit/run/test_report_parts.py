@@ -118,7 +118,7 @@ def test_entropy_clipping_groups_and_time_of_rewarded_runs_are_drawn() -> None:
     text = "".join([*drawn.main, *drawn.lesser])
     titles = (
         "Entropy of sampled tokens, nats", "Clipped ratios", "Groups of equal rewards", "Completions cut off",
-        "Seconds of a step", "Tokens/s while it lasts",
+        "Seconds of a step", "Tokens/s of each part",
     )  # fmt: skip
     for title in titles:
         assert text.count(f"<b>{title}</b>") == 1, title
