@@ -108,8 +108,9 @@ def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, 
     if _is_number(line.get("tokens_per_second")):
         found["tok/s"] = round(line["tokens_per_second"])
     for part in ("rollout", "training"):
-        if _is_number(line.get(f"seconds/{part}")):
-            found[part] = f"{line[f'seconds/{part}']:.3g} s"
+        seconds, rate = (line.get(f"{what}/{part}") for what in ("seconds", "tokens_per_second"))
+        if _is_number(seconds):
+            found[part] = f"{seconds:.3g} s" + (f" ({rate:,.0f} tok/s)" if _is_number(rate) else "")
     if _is_number(line.get("peak_memory_bytes")):
         found["memory"] = f"{gib(line['peak_memory_bytes'])} GiB"
     if _is_number(line.get("epoch")):

@@ -22,6 +22,7 @@ PROMISED = {
     "llama3.1-8b-qlora",
     "qwen3-8b",
     "mistral-7b-grpo",
+    "llama3.1-8b-grpo",
     "smoke",
     "smoke-grpo",
 }

@@ -33,13 +33,14 @@ def test_what_a_run_with_rewards_shows() -> None:
         **LINE, "reward": 0.5, "reward_std": 0.25, "rewards/exact/mean": 0.4, "rewards/exact/std": 0.1,
         "rewards/short/mean": 0.2, "entropy": 1.25, "clip_ratio/region_mean": 0.015, "completions/mean_length": 88.5,
         "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5, "seconds/rollout": 3.4567,
+        "tokens_per_second/rollout": 9214.4,
         "seconds/training": 12.0,
     }  # fmt: skip
     shown = fields(line, {"held-out exact": "50.0%"})
     assert shown == {
         "reward": 0.5, "exact": 0.4, "short": 0.2, "spread": 0.25, "entropy": 1.25, "clipped": "1.5%", "length": 88.5,
         "cut off": "25.0%", "groups alike": "50.0%", "held-out exact": "50.0%", "lr": 1e-4, "tok/s": 2959,
-        "rollout": "3.46 s", "training": "12 s", "memory": "3.0 GiB", "epoch": "0.25",
+        "rollout": "3.46 s (9,214 tok/s)", "training": "12 s", "memory": "3.0 GiB", "epoch": "0.25",
     }  # fmt: skip
     assert list(shown)[-6:] == ["lr", "tok/s", "rollout", "training", "memory", "epoch"]
     del line["rewards/short/mean"]
