@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,16 @@ def layer_of(settings: QuantizationConfig = NF4) -> tuple[NF4Linear, nn.Linear]:
 def same_state(one: NF4Linear, other: NF4Linear) -> bool:
     a, b = dict(one.named_buffers()), dict(other.named_buffers())
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def packed_state(tensor: torch.Tensor, double_quant: bool) -> dict[str, torch.Tensor]:
+    """What bitsandbytes saves for a weight, keyed by what follows the layer's name."""
+    weight = quantize_nf4(tensor, double_quant=double_quant)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
+    parts = {".weight": weight.data.view(-1, 1), ".weight.absmax": weight.absmax, ".weight.quant_map": weight.table}
+    if weight.nested is not None:
+        n = weight.nested
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(n.offset)}
+        parts |= {".weight.nested_absmax": n.absmax, ".weight.nested_quant_map": n.table.clone()}
+    parts[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts

@@ -50,6 +50,10 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "train.method": {"lora": "sft", "qlora": "sft", "full": "sft", "supervised": "sft"},
         "grpo.loss_type": {"dr-grpo": "dr_grpo", "drgrpo": "dr_grpo"},
+        "export.dtype": {
+            "bf16": "bfloat16", "torch.bfloat16": "bfloat16", "fp16": "float16", "half": "float16",
+            "torch.float16": "float16", "fp32": "float32", "float": "float32", "torch.float32": "float32",
+        },
         "export.formats": {
             "merged": "safetensors", "merged_16bit": "safetensors", "hf": "safetensors", "lora": "adapter",
             "peft": "adapter", "llama.cpp": "gguf",

@@ -9,6 +9,7 @@ from pydantic import Field
 from ftcli.config.base import Count, Items, Section, Word
 from ftcli.config.data import Dataset
 from ftcli.config.judging import JudgeConfig
+from ftcli.config.model import Dtype
 from ftcli.tables import exports, gguf, judges
 
 GgufType = Annotated[str, Word(gguf.type_names)]
@@ -93,4 +94,13 @@ class ExportConfig(Section):
     """What `ftcli export` writes."""
 
     formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")
+    dtype: Dtype = Field(
+        default="auto",
+        description="Of `safetensors`: what all weights are rounded to; `auto` leaves each in the base's dtype.",
+    )
+    base: Literal["trained", "original"] = Field(
+        default="trained",
+        description="What an adapter on a quantised base is merged with: the numbers that it was trained beside, or "
+        "the weights that these were rounded from.",
+    )
     gguf: GgufConfig = Field(default_factory=GgufConfig, description="Settings of the format `gguf`.")

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from ftcli.export.clean.request import TENSOR, Request
-from ftcli.export.loading import attach, hollow_base, not_verified, source_tokenizer
+from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import TEXTS
 from ftcli.export.resolve import ExportSource, unusable
 from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors, reloaded
@@ -64,7 +64,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
     """
     wanted = finite_tensors(source.folder)
     facts = read_facts(source.base, offline=offline, origins=source.origins)
-    attach(hollow_base(facts), source.folder)  # what does not fit its base is no fault of the copy
+    attach(unwritten(config_of(facts.raw)), source.folder)  # what does not fit its base is no fault of the copy
     with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
         config_of(facts.raw).save_pretrained(config)
         answer = source.reload(Request("adapter", str(folder), config=config, texts=TEXTS), {})

@@ -19,10 +19,11 @@ from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.ask import model_request, sent
 from ftcli.export.clean.request import GREEDY, LAYER, LOGITS, rows_for
+from ftcli.export.copying import copy_processors
 from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
-from ftcli.export.safetensors import SHARD_SIZE, copy_processors
+from ftcli.export.safetensors import SHARD_BYTES
 from ftcli.export.verify import (
     Verified,
     check_greedy,
@@ -102,7 +103,7 @@ def _packed(model: PreTrainedModel, layers: dict[str, BitLinear], *, divides: bo
 def _save(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, *, divides: bool) -> None:
     from huggingface_hub import save_torch_state_dict
 
-    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_SIZE)
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
     model.config.quantization_config = {
         **declaration(model),
         "linear_class": "bitlinear" if divides else "autobitlinear",

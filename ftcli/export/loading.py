@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,7 @@ from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
-from ftcli.facts.model import ModelFacts
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
-from ftcli.model.load import config_of
 from ftcli.model.streamed import compute_buffers
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
 from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
@@ -26,33 +25,21 @@ if TYPE_CHECKING:
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
 
-def load_written(folder: Path) -> PreTrainedModel:
+def load_written(folder: Path, **options: Any) -> PreTrainedModel:
     """The model in a local folder, made of that folder's files alone, in the dtype that they are stored in.
+
+    Args:
+        options: For ``from_pretrained``.
 
     Raises:
         FtcliError: FT741 when transformers cannot load it.
     """
     try:
-        return _from_pretrained(str(folder), offline=True)
+        return _from_pretrained(str(folder), offline=True, **options)
     except FtcliError as error:
         raise not_verified(folder, [finding.message for finding in error.findings]) from error
     except _LOAD_ERRORS as error:
         raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
-
-
-def load_base(source: ExportSource, *, offline: bool) -> PreTrainedModel:
-    """The model that the adapter belongs to.
-
-    Raises:
-        FtcliError: FT323 when its weights cannot be loaded, FT735 when they are not those that it was trained on.
-    """
-    model = source.base
-    try:
-        loaded = _from_pretrained(source_of(model.name_or_path), revision=model.revision, offline=offline)
-    except _LOAD_ERRORS as error:
-        raise _no_base(source, error) from error
-    _require_base(source, getattr(loaded.config, "_commit_hash", None))
-    return loaded
 
 
 def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
@@ -96,31 +83,32 @@ def _local_weights(name: str) -> tuple[Fingerprint, ...]:
 
 def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:
     # Eager attention is exact for every model, score capping included, and the same on both sides of a comparison.
-    return load_whole(name, dtype="auto", **options).eval()
+    return load_whole(name, **{"dtype": "auto", **options}).eval()
+
+
+def plain_config(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` without what it says of quantised files: transformers would look for the package that wrote them."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    plain = deepcopy(config)
+    del plain.quantization_config
+    return plain
 
 
 def unwritten(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of ``config`` whose parameters are float32 memory that was never written, and whose buffers are right.
+    """A model of ``config`` whose parameters take no memory, float32 of the right shape, and whose buffers are right.
 
-    It costs no memory: the system provides reserved pages only once they are written.
+    Each element of a parameter is the same NaN: whoever computes with one that was not read in time gets no answer,
+    and not a wrong one.
     """
-    model = hollow(config, dtype=torch.float32)
+    model = hollow(plain_config(config), dtype=torch.float32)
     compute_buffers(model, torch.device("cpu"))
+    nothing = torch.full((), torch.nan)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = torch.empty_like(parameter, device="cpu")
-                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = torch.nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
     return model.eval()
-
-
-def hollow_base(facts: ModelFacts) -> PreTrainedModel:
-    """A model of the base's shape with unwritten float32 weights, to load an adapter into.
-
-    It costs no memory: the system provides reserved pages only once they are written. Float32 holds every stored dtype
-    exactly.
-    """
-    return hollow(config_of(facts.raw), dtype=torch.float32).to_empty(device="cpu")
 
 
 def attach(base: PreTrainedModel, folder: Path) -> PeftModel:

@@ -1,4 +1,4 @@
-"""Adds an adapter to its base model: ``W' = cast(float32(W) + s · B A)``, one rounding, into the dtype W is stored in.
+"""Adds an adapter to its base model: ``W' = cast(float32(W) + s · B A)``, one rounding, tensor by tensor.
 
 s is ``alpha / r``, or ``alpha / sqrt(r)`` with rsLoRA. A is (r, in), B is (out, r), W is (out, in); A and B are
 float32. A stack of experts has a product for each of them. PEFT's own merge rounds twice: it rounds s B A to bfloat16
@@ -7,53 +7,180 @@ before it adds it. DoRA's weights are then brought to the row lengths that were 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.export.tensorfile import Output, computed, copied
+from ftcli.export.weights import Stored, StoredWeights, untied
 from ftcli.model import merging
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-Dtypes = dict[str, torch.dtype]
 
+class Adapter:
+    """What an adapter does to the weights of its base, through PEFT's own layers.
 
-def stored_dtypes(model: PreTrainedModel) -> Dtypes:
-    """The dtype of each parameter and persistent buffer, by name."""
-    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
-
-
-@torch.no_grad()
-def merge(adapted: PeftModel, dtypes: Dtypes) -> PreTrainedModel:
-    """Merge the only adapter and remove PEFT's layers. ``adapted`` cannot be used afterwards.
+    Attributes:
+        layers: PEFT's layer that changes a weight, by the weight's name.
+        whole: What was trained in a weight's place.
 
     Args:
-        adapted: Base and adapter, both in float32.
-        dtypes: What each tensor of the result is cast to: :func:`stored_dtypes` of the base.
-
-    Tied embeddings of which only one side was adapted, or trained whole, are untied, and the config says so. Otherwise
-    loading the result would copy one side over the other.
+        adapted: A model with the adapter; the base's own weights are not looked at.
     """
-    from peft.tuners.lora import LoraLayer
 
-    for module in list(adapted.modules()):
-        if isinstance(module, LoraLayer):
-            # A new parameter, not an addition in place: the old one may be tied to the embeddings.
-            total = torch.nn.Parameter(_merged(module), requires_grad=False)
-            setattr(module.get_base_layer(), _leaf(module), total)
-    model: PreTrainedModel = adapted.unload()
-    _untie_where_they_differ(model)
-    _cast(model, dtypes)
-    return model
+    def __init__(self, adapted: PeftModel | None) -> None:
+        from peft.tuners.lora import LoraLayer
+        from peft.utils.other import ModulesToSaveWrapper
+
+        self.layers: dict[str, Any] = {}
+        self.whole: dict[str, Tensor] = {}
+        for name, module in adapted.get_base_model().named_modules() if adapted is not None else ():
+            plain = name.replace(".base_layer", "")
+            if isinstance(module, LoraLayer):
+                self.layers[f"{plain}.{_leaf(module)}"] = module
+            elif isinstance(module, ModulesToSaveWrapper):
+                trained = module.modules_to_save[module.active_adapters[0]]
+                self.whole |= {f"{plain}.{leaf}": parameter.data for leaf, parameter in trained.named_parameters()}
+
+    @property
+    def changed(self) -> dict[str, object]:
+        """Names of the weights that it changes."""
+        return {**self.layers, **self.whole}
+
+    @torch.no_grad()
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """A weight of the base with the adapter in it, in float32; the weight itself where the adapter has none."""
+        if name in self.whole:
+            return self.whole[name].float()
+        layer = self.layers.get(name)
+        return weight if layer is None else merging.merged(layer, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The dtype that each tensor is stored in.
+
+    Attributes:
+        dtype: What weights are rounded to; None: each to the dtype that the base stores it in.
+        quantized: The dtype of weights that the base stores quantised.
+        kept: Answers whether a tensor keeps its dtype whatever ``dtype`` says: the model says so of fragile ones.
+    """
+
+    dtype: torch.dtype | None
+    quantized: torch.dtype
+    kept: Callable[[str], bool]
+
+    def of(self, name: str, found: Stored) -> torch.dtype:
+        """The dtype of a tensor of the merged model that the base has as ``found``."""
+        stored = self.quantized if found.packed else found.dtype
+        if self.dtype is None or not stored.is_floating_point or self.kept(name):
+            return stored
+        return self.dtype
+
+    def applied(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``tensor`` in ``dtype``.
+
+        Raises:
+            FtcliError: FT769 (exit 3) where a number is too large for it.
+        """
+        rounded = tensor.to(dtype)
+        if dtype == torch.float16 and tensor.dtype != dtype:
+            over = torch.isinf(rounded) & torch.isfinite(tensor)
+            if bool(over.any()):
+                largest = float(tensor[over].abs().max())
+                raise FtcliError.single(
+                    "FT769",
+                    f"{name} holds {largest:.6g}, and float16 ends at 65504",
+                    exit_code=ExitCode.PREFLIGHT,
+                    help="use export.dtype: bfloat16, which has float32's range",
+                )
+        return rounded
+
+
+def rounding_of(model: PreTrainedModel, dtype: torch.dtype | None, quantized: torch.dtype) -> Rounding:
+    """How the weights of ``model`` are stored: see :class:`Rounding`."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    fragile = [part for name in names for part in getattr(model, name, None) or ()]
+
+    def kept(name: str) -> bool:
+        return not all(should_convert_module(each, fragile) for each in (name, name.rpartition(".")[0]))
+
+    return Rounding(dtype, quantized, kept)
+
+
+def outputs(base: StoredWeights, adapter: Adapter, rounding: Rounding) -> list[Output]:
+    """The merged model's tensors as they are written: under the base's names, and in its order.
+
+    What is neither trained nor converted is copied byte for byte.
+
+    Raises:
+        FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
+    """
+    found: list[Output] = []
+    for stored in base.stored:
+        if is_copied(base, adapter, stored):
+            found += [_converted(stored, i, rounding) for i in range(len(stored.keys))]
+        elif stored.roles and not stored.packed:
+            found += _parts(base, adapter, rounding, stored)
+        else:
+            key = next(k for k, role in zip(stored.keys, stored.roles or ("weight",), strict=True) if role == "weight")
+            found.append(_one(base, adapter, rounding, stored.names[0], key))
+    names = untied(base, adapter.changed)
+    return found + [_one(base, adapter, rounding, name, base.renaming.key_of(name)) for name in names]
+
+
+def is_copied(base: StoredWeights, adapter: Adapter, stored: Stored) -> bool:
+    """Whether the merged model's tensors are those of the file, but for the dtype."""
+    changed = adapter.changed
+    return not stored.packed and all(base.is_as_stored(name) and name not in changed for name in stored.names)
+
+
+def _converted(stored: Stored, number: int, rounding: Rounding) -> Output:
+    key, file = stored.keys[number], stored.files[number]
+    if not stored.names or file.dtype(key) == (wanted := rounding.of(stored.names[0], stored)):
+        return copied(key, file)
+    entry = file.entries[key]
+    return computed(key, entry.shape, wanted, lambda: rounding.applied(key, file.read(key), wanted))
+
+
+def _one(base: StoredWeights, adapter: Adapter, rounding: Rounding, name: str, key: str) -> Output:
+    dtype = rounding.of(name, base.of(name))
+
+    def make() -> Tensor:
+        return rounding.applied(name, adapter.merged(name, base.read(name)), dtype)
+
+    return computed(key, base.shape(name), dtype, make)
+
+
+def _parts(base: StoredWeights, adapter: Adapter, rounding: Rounding, stored: Stored) -> list[Output]:
+    """Parts that are joined, merged and taken apart again when the first of them is written."""
+    dtype = rounding.of(stored.names[0], stored)
+    made: dict[str, Tensor] = {}
+
+    def make(key: str) -> Tensor:
+        if not made:
+            whole = {name: base.read(name) for name in stored.names}
+            for name in stored.names:
+                whole[name] = rounding.applied(name, adapter.merged(name, whole[name]), dtype)
+            made.update(base.renaming.part(whole, stored.keys))
+        return made.pop(key)
+
+    entries = [(key, file.entries[key].shape) for key, file in zip(stored.keys, stored.files, strict=True)]
+    return [computed(key, shape, dtype, lambda key=key: make(key)) for key, shape in entries]  # type: ignore[misc]
 
 
 @contextmanager
-def rounded(adapted: PeftModel, weights: Mapping[str, str], dtypes: Dtypes) -> Iterator[None]:
+def rounded(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
     """While it is entered, ``adapted`` answers as the merged model will, rounding included.
 
     In each forward a layer's W is ``cast(W + s B A) - s B A``, and the layer adds its adapter as it always does. Its
@@ -61,20 +188,17 @@ def rounded(adapted: PeftModel, weights: Mapping[str, str], dtypes: Dtypes) -> I
     modules that are trained whole are rounded for good, as merging will do.
 
     Args:
-        adapted: Base and adapter, both in float32.
-        weights: The name in ``dtypes`` of the weight of each layer with an adapter, by the layer's name.
+        adapted: Base and adapter, both in float32. Of a base that is read lazily (``ftcli.export.lazy``), entered after
+            that.
+        dtype_of: The dtype that a merged weight is stored in, by its name.
     """
-    from peft.tuners.lora import LoraLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
+    adapter = Adapter(adapted)
     with ExitStack() as stack, torch.no_grad():
-        for name, module in adapted.get_base_model().named_modules():
-            if isinstance(module, LoraLayer):
-                for handle in _round_in_forward(module, dtypes[weights[name]]):
-                    stack.callback(handle.remove)
-            elif isinstance(module, ModulesToSaveWrapper):
-                for leaf, parameter in module.modules_to_save[adapted.active_adapter].named_parameters():
-                    parameter.copy_(parameter.to(dtypes[f"{name}.{leaf}"]))
+        for name, module in adapter.layers.items():
+            for handle in _round_in_forward(module, dtype_of(name)):
+                stack.callback(handle.remove)
+        for name, trained in adapter.whole.items():
+            trained.copy_(trained.to(dtype_of(name)))
         yield
 
 
@@ -84,8 +208,7 @@ def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
     def before(*_: object) -> None:
         weight, change, magnitude = _weight(module), merging.change(module), merging.magnitude_of(module)
         kept.append((weight.data, None if magnitude is None else magnitude.data))
-        merged = _merged(module).to(dtype).float()
-        weight.data = merged - change
+        weight.data = merging.merged(module, weight.data).to(dtype).float().sub_(change)
         if magnitude is not None:  # so that the lengths that the layer gives the rows are those that they have
             magnitude.data = merging.lengths(module, weight.data + change)
 
@@ -95,7 +218,8 @@ def _round_in_forward(module: Any, dtype: torch.dtype) -> list[Any]:
         if magnitude is not None and lengths is not None:
             magnitude.data = lengths
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    # Before whoever puts a place holder back, which would be given the weight for good.
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
 
 
 def _weight(module: Any) -> torch.nn.Parameter:
@@ -106,22 +230,3 @@ def _weight(module: Any) -> torch.nn.Parameter:
 def _leaf(module: Any) -> str:
     """The name of the weight that a layer adapts; a stack of experts has one of its own."""
     return str(getattr(module, "parameter_name", "weight"))
-
-
-def _merged(module: Any) -> Tensor:
-    """The weight with the adapter in it, in float32."""
-    return merging.merged(module, _weight(module).data)
-
-
-def _untie_where_they_differ(model: PreTrainedModel) -> None:
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    if outputs is None or inputs.weight is outputs.weight:
-        return
-    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        config.tie_word_embeddings = False
-
-
-def _cast(model: PreTrainedModel, dtypes: Dtypes) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in dtypes:
-            tensor.data = tensor.data.to(dtypes[name])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ftcli.config import ExportConfig, ModelConfig
+from ftcli.config import ExportConfig, ModelConfig, QuantizationConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
@@ -16,6 +16,7 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.plain import JsonObject
+from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -24,7 +25,11 @@ _OTHER_FORMULAS = (
     "lora_bias",
     "alora_invocation_tokens",
     "arrow_config",
+    "layer_replication",
+    "trainable_token_indices",
 )
+#: Beginnings of an adapter that leave the base as it is; the others (PiSSA, OLoRA, LoftQ) train beside a changed base.
+_ON_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "eye")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class ExportSource:
         settings: What is asked of the formats.
         verify: Whether what is written is held against what was trained.
         reload: Loads what was written again, in a process of its own.
+        quantization: How training held the base weights.
+        compute: The dtype of training's products, into which quantised weights were dequantised.
     """
 
     kind: Literal["adapter", "model"]
@@ -57,6 +64,8 @@ class ExportSource:
     settings: ExportConfig = field(default_factory=ExportConfig)
     verify: bool = True
     reload: Reload = ask_once
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    compute: str = "bfloat16"
 
 
 def resolve_source(
@@ -90,7 +99,25 @@ def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | No
     recipe = loaded.recipe
     target = destination or (run.export_dir if checkpoint is None else run.export_dir / checkpoint.name)
     template, known = recipe.data.chat_template, (run.path, recipe.run.seed)
-    return ExportSource(kind, folder, recipe.model, loaded.origins, template, target, known, checkpoint is None)
+    return ExportSource(
+        kind,
+        folder,
+        recipe.model,
+        loaded.origins,
+        template,
+        target,
+        known,
+        checkpoint is None,
+        quantization=recipe.quantization,
+        compute=_compute_dtype(run),
+    )
+
+
+def _compute_dtype(run: RunDirectory) -> str:
+    """The dtype that the run's manifest names; bfloat16 where it names none."""
+    plan = read_json_object(run.manifest_path).get("dtype_plan")
+    named = plan.get("compute") if isinstance(plan, dict) else None
+    return named if named in ("bfloat16", "float16", "float32") else "bfloat16"
 
 
 def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
@@ -121,6 +148,10 @@ def read_adapter_config(folder: Path) -> JsonObject:
     for key in _OTHER_FORMULAS:
         if config.get(key):
             raise unusable(folder, f"{key} is set, which ftcli does not export")
+    if config.get("init_lora_weights") not in _ON_THE_BASE:
+        raise unusable(
+            folder, f"it belongs to a base that init_lora_weights: {config['init_lora_weights']} has changed"
+        )
     if config.get("bias") not in (None, "none"):
         raise unusable(folder, f"bias: {config['bias']} is set, which ftcli does not export")
     return config

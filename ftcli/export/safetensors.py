@@ -2,82 +2,96 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.adapter import finite_tensors
-from ftcli.export.clean.ask import model_request, sent
+from ftcli.export.clean.ask import fits, model_request, sent
 from ftcli.export.clean.request import GREEDY, LOGITS
-from ftcli.export.loading import attach, load_base, load_written, not_verified, source_tokenizer
-from ftcli.export.merge import merge, rounded, stored_dtypes
-from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
-from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
+from ftcli.export.compare import compare_written, elements, open_written
+from ftcli.export.copying import copy_model, copy_processors, verify_copy
+from ftcli.export.lazy import reading
+from ftcli.export.loading import (
+    attach,
+    not_verified,
+    plain_config,
+    source_tokenizer,
+    unwritten,
+)
+from ftcli.export.merge import Adapter, Rounding, outputs, rounded, rounding_of
+from ftcli.export.probe import Probe, continued, logits, probe_batch
+from ftcli.export.resolve import ExportSource
+from ftcli.export.room import merge_bytes, require_room
+from ftcli.export.tensorfile import write_shards
 from ftcli.export.verify import (
-    TOLERANCE,
-    Place,
     Verified,
     check_greedy,
     check_logits,
     check_stops,
-    compare_tensors,
     compare_tokenizers,
-    compare_weights,
-    logits_problems,
+    loaded,
     not_asked,
-    places,
-    read_tensors,
     reloaded,
-    same_greedy,
-    updates,
 )
+from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
+from ftcli.model.checkpoint import hollow, read_config
 from ftcli.model.load import align_special_tokens, stop_token_ids
+from ftcli.model.quantized import unreadable
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import plain_fields
-from ftcli.preflight.memory.host import merge_bytes
-from ftcli.run.checkpoint import PROGRESS
 from ftcli.tables import exports
 from ftcli.units import gib
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 #: Size of one file; small enough for every file system and for loading file by file.
-SHARD_SIZE = "4GB"
-#: What lies beside the weights of a model that takes images or sound.
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+SHARD_BYTES = 4 * 10**9
 #: Above this share of an adapter's effect lost in rounding, people are told.
 LOST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """What the merged model is held against: float32 logits (positions, vocabulary) of the probe before merging.
+class Plan:
+    """What is written: base and adapter, or the weights of a full fine-tune in another dtype.
 
     Attributes:
-        rounded: Of base and adapter, with the weights rounded as they are stored.
-        adapted: Of base and adapter.
-        base: Of the base alone.
+        config: The base's, which the written one is made of.
+        trained: Whether ``base`` is what was trained, as in a full fine-tune.
+        merged: How many pairs of matrices the adapter has.
+        stops: Ids that end a turn.
     """
 
-    probe: Probe
-    rounded: Tensor
-    adapted: Tensor
-    base: Tensor
-    dtype: torch.dtype
+    config: PretrainedConfig
+    base: StoredWeights
+    adapter: Adapter
+    rounding: Rounding
     merged: int
     stops: tuple[int, ...]
-    placed: Mapping[str, Place]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most tensors."""
+        stored = (self.rounding.of(name, self.base.of(name)) for name in self.base.names)
+        return Counter(dtype for dtype in stored if dtype.is_floating_point).most_common(1)[0][0]
+
+    @property
+    def merged_with(self) -> str:
+        """Which form of the base the adapter is merged with; empty where there is no adapter."""
+        return self.base.form if self.adapter.changed else ""
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -87,93 +101,179 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         FtcliError: as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`.
         OSError: it cannot be written.
     """
-    if source.kind == "model":
+    if source.kind == "model" and source.settings.dtype == "auto":
         copy_model(source, folder, offline=offline)
         return verify_copy(source, folder, offline=offline) if source.verify else not_asked()
-    reference = write_merged(source, folder, offline=offline, say=say)
+    plan = write_merged(source, folder, offline=offline, say=say)
     if not source.verify:
-        return not_asked()
-    return verify_merged(source, folder, reference, offline=offline, say=say)
+        return not_asked(plan.merged_with)
+    return verify_merged(source, folder, plan, offline=offline, say=say)
 
 
-def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Reference:
-    """Merge into the base's stored dtype and save; needs 4 bytes of memory per parameter.
+def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Plan:
+    """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone.
 
     Raises:
-        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT323, FT735, FT742, FT321, FT322.
+        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT769 for numbers too large for the
+            dtype, FT740 as :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322.
         OSError: it cannot be written.
     """
-    if source.base.init == "random":
+    if source.base.init == "random" and source.kind == "adapter":
         raise random_base(source)
-    finite_tensors(source.folder)
+    plan = prepare(source, offline=offline)
+    _require_memory(plan)
+    say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
+    planned = outputs(plan.base, plan.adapter, plan.rounding)
+    require_room(folder, sum(output.nbytes for output in planned))
+    try:
+        write_shards(folder, planned, SHARD_BYTES)
+    except SafetensorError as error:  # the base was cut short meanwhile
+        raise unreadable(first_line(error)) from error
+    tokenizer = source_tokenizer(source, offline=offline)
+    _save_config(source, plan, tokenizer, folder, offline=offline)
+    tokenizer.save_pretrained(str(folder))
+    if source.base.init == "pretrained":
+        copy_processors(source, folder, offline=offline)
+    return plan
+
+
+def prepare(source: ExportSource, *, offline: bool) -> Plan:
+    """Opens what is merged. Raises FtcliError as :func:`write_merged`."""
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-    say(f"loading {source.base.name_or_path}")
-    base = load_base(source, offline=offline)
-    _require_memory(base)
-    dtypes = stored_dtypes(base)
-    probe = probe_batch(tokenizer, base.get_input_embeddings().weight.shape[0])
-    adapted = attach(base, source.folder).float()
-    probe = continued(adapted, probe) if source.verify else probe
-    reference = logits(adapted, probe)
-    with adapted.disable_adapter():
-        without = logits(adapted, probe)
-    placed = places(adapted)
-    with rounded(adapted, {name: place.weight for name, place in placed.items()}, dtypes):
-        exact = logits(adapted, probe)
-    say("merging")
-    model = merge(adapted, dtypes)
-    align_special_tokens(model, tokenizer, stops)
-    _save(model, tokenizer, folder)
-    copy_processors(source, folder, offline=offline)
-    merged = sum(name.endswith("lora_A.weight") for name in finite_tensors(source.folder))
-    dtype = Counter(dtypes.values()).most_common(1)[0][0]
-    return Reference(probe, exact, reference, without, dtype, merged, stops, placed)
+    config = _stored_config(source, offline=offline)
+    adapted = None
+    if source.kind == "adapter":
+        finite_tensors(source.folder)
+    base = base_weights(source, offline=offline)
+    model = unwritten(config)
+    if source.kind == "adapter":
+        adapted = attach(model, source.folder).float()
+    dtype = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
+    rounding = rounding_of(model, dtype, _plain_dtype(config, source))
+    adapter = Adapter(adapted)
+    return Plan(config, base, adapter, rounding, len(adapter.layers), stops)
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    try:
-        model.save_pretrained(str(folder), max_shard_size=SHARD_SIZE)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(str(error)) from error
-    tokenizer.save_pretrained(str(folder))
+def _stored_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
+    name, revision = (str(source.folder), None)
+    if source.kind == "adapter":
+        name, revision = source_of(source.base.name_or_path), source.base.revision
+    return read_config(name, revision=revision, offline=offline or source.kind == "model")
+
+
+def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
+    """What weights are stored in that the base stores quantised: what its config.json says of the others."""
+    said: Any = config.get_text_config()
+    stated = getattr(config, "dtype", None) or getattr(said, "dtype", None)
+    return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)
+
+
+def _save_config(
+    source: ExportSource, plan: Plan, tokenizer: PreTrainedTokenizerBase, folder: Path, *, offline: bool
+) -> None:
+    """config.json and generation_config.json: the base's, with what merging and training have made otherwise."""
+    from transformers import GenerationConfig
+
+    model = hollow(plain_config(deepcopy(plan.config)))
+    config: Any = model.config
+    config.architectures = [type(model).__name__]
+    told = {id(one): one for one in (config, config.get_text_config())}.values()
+    for one in told:
+        one.dtype = plan.dtype
+        if untied(plan.base, plan.adapter.changed) or _both_ends_stored(model, plan):
+            # Loading would copy one side over the other.
+            one.tie_word_embeddings = False
+    name, revision = (str(source.folder), None)
+    if source.kind == "adapter":
+        name, revision = source_of(source.base.name_or_path), source.base.revision
+    with suppress(OSError):  # a model without one has what its config says
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision, local_files_only=offline)
+    align_special_tokens(model, tokenizer, plan.stops)
+    config.save_pretrained(str(folder))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def _both_ends_stored(model: PreTrainedModel, plan: Plan) -> bool:
+    """Whether the model ties embeddings that the base stores twice, and one of them was changed."""
+    embedding, head = ends(model)
+    stored = {embedding, head} <= set(plan.base.names)
+    return stored and bool({embedding, head} & set(plan.adapter.changed))
 
 
 def verify_merged(
-    source: ExportSource, folder: Path, reference: Reference, *, offline: bool, say: Callable[[str], None]
+    source: ExportSource, folder: Path, plan: Plan, *, offline: bool, say: Callable[[str], None]
 ) -> Verified:
-    """Load what was written with plain transformers and compare weights, logits, tokenizer and stop tokens.
+    """Compare what was written with base and adapter, opened anew: weights, logits, tokenizer and stop tokens.
 
     A warning (FT744) tells when rounding took away most of what the adapter does.
 
     Raises:
         FtcliError: FT741 when anything differs.
     """
-    say("verifying: loading the result again")
-    written = load_written(folder)
-    parameters = sum(parameter.numel() for parameter in written.parameters())
-    answer = source.reload(model_request(folder, reference.probe, parameters), sent(reference.probe))
-    changes = updates(read_adapter_config(source.folder), finite_tensors(source.folder), reference.placed)
-    problems = compare_weights(written, load_base(source, offline=offline), changes)
+    say("verifying: comparing weights")
+    written = open_written(folder)
+    base = base_weights(source, offline=offline)
+    adapted = attach(unwritten(plan.config), source.folder).float() if source.kind == "adapter" else None
+    changes = {} if adapted is None else source_updates(source, adapted)
+    problems = compare_written(written, base, changes, plan.rounding)
+    say("verifying: comparing logits")
+    tokenizer = source_tokenizer(source, offline=offline)
+    probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
+    probe, exact, without, wanted = _reference(plan, base, adapted, probe, whole=fits(elements(written)))
+    request = model_request(folder, probe, elements(written), dtype="float32")
+    answer = source.reload(request, sent(probe))
     problems += answer.problems
     if problems:
         raise not_verified(folder, problems)
-    problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
-    problems += check_stops(answer.stops, reference.stops)
-    found, probe = answer.tensors[LOGITS], reference.probe
-    report = check_logits(found, probe, reference.rounded, reference.adapted, reference.base, reference.dtype)
+    problems += compare_tokenizers(answer.tokenizer, tokenizer)
+    problems += check_stops(answer.stops, plan.stops)
+    report = check_logits(answer.tensors[LOGITS], probe, wanted, exact, without, plan.dtype)
     problems += report.problems
     if GREEDY in answer.tensors:
-        generated, allowed = answer.tensors[GREEDY], report.tolerance + report.rounding
-        problems += check_greedy(generated, reference.adapted, probe, reference.stops, allowed)
+        allowed = report.tolerance + report.rounding
+        problems += check_greedy(answer.tensors[GREEDY], exact, probe, plan.stops, allowed)
     if problems:
         raise not_verified(folder, problems)
     facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
+    merged: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
     return Verified(
         "every weight, logits in float32, tokenizer, stop tokens",
-        {"merged": reference.merged, **facts, **reloaded(answer)},
+        {**merged, "loaded": loaded(request), **facts, **reloaded(answer)},
         _rounding_warnings(report.lost, report.dtype),
+        plan.merged_with,
     )
+
+
+def _reference(
+    plan: Plan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, *, whole: bool
+) -> tuple[Probe, Tensor, Tensor, Tensor]:
+    """A probe with what base and adapter go on with, if what was written is to generate that (``whole``); and float32
+    logits (positions, vocabulary): of base and adapter, of the base, of both with the weights rounded.
+    """
+
+    def as_stored(name: str) -> Tensor:
+        tensor = base.read(name)
+        return tensor if name in plan.adapter.changed else tensor.to(plan.rounding.of(name, base.of(name)))
+
+    if adapted is None:
+        model: Any = unwritten(plan.config)
+        with reading(model, base.read, base.names):
+            probe = continued(model, probe) if whole else probe
+            exact = logits(model, probe)
+        with reading(model, as_stored, base.names):
+            return probe, exact, exact, logits(model, probe)
+    with reading(adapted, base.read, base.names):
+        probe = continued(adapted, probe) if whole else probe
+        exact = logits(adapted, probe)
+        with adapted.disable_adapter():
+            without = logits(adapted, probe)
+    with (
+        reading(adapted, as_stored, base.names),
+        rounded(adapted, lambda name: plan.rounding.of(name, base.of(name))),
+    ):
+        return probe, exact, without, logits(adapted, probe)
 
 
 def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
@@ -189,93 +289,14 @@ def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
     )
 
 
-def copy_model(source: ExportSource, folder: Path, *, offline: bool) -> None:
-    """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    for path in sorted(source.folder.iterdir()):
-        wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
-        if wanted and path.name not in PROGRESS:
-            shutil.copyfile(path, folder / path.name)
-    source_tokenizer(source, offline=offline).save_pretrained(str(folder))
-    if source.base.init == "pretrained":
-        copy_processors(source, folder, offline=offline)
-
-
-def copy_processors(source: ExportSource, folder: Path, *, offline: bool) -> None:
-    """Copies how a multimodal base prepares images and sound, without which its frozen parts are of no use."""
-    from transformers.utils.hub import cached_file
-
-    for name in _PROCESSORS:
-        found = cached_file(
-            source_of(source.base.name_or_path),
-            name,
-            revision=source.base.revision,
-            local_files_only=offline,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        if found is not None:
-            shutil.copyfile(found, folder / name)
-
-
-def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verified:
-    """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits finite.
-
-    Raises:
-        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
-    """
-    try:
-        wanted = read_tensors(source.folder)
-    except (OSError, SafetensorError) as error:
-        raise unusable(source.folder, f"its weights cannot be read ({error})") from error
-    tokenizer = source_tokenizer(source, offline=offline)
-    probe, trained, parameters = _trained(source.folder, tokenizer)
-    answer = source.reload(model_request(folder, probe, parameters), sent(probe))
-    if answer.problems:
-        raise not_verified(folder, list(answer.problems))
-    # By the names in the files: some families' weights have others once they are loaded.
-    problems = compare_tensors(read_tensors(folder), wanted)
-    problems += compare_tokenizers(answer.tokenizer, tokenizer)
-    stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
-    problems += check_stops(answer.stops, stops)
-    found = answer.tensors[LOGITS]
-    compared = compare_logits(found, trained, TOLERANCE)
-    problems += logits_problems(compared, TOLERANCE)
-    if GREEDY in answer.tensors:
-        problems += check_greedy(answer.tensors[GREEDY], trained, probe, stops, TOLERANCE)
-    if problems:
-        raise not_verified(folder, problems)
-    facts: dict[str, str | int | float] = {
-        "tensors": len(wanted),
-        "tolerance": TOLERANCE,
-        "relative_error": compared.relative_error,
-        "greedy_tokens": same_greedy(found, probe),
-    }
-    return Verified("every weight bit for bit, logits, tokenizer, stop tokens", {**facts, **reloaded(answer)})
-
-
-def _trained(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Probe, Tensor, int]:
-    """A probe, what the model in ``folder`` answers to it in float32, and how many parameters that has."""
-    model = load_written(folder)
-    if getattr(model.config, "quantization_config", None) is None:
-        model.float()
-    probe = continued(model, probe_batch(tokenizer, model.get_input_embeddings().weight.shape[0]))
-    return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
-
-
-def _require_memory(base: PreTrainedModel) -> None:
-    """Refuse before the system kills the process: merging is done in float32."""
-    parameters = sum(p.numel() for p in base.parameters())
-    held = sum(p.numel() * p.element_size() for p in base.parameters())
-    needed, free = merge_bytes(parameters), cpu_device().free_bytes
-    if free is None or needed <= free + held:
+def _require_memory(plan: Plan) -> None:
+    """Refuse before the system kills the process."""
+    needed, free = merge_bytes(plan.base, plan.adapter.changed), cpu_device().free_bytes
+    if free is None or needed <= free:
         return
     raise FtcliError.single(
         "FT748",
-        f"merging needs about {gib(needed)} GiB of memory, and {gib(free + held)} GiB are free",
+        f"merging needs about {gib(needed)} GiB of memory, and {gib(free)} GiB are free",
         exit_code=ExitCode.PREFLIGHT,
         help=f"merge on a machine with more memory, or export the adapter alone: {_unmerged()}",
     )

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.request import Answer
+from ftcli.export.clean.request import Answer, Request
 from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
 from ftcli.plain import JsonMap, JsonObject
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 #: Problems of one kind that are named; the rest is counted.
 NAMED = 5
@@ -49,21 +49,23 @@ class Verified:
         compared: What was compared, in words.
         facts: What came out, by names of the format's own.
         warnings: What people should know about it.
+        merged_with: Which form of the base an adapter was merged with; empty where none was.
     """
 
     compared: str
     facts: Mapping[str, str | int | float]
     warnings: tuple[Finding, ...] = ()
+    merged_with: str = ""
 
     def as_dict(self) -> JsonObject:
         """For the record beside the export."""
         return {"compared": self.compared, **self.facts}
 
 
-def not_asked() -> Verified:
+def not_asked(merged_with: str = "") -> Verified:
     """Of an export that nobody wanted verified: it says so in its record."""
     message = "written without verification (--no-verify): nothing is known of how it answers"
-    return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),))
+    return Verified("nothing", {"verified": "no"}, (Finding("FT754", message, severity="warning"),), merged_with)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,28 +175,6 @@ def _scale(config: JsonMap, module: str) -> float:
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
-@torch.no_grad()
-def compare_weights(merged: PreTrainedModel, base: PreTrainedModel, changes: Mapping[str, Update]) -> list[str]:
-    """Problems found tensor by tensor; empty when there are none.
-
-    Tensors that the adapter does not change must be equal bit for bit. Merged ones may differ by one unit in the last
-    place, since the order of sums may be another.
-    """
-    problems: list[str] = []
-    found, expected = merged.state_dict(), base.state_dict()
-    unknown = set(changes) - set(expected)
-    problems += [f"the adapter changes {name}, which the base model does not have" for name in sorted(unknown)]
-    problems += [f"{name} is missing" for name in sorted(set(expected) - set(found))]
-    problems += [f"{name} is not in the base model" for name in sorted(set(found) - set(expected))]
-    for name in sorted(set(expected) & set(found)):
-        change = changes.get(name)
-        want = expected[name] if change is None else change.applied(expected[name])
-        problem = _difference(found[name], want, exact=change is None or change.whole is not None)
-        if problem:
-            problems.append(f"{name} {problem}")
-    return shortened(problems)
-
-
 def _difference(found: Tensor, want: Tensor, *, exact: bool) -> str | None:
     if found.shape != want.shape or found.dtype != want.dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {want.dtype} {tuple(want.shape)}"
@@ -278,6 +258,8 @@ def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
 
 def same_greedy(found: Tensor, probe: Probe) -> str:
     """How many of the tokens that the trained model goes on with are the likeliest in ``found``, too."""
+    if not probe.new_tokens:
+        return "not asked: each would read the weights anew"
     chosen = found[probe.continued_at].argmax(-1)
     return f"{int((chosen == probe.greedy).sum())} of {probe.new_tokens}"
 
@@ -333,6 +315,11 @@ def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> lis
         if missing:
             problems.append(f"{label} does not name the stop token {missing[0]}: generation would not end there")
     return problems
+
+
+def loaded(request: Request) -> str:
+    """How it was loaded again, for an export's record."""
+    return "layer by layer, for lack of memory" if request.from_disk else "whole"
 
 
 def reloaded(answer: Answer) -> dict[str, str | int]:

@@ -1,26 +1,33 @@
 """The weights of a model read one by one from its files, with what an adapter does to each.
 
-Nothing but the tensor that was asked for is in memory: so a model is written, and held against what was written, on a
-machine that it would not fit into.
+Nothing but the tensor that was asked for is in memory, or the parts that transformers makes one tensor of: so a model
+is written, and held against what was written, on a machine that it would not fit into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import first_line
 from ftcli.export.adapter import finite_tensors
-from ftcli.export.loading import attach, unwritten
-from ftcli.export.resolve import ExportSource, read_adapter_config
+from ftcli.export.held import ORIGINAL, Held, held_of
+from ftcli.export.loading import attach, base_files, plain_config, unwritten
+from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
+from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import Update, places, updates
 from ftcli.facts.model import read_facts
-from ftcli.model.checkpoint import hollow, weight_files
+from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.model.load import config_of
+from ftcli.model.quantized import unreadable
 from ftcli.model.renaming import Renaming
+from ftcli.model.streamed import require_ignorable
 from ftcli.model.tokenizer import source_of
 
 if TYPE_CHECKING:
@@ -45,51 +52,151 @@ class Weights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Tensors of files that are one of the model's, or that make some together.
+
+    Attributes:
+        keys, files: What the files call each, and which file it is in.
+        roles: Of parts, the pattern of the rule that joins them; of packed ones, the part that each is; else empty.
+        names: What the model calls what they make; empty for what it has no place for, and may ignore.
+        shapes: Of what they make.
+        packed: They are a quantised weight and what turns it back.
+    """
+
+    keys: tuple[str, ...]
+    files: tuple[TensorFile, ...]
+    roles: tuple[str, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    packed: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the tensor, or the first of the parts, is stored."""
+        return self.files[0].dtype(self.keys[0])
+
+
 class StoredWeights:
     """A model's safetensors files, opened and not read.
 
     Attributes:
-        tied: Whether the head is the embedding, and not stored.
-        embedding: The embedding's name.
+        stored: All that is in them, in their order.
+        names: Of the model's tensors that are stored.
+        held: How training held the weights of the linear layers; None: as they are stored.
+        ties: For a parameter that is another one in the model, and not stored, the name of that one.
+
+    Args:
+        files: The model's.
+        model: Without memory (``ftcli.model.checkpoint.hollow``).
+
+    Raises:
+        FtcliError: FT323 for files that are damaged, or do not make this model.
     """
 
-    def __init__(self, files: Sequence[Path], model: PreTrainedModel) -> None:
-        from safetensors import safe_open
+    def __init__(self, files: Sequence[Path], model: PreTrainedModel, held: Held | None = None) -> None:
+        self.renaming, self.held, self._model = Renaming(model), held, model
+        try:
+            self.stored = tuple(self._grouped(files))
+        except (SafetensorError, RuntimeError, ValueError) as error:
+            raise unreadable(first_line(error)) from error
+        self._by_name = {name: each for each in self.stored for name in each.names}
+        self.names: Sequence[str] = tuple(self._by_name)
+        self.ties = _ties(model, self._by_name)
+        missing = sorted(name for name, _ in model.named_parameters() if name not in {*self._by_name, *self.ties})
+        if missing:
+            raise unreadable(f"{missing[0]} is not among the stored weights")
 
-        renaming = Renaming(model)
-        self._files: dict[str, tuple[Any, str]] = {}
+    def _grouped(self, files: Sequence[Path]) -> Iterator[Stored]:
+        found: dict[tuple[str, str], list[tuple[str, TensorFile, str]]] = {}
         for path in files:
-            file: Any = safe_open(path, framework="pt")
-            for key in file.keys():  # noqa: SIM118  # no dict
-                name, pattern = renaming.name_of(key)
-                if pattern is not None:
-                    raise _in_parts(name)
-                if name in renaming.names:
-                    self._files[name] = (file, key)
-        self.embedding, self._head = ends(model)
-        self.tied = bool(self._head) and self._head not in self._files
-        missing = sorted(name for name, _ in model.named_parameters() if name not in self._files)
-        if missing and not (self.tied and missing == [self._head]):
-            raise _incomplete(missing[0])
+            file = TensorFile(path)
+            for key in file.entries:
+                kind, name, role = self._kind(key, file)
+                found.setdefault((kind, name), []).append((key, file, role))
+        for (kind, name), entries in found.items():
+            keys, holders, roles = (tuple(column) for column in zip(*entries, strict=True))
+            if kind == "parts":
+                made = self.renaming.join(name, [(key, role, _outline(file, key)) for key, file, role in entries])
+                shapes = tuple(tuple(tensor.shape) for tensor in made.values())
+                yield Stored(keys, holders, roles, tuple(made), shapes)
+            elif kind == "packed":
+                shape = tuple(self._model.get_parameter(name).shape)
+                yield Stored(keys, holders, roles, (name,), (shape,), packed=True)
+            else:
+                shape = holders[0].entries[keys[0]].shape
+                yield Stored(keys, holders, (), (name,) if kind == "whole" else (), (shape,))
+
+    def _kind(self, key: str, file: TensorFile) -> tuple[str, str, str]:
+        """Whether a stored tensor is one of the model's, a part, or of no place; of which; and as what."""
+        packed = None if self.held is None else self.held.packed_part(key, file.entries[key])
+        if packed is not None:
+            layer, part = packed
+            return "packed", self.renaming.name_of(f"{layer}.weight")[0], part
+        name, pattern = self.renaming.name_of(key)
+        if name not in self.renaming.names:
+            require_ignorable(self._model, key)
+            return "ignored", key, ""
+        return ("whole", name, "") if pattern is None else ("parts", name, pattern)
 
     @property
-    def names(self) -> Sequence[str]:
-        """All that are stored."""
-        return tuple(self._files)
+    def form(self) -> str:
+        """Which form of the base this is, in words."""
+        return ORIGINAL if self.held is None else self.held.said()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
-        file, key = self._files[self._stored(name)]
-        return tuple(file.get_slice(key).get_shape())
+        found = self.of(name)
+        return found.shapes[found.names.index(self.ties.get(name, name))]
+
+    def of(self, name: str) -> Stored:
+        """What is stored of a tensor."""
+        return self._by_name[self.ties.get(name, name)]
+
+    def is_as_stored(self, name: str) -> bool:
+        """Whether training held a tensor as it is stored, and did not quantise it."""
+        return not self.of(name).packed and (self.held is None or not self.held.quantizes(name))
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        file, key = self._files[self._stored(name)]
-        tensor: Tensor = file.get_tensor(key)
-        return tensor
+        """A tensor as training held it: as it is stored, or the numbers that its quantised form stands for.
 
-    def _stored(self, name: str) -> str:
-        return self.embedding if name == self._head and self.tied else name
+        Raises:
+            FtcliError: FT323 for numbers that cannot be quantised, or a file that has changed meanwhile.
+        """
+        name = self.ties.get(name, name)
+        found = self._by_name[name]
+        try:
+            if found.packed:
+                assert self.held is not None
+                parts = {role: f.read(key) for key, f, role in zip(found.keys, found.files, found.roles, strict=True)}
+                return self.held.unpacked(parts, self._model, name)
+            tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
+        except (OSError, SafetensorError, ValueError) as error:
+            raise unreadable(f"{name}: {first_line(error)}") from error
+        return tensor if self.held is None else self.held.as_held(name, tensor)
+
+    def joined(self, found: Stored) -> dict[str, Tensor]:
+        """What stored parts make, as they are stored."""
+        entries = zip(found.keys, found.roles, found.files, strict=True)
+        parts = [(key, role, file.read(key)) for key, role, file in entries]
+        return self.renaming.join(found.names[0], parts)
+
+
+def _outline(file: TensorFile, key: str) -> Tensor:
+    """A stored tensor without its numbers."""
+    return torch.empty(file.entries[key].shape, dtype=file.dtype(key), device="meta")
+
+
+def _ties(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    found: dict[str, str] = {}
+    for names in shared.values():
+        there = next((name for name in names if name in stored), None)
+        if there is not None:
+            found |= {name: there for name in names if name not in stored}
+    return found
 
 
 class MergedWeights:
@@ -100,27 +207,31 @@ class MergedWeights:
     Attributes:
         base: The base's own.
         changes: What the adapter does to each weight.
-        tied: Whether the head is the embedding, and not stored.
+        untied: Tensors that the base has no file for, since they were another one.
     """
 
-    def __init__(self, base: StoredWeights, changes: Mapping[str, Update], head: str) -> None:
+    def __init__(self, base: StoredWeights, changes: Mapping[str, Update]) -> None:
         self.base, self.changes = base, changes
-        self.tied = base.tied and not set(changes) & {head, base.embedding}
-        self._extra = (head,) if base.tied and not self.tied else ()
+        self.untied = untied(base, changes)
 
     @property
     def names(self) -> Sequence[str]:
         """All that a merged model stores."""
-        return (*self.base.names, *self._extra)
+        return (*self.base.names, *self.untied)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         return self.base.shape(name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor: as the base stores it, or merged, in float32."""
+        """A tensor: as training held the base's, or merged, in float32."""
         tensor, change = self.base.read(name), self.changes.get(name)
         return tensor if change is None else change.applied(tensor.float())
+
+
+def untied(base: StoredWeights, changed: Container[str]) -> tuple[str, ...]:
+    """Parameters that were another one in the base, and are not once ``changed`` ones are merged."""
+    return tuple(name for name, other in base.ties.items() if name in changed or other in changed)
 
 
 def ends(model: PreTrainedModel) -> tuple[str, str]:
@@ -136,44 +247,37 @@ def source_weights(source: ExportSource, *, offline: bool) -> StoredWeights | Me
     Raises:
         FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
     """
-    from ftcli.export.loading import base_files
-
-    config = source_config(source, offline=offline)
-    model = hollow(config)
+    base = base_weights(source, offline=offline)
     if source.kind == "model":
-        return StoredWeights(weight_files(str(source.folder), None, offline=True), model)
-    base = StoredWeights(base_files(source, offline=offline), model)
-    adapted = attach(unwritten(config), source.folder)
-    return MergedWeights(base, source_updates(source, adapted), ends(model)[1])
+        return base
+    adapted = attach(unwritten(source_config(source, offline=offline)), source.folder)
+    return MergedWeights(base, source_updates(source, adapted))
+
+
+def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
+    """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
+
+    Raises:
+        FtcliError: FT323 when they are not there or damaged, FT735 when they are others than training had, FT740 for
+            `export.base: original` where there is nothing but quantised weights.
+    """
+    config = source_config(source, offline=offline)
+    if source.kind == "model":
+        return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
+    model = hollow(plain_config(config))
+    return StoredWeights(base_files(source, offline=offline), model, held_of(source, config, model))
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Update]:
     """What the adapter of ``source`` does to each weight."""
-    return updates(read_adapter_config(source.folder), finite_tensors(source.folder), places(adapted))
+    try:
+        return updates(read_adapter_config(source.folder), finite_tensors(source.folder), places(adapted))
+    except ValueError as error:
+        raise unusable(source.folder, str(error)) from error
 
 
 def source_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
     """transformers' config of what is exported: the base's, or that of the full fine-tune."""
-    from ftcli.model.checkpoint import read_config
-
     if source.kind == "model":
         return read_config(source_of(str(source.folder)), revision=None, offline=True)
     return config_of(read_facts(source.base, offline=offline, origins=source.origins).raw)
-
-
-def _in_parts(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT748",
-        f"{name} is stored in parts that have to be joined, which this format does not do",
-        exit_code=ExitCode.PREFLIGHT,
-        help="use export.formats: [safetensors]",
-    )
-
-
-def _incomplete(name: str) -> FtcliError:
-    return FtcliError.single(
-        "FT323",
-        f"{name} is not among the stored weights",
-        exit_code=ExitCode.PREFLIGHT,
-        help="download or copy the model again",
-    )

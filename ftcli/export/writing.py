@@ -15,6 +15,7 @@ from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
+from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.facts.quantization import stores_masters
 from ftcli.facts.weights import MODEL_CARD
@@ -102,7 +103,8 @@ def export_run(
         FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
             is damaged, FT743 the destination holds something else, or an export of
             something else and not ``force``, FT746 a format that is not supported yet, FT747
-            and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written.
+            and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
+            anything is, where the disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
     found = replace(found, settings=settings or found.settings, verify=verify)
@@ -115,11 +117,13 @@ def export_run(
     _require_rounded(found, formats)
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
     kept = {} if force else {name: _kept(found, name, reporter) for name in wanted}
+    made = [name for name in wanted if kept.get(name) is None]
+    require_room(found.destination, sum(needed_bytes(found, name, offline=offline) for name in made))
     for name in skipped:
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
     with CleanProcess() as process:
-        if verify and not all(kept.get(name) for name in wanted):
+        if verify and made:
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask)
         return [kept.get(name) or _written(found, name, reporter, offline) for name in wanted]
@@ -147,7 +151,8 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     with _staged(target) as staged:
         verified = write(source, staged, offline=offline, say=say)
         if source.run is not None:
-            write_card(RunDirectory(source.run[0]), staged, of_result=source.of_result)
+            run = RunDirectory(source.run[0])
+            write_card(run, staged, of_result=source.of_result, merged_with=verified.merged_with)
         write_json(staged / RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
             path.chmod((staged / RECORD).stat().st_mode)
@@ -243,6 +248,7 @@ def _record(source: ExportSource, name: str, verification: Verified) -> JsonObje
         "revision": source.base.revision if source.kind == "adapter" else None,
         "adapter_sha256": sha256(weights) if weights.is_file() else None,
         "made_of": _made_of(source),
+        "merged_with": verification.merged_with or None,
         "verification": verification,
     }
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 #: Stored by old versions of transformers and computed since.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.masked_bias$|attn\.bias$|rotary_emb\.original_inv_freq$")
 #: PEFT says so of patterns that are meant for parameters, which it applies them to all the same.
 PATTERNS_UNMATCHED = r"The following (rank|alpha)_pattern keys did not match"
 _NAMED = 3
@@ -195,7 +195,7 @@ def differences(told: JsonMap) -> list[str]:
         f"{name} is stored with shape {tuple(stored)} and must be {tuple(wanted)}"
         for name, stored, wanted in sorted(told["mismatched_keys"])
     ]
-    unexpected = sorted(name for name in told["unexpected_keys"] if not _COMPUTED.search(name))
+    unexpected = sorted(name for name in told["unexpected_keys"] if not COMPUTED.search(name))
     return problems + [f"the model has no place for the stored tensor {name}" for name in unexpected]
 
 

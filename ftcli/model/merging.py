@@ -13,12 +13,15 @@ from torch import Tensor
 
 
 def merged(module: Any, weight: Tensor) -> Tensor:
-    """``weight``, the base's of a PEFT LoRA layer in float32, with the layer's only active adapter, in float32."""
-    summed, magnitude = weight + change(module), magnitude_of(module)
+    """``weight``, the base's of a PEFT LoRA layer, with the layer's only active adapter, in float32.
+
+    A weight of fewer bits is added as it is: no copy of it in float32 is made.
+    """
+    summed, magnitude = change(module).add_(weight), magnitude_of(module)
     if magnitude is None:
         return summed
     factor = magnitude.data / lengths(module, summed)
-    return summed * (factor if module.fan_in_fan_out else factor[:, None])
+    return summed.mul_(factor if module.fan_in_fan_out else factor[:, None])
 
 
 def change(module: Any) -> Tensor:

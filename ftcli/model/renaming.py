@@ -6,7 +6,7 @@ has a stack of all. The rules are transformers' own; only the reading is ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +63,54 @@ class Renaming:
         Raises:
             RuntimeError, ValueError: parts are missing, or do not fit together.
         """
+        for first in list(self._parts):
+            yield from self.join(first, self._parts.pop(first)).items()
+
+    def join(self, name: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
+        """What ``parts`` of ``name`` make: that, and what else the same rule makes of them, by name.
+
+        Args:
+            parts: Key, pattern and value of each, as :meth:`name_of` has told them.
+
+        Raises:
+            RuntimeError, ValueError: parts are missing, or do not fit together.
+        """
         from transformers.core_model_loading import dot_natural_key
 
-        for first in list(self._parts):
-            parts = sorted(self._parts.pop(first), key=lambda part: dot_natural_key(part[0]))
-            rule: Any = deepcopy(self._by_pattern[parts[0][1]])
-            for key, pattern, tensor in parts:
-                rule.add_tensor(first, key, pattern, tensor)
-            for name, made in rule.convert(first, model=self._model, config=self._model.config).items():
-                yield name, made[0] if isinstance(made, list) else made
+        ordered = sorted(parts, key=lambda part: dot_natural_key(part[0]))
+        rule: Any = deepcopy(self._by_pattern[ordered[0][1]])
+        for key, pattern, tensor in ordered:
+            rule.add_tensor(name, key, pattern, tensor)
+        made = rule.convert(name, model=self._model, config=self._model.config)
+        return {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
+
+    def part(self, made: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Tensor]:
+        """The reverse of :meth:`join`: the parts under the ``keys`` that they were stored by.
+
+        Raises:
+            ValueError: transformers takes them apart into others.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        by_present_name = {self._renamed(key): key for key in keys}
+        parts = {
+            key if key in keys else by_present_name.get(self._renamed(key), key): tensor
+            for key, tensor in revert_weight_conversion(self._model, dict(made)).items()
+        }
+        if set(parts) != set(keys):
+            raise ValueError(f"{', '.join(sorted(made))} cannot be taken apart again into what was stored")
+        return parts
+
+    def key_of(self, name: str) -> str:
+        """What a file calls a tensor that it does not hold yet: as transformers writes it, where that is read again."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        (key,) = revert_weight_conversion(self._model, {name: self._state[name]})
+        return key if self.name_of(key) == (name, None) else name
+
+    def _renamed(self, key: str) -> str:
+        """A part's name of today: files of older versions have others."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed: str = rename_source_key(key, self._renamings, [], self._model.base_model_prefix, self._state)[0]
+        return renamed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import first_line
-from ftcli.model.checkpoint import hollow, weight_files
+from ftcli.model.checkpoint import COMPUTED, hollow, weight_files
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
@@ -132,7 +132,7 @@ def load_quantized(
             continue
         name, pattern = renaming.name_of(key)
         if name not in renaming.names:
-            _require_ignorable(model, key)
+            require_ignorable(model, key)
         elif pattern is not None:
             renaming.keep_part(key, name, pattern, tensor)
         elif _is_packed(model, name, tensor, reader):
@@ -208,8 +208,9 @@ def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding, 
         raise unreadable(f"stacks of experts cannot be put together: {first_line(error)}") from error
 
 
-def _require_ignorable(model: PreTrainedModel, key: str) -> None:
-    patterns = ["rotary_emb.inv_freq", *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+def require_ignorable(model: PreTrainedModel, key: str) -> None:
+    """Raises FtcliError FT323 for a stored tensor that the model has no place for, and may not ignore."""
+    patterns = [COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     if not any(re.search(pattern, key) for pattern in patterns):
         raise unreadable(f"the model has no place for the stored tensor {key}")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.facts.device import DeviceFacts, cpu_device, probe_device
+from ftcli.facts.device import DeviceFacts, probe_device
 from ftcli.facts.execution import Part, parts_of
 from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import read_facts
@@ -154,9 +154,6 @@ def _estimates(context: Context, setup: Setup) -> _Estimates:
         findings += memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
         if found.estimate.pinned_host_bytes and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
-        if context.trains and device.probed:
-            host = cpu_device().memory_bytes
-            findings += memory_and_disk.merge_findings(context, setup.shape.parameters, host)
         if verdict.level == "unknown":
             not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
     disk = None

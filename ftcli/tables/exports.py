@@ -18,22 +18,23 @@ class ExportFormat:
             for a format that recipes may name and that is not supported yet.
         needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
         merges: It adds a run's adapter to the base model, which must be there in full precision.
-        in_memory: It holds the whole merged model in float32.
         llama_cpp: llama.cpp serves it, which does not build every family.
         masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
             Others would hold the masters as plain weights, which are another model.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
         package: What it needs beside ftcli.
+        size: Code: a function of the :class:`ftcli.export.resolve.ExportSource` and of ``offline`` that answers how
+            many bytes it takes on disk; None where that is not known before it is written.
     """
 
     write: str | None = None
     needs_adapter: bool = False
     merges: bool = False
-    in_memory: bool = False
     llama_cpp: bool = False
     masters: bool = False
     of_quantized: tuple[str, ...] = ()
     package: Package | None = None
+    size: str | None = None
 
     @property
     def supported(self) -> bool:
@@ -45,17 +46,27 @@ _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
     {
-        "adapter": ExportFormat("ftcli.export.adapter:write", needs_adapter=True, masters=True),
-        "safetensors": ExportFormat("ftcli.export.safetensors:write", merges=True, in_memory=True, masters=True),
+        "adapter": ExportFormat(
+            "ftcli.export.adapter:write", needs_adapter=True, masters=True, size="ftcli.export.room:adapter_bytes"
+        ),
+        "safetensors": ExportFormat(
+            "ftcli.export.safetensors:write", merges=True, masters=True, size="ftcli.export.room:model_bytes"
+        ),
         "gguf": ExportFormat(
             "ftcli.export.gguf.write:write",
             merges=True,
             llama_cpp=True,
             masters=True,
             package=_GGUF,
+            size="ftcli.export.gguf.size:gguf_bytes",
         ),
         "ollama": ExportFormat(
-            "ftcli.export.ollama.write:write", merges=True, llama_cpp=True, masters=True, package=_GGUF
+            "ftcli.export.ollama.write:write",
+            merges=True,
+            llama_cpp=True,
+            masters=True,
+            package=_GGUF,
+            size="ftcli.export.gguf.size:ollama_bytes",
         ),
         "bitnet": ExportFormat("ftcli.export.bitnet:write", merges=True, masters=True, of_quantized=("bitnet",)),
         "fp8": ExportFormat(merges=True),

@@ -204,7 +204,7 @@ def quantize_nf4(weight: Tensor, *, double_quant: bool = True, block_size: int =
         raise ValueError("a weight with NaN or infinity cannot be quantised")
     if not double_quant:
         return NF4Weight(data, absmax, table, weight.shape, block_size)
-    offset = absmax.mean()
+    offset = absmax.mean(dtype=torch.float64).float()  # the same on every device, whatever the order of its sums
     nested_table = dynamic_table(weight.device)
     codes, nested_absmax = _nearest(absmax - offset, nested_table, NF4_NESTED_BLOCK_SIZE)
     nested = NestedScales(nested_absmax, nested_table, offset)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ftkernels.nf4 import quantize_nf4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -75,12 +76,17 @@ def test_a_qlora_run_saves_resumes_evaluates_and_is_exported(user: User) -> None
     exports = user.done("export", str(run))["exports"]
     assert {export["format"] for export in exports} == {"adapter", "safetensors"}
     merged = load_file(Path(next(e["path"] for e in exports if e["format"] == "safetensors")) / "model.safetensors")
+    whole = ("--set", "export.formats=[safetensors]", "--set", "export.base=original", "--force")
+    (original,) = user.done("export", str(run), *whole)["exports"]
     base = load_file(asset("models", "tiny-gemma2") / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     a, b = (saved[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
-    wanted = (base[f"{name}.weight"].float() + 32 / 4 * b @ a).to(base[f"{name}.weight"].dtype)
-    assert torch.equal(merged[f"{name}.weight"], wanted)  # into full precision, not into what NF4 stands for
-    assert merged[f"{name}.weight"].is_floating_point()
+    stored, change = base[f"{name}.weight"], 32 / 4 * b @ a
+    compute = getattr(torch, json.loads((run / "manifest.json").read_text())["dtype_plan"]["compute"])
+    numbers = quantize_nf4(stored).dequantize(compute)
+    assert torch.equal(merged[f"{name}.weight"], (numbers.float() + change).to(stored.dtype))
+    into_stored = load_file(Path(original["path"]) / "model.safetensors")
+    assert torch.equal(into_stored[f"{name}.weight"], (stored.float() + change).to(stored.dtype))
 
 
 def test_quantised_training_is_training_of_the_dequantised_model(user: User) -> None:

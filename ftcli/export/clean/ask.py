@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -14,18 +15,32 @@ from ftcli.facts.device import cpu_device
 _BESIDE = 2**30
 
 
-def model_request(folder: Path, probe: Probe, parameters: int, **more: bool | dict[str, int]) -> Request:
+def fits(parameters: int) -> bool:
+    """Whether memory holds a model of so many numbers as a whole, in float32."""
+    free = cpu_device().free_bytes
+    # Loaded as it is stored and widened then: for a moment both are there.
+    return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
+
+
+def model_request(
+    folder: Path,
+    probe: Probe,
+    parameters: int,
+    *,
+    dtype: Literal["stored", "float32"] = "stored",
+    **more: bool | dict[str, int],
+) -> Request:
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 
     Args:
         parameters: How many numbers the model has.
+        dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
     """
-    free = cpu_device().free_bytes
-    # Loaded as it is stored and widened then: for a moment both are there.
-    from_disk = free is not None and 4 * parameters + 2 * parameters + _BESIDE > free
+    from_disk = not fits(parameters)
     return Request(
         "model",
         str(folder),
+        dtype=dtype,
         from_disk=from_disk,
         new_tokens=0 if from_disk else probe.new_tokens,
         texts=TEXTS,

@@ -19,7 +19,7 @@ from ftcli.export.lazy import reading
 from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
 from ftcli.export.verify import Update, shortened
-from ftcli.export.weights import MergedWeights, ends
+from ftcli.export.weights import MergedWeights
 from ftcli.tables.gguf import TYPES
 
 _ALPHA = "adapter.lora.alpha"
@@ -112,8 +112,8 @@ def _compare(wanted: Wanted, changes: Mapping[str, Update]) -> tuple[list[str], 
     weights = wanted.weights
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)
-    again = MergedWeights(weights.base, changes, ends(model)[1])
-    with reading(model, again.read):
+    again = MergedWeights(weights.base, changes)
+    with reading(model, again.read, again.names):
         compared = compare_logits(logits(model, wanted.probe), wanted.logits, TYPES[_TYPE].logits)
     allowed = TYPES[_TYPE].logits
     if compared.relative_error > allowed:

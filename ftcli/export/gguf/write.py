@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.export.clean.ask import fits
+from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.file import Planned, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
@@ -23,6 +24,7 @@ from ftcli.export.lazy import reading
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
+from ftcli.export.room import require_room
 from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, Weights, source_config, source_weights
@@ -30,7 +32,6 @@ from ftcli.facts.model import read_facts
 from ftcli.model.load import stop_token_ids
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import TYPES, Architecture, architecture_of
-from ftcli.units import gib
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,12 @@ class Prepared:
     description: Description
     name: str
     facts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def merged_with(self) -> str:
+        """Which form of the base an adapter was merged with; empty where there is none."""
+        weights = self.wanted.weights
+        return weights.base.form if isinstance(weights, MergedWeights) else ""
 
 
 def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
@@ -73,12 +80,13 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
     if not source.verify:
-        return not_asked()
+        return not_asked(prepared.merged_with)
     facts["tensors"] = len(prepared.wanted.names.stored)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
         facts,
         prepared.description.warnings,
+        prepared.merged_with,
     )
 
 
@@ -186,9 +194,10 @@ def _trained_logits(source: ExportSource, weights: Weights, probe: Probe, *, off
     model: Any = unwritten(source_config(source, offline=offline))
     base = weights.base if isinstance(weights, MergedWeights) else weights
     adapted = attach(model, source.folder) if base is not weights else model
-    with reading(adapted, base.read), torch.no_grad():
-        longer = continued(adapted, probe)
-        return longer, logits(adapted, longer)
+    with reading(adapted, base.read, base.names), torch.no_grad():
+        if fits(elements(weights)):  # seven passes; where each reads the weights anew one has to do
+            probe = continued(adapted, probe)
+        return probe, logits(adapted, probe)
 
 
 def write_type(prepared: Prepared, path: Path, kind: str) -> None:
@@ -221,7 +230,7 @@ def _write_plain(prepared: Prepared, path: Path, kind: str) -> None:
     for name, stored in wanted.names.stored.items():
         shape = wanted.weights.shape(name)
         tensors[stored] = Planned(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
-    _require_room(path, sum(planned.nbytes for planned in tensors.values()))
+    require_room(path, sum(planned.nbytes for planned in tensors.values()))
     write_file(path, wanted.architecture.name, _values(prepared, kind), tensors)
 
 
@@ -239,14 +248,3 @@ def _values(prepared: Prepared, kind: str) -> dict[str, Value]:
         **{f"{name}.{key}": value for key, value in prepared.description.values.items()},
         **prepared.wanted.vocabulary.values,
     }
-
-
-def _require_room(path: Path, needed: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise FtcliError.single(
-            "FT724",
-            f"{path.name} takes {gib(needed)} GiB, and {gib(free)} GiB are free in {path.parent.parent}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="free disk space, or name another folder with --output",
-        )

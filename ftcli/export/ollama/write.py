@@ -50,7 +50,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     write_type(prepared, path, kind)
     write_modelfile(folder / MODELFILE, path.name, go_template(parts), prepared)
     if not source.verify:
-        return not_asked()
+        return not_asked(prepared.merged_with)
     say(f"verifying {path.name}")
     report = verify_file(path, kind, prepared.wanted)
     problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, prepared, with_bos=parts.bos)]
@@ -60,6 +60,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
         {"type": kind, **prepared.facts, **report.facts("", kind)},
         prepared.description.warnings,
+        prepared.merged_with,
     )
 
 

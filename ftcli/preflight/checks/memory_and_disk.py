@@ -9,8 +9,8 @@ from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate
-from ftcli.preflight.memory.host import merge_bytes, pinnable_bytes
-from ftcli.tables import exports, policies
+from ftcli.preflight.memory.host import pinnable_bytes
+from ftcli.tables import policies
 from ftcli.units import gib
 
 _TIGHT_DISK = 0.9
@@ -43,21 +43,6 @@ def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | 
         "train.gradient_checkpointing",
         f"gradient_checkpointing: {policy} keeps {gib(pinned)} GiB in host memory, and {may}",
         help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
-    )
-
-
-def merge_findings(context: Context, parameters: int, host_bytes: int | None) -> Findings:
-    """FT748: `export` will refuse to merge on this machine, which is known before anything is trained."""
-    recipe, needed = context.recipe, merge_bytes(parameters)
-    merged = [name for name in recipe.export.formats if exports.row(name).in_memory]
-    if host_bytes is None or needed <= host_bytes or recipe.lora is None or recipe.model.init == "random" or not merged:
-        return
-    yield context.note(
-        "FT748",
-        "export.formats",
-        f"`ftcli export` merges in memory, {gib(needed)} GiB of it, and this machine has {gib(host_bytes)} GiB",
-        help="merge on a machine with more memory, or export the adapter alone: "
-        f"export.formats: [{', '.join(exports.supported(merges=False))}]",
     )
 
 

@@ -1,4 +1,4 @@
-"""Host memory: what ``gradient_checkpointing: offload`` pins, how much it may pin, and what merging needs."""
+"""Host memory: what ``gradient_checkpointing: offload`` pins, and how much it may pin."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ def pinned_bytes(tensors: int, tensor_bytes: int) -> int:
 def pinnable_bytes(host_free_bytes: int) -> int:
     """How much of the host's free memory activations may take."""
     return int(_PINNABLE * host_free_bytes)
-
-
-def merge_bytes(parameters: int) -> int:
-    """What `export` needs to merge an adapter: the model in float32, and a tenth more."""
-    return int(parameters * 4 * 1.1)

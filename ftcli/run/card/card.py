@@ -70,13 +70,14 @@ class DataRow:
     sha256: str
 
 
-def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True) -> None:
+def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True, merged_with: str = "") -> None:
     """Writes the card of what lies in ``folder``; of the run's result, where there is one, when None.
 
     A card without :data:`MARK` belongs to somebody else, and is left as it is.
 
     Args:
         of_result: False for weights of a checkpoint, which the run's results are not about.
+        merged_with: Which form of the base an adapter was merged with; empty where none was.
 
     Raises:
         FtcliError: FT723 or FT724 when it cannot be written.
@@ -85,7 +86,7 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
     if folder is not None and not _is_somebodys(folder / MODEL_CARD):
         path = folder / MODEL_CARD
         with storage_errors(path):
-            write_text(path, render_card(run, folder, of_result=of_result))
+            write_text(path, render_card(run, folder, of_result=of_result, merged_with=merged_with))
 
 
 def _is_somebodys(path: Path) -> bool:
@@ -96,7 +97,7 @@ def _is_somebodys(path: Path) -> bool:
         return False
 
 
-def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True) -> str:
+def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "") -> str:
     """The card of what lies in ``folder``: an adapter, a model, or something else that was made of the run's result."""
     recipe = _recipe(run.recipe_path)
     manifest, tokens = read_json_object(run.manifest_path), read_json_object(run.tokens_path)
@@ -115,7 +116,10 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True) -> s
         scores=scores(evaluation),
         code=_Own(loading + ("\n" + chat if chat else "")),
         base_is_local=adapter and base.repo is None,
-        training=training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary")),
+        training=[
+            *training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary")),
+            *([("merged with", merged_with)] if merged_with else []),
+        ],
         data=_data(manifest, tokens),
         versions=_versions(manifest),
         mark=_Own(MARK),

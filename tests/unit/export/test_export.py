@@ -11,13 +11,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import safetensors as merged_format
+from ftcli.export.merge import Adapter
+from ftcli.export.tensorfile import Output, write_shards
 from ftcli.export.writing import RECORD, ExportResult, export_run
 from ftcli.facts.device import cpu_device
 from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
@@ -168,31 +169,34 @@ def test_a_model_card_that_somebody_wrote_is_kept(trained: Callable[..., Trained
     assert (result.path / "README.md").read_text() == "# Mine"
 
 
-def wrong_scale(merge: Any) -> Any:
-    def broken(adapted: Any, dtypes: Any) -> Any:
-        for module in adapted.modules():
-            if isinstance(module, LoraLayer):
-                module.scaling = {name: value * 1.001 for name, value in module.scaling.items()}
-        return merge(adapted, dtypes)
+def wrong_scale(patch: pytest.MonkeyPatch) -> None:
+    merged = Adapter.merged
 
-    return broken
+    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight + 1.001 * (merged(self, name, weight) - weight)
 
-
-def one_layer_left_out(merge: Any) -> Any:
-    def broken(adapted: Any, dtypes: Any) -> Any:
-        torch.nn.init.zeros_(adapted.base_model.model.model.layers[1].mlp.down_proj.lora_B["default"].weight)
-        return merge(adapted, dtypes)
-
-    return broken
+    patch.setattr(Adapter, "merged", broken)
 
 
-def another_weight_touched(merge: Any) -> Any:
-    def broken(adapted: Any, dtypes: Any) -> Any:
-        model = merge(adapted, dtypes)
-        model.model.norm.weight.data[3] += 1e-3
-        return model
+def one_layer_left_out(patch: pytest.MonkeyPatch) -> None:
+    merged = Adapter.merged
 
-    return broken
+    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight if name == "model.layers.1.mlp.down_proj.weight" else merged(self, name, weight)
+
+    patch.setattr(Adapter, "merged", broken)
+
+
+def another_weight_touched(patch: pytest.MonkeyPatch) -> None:
+    def broken(folder: Path, planned: Any, size: int) -> None:
+        write_shards(folder, [touched(each) if each.key == "model.norm.weight" else each for each in planned], size)
+
+    def touched(output: Output) -> Output:
+        data = bytearray(b"".join(output.pieces()))
+        data[3] ^= 1
+        return dataclasses.replace(output, pieces=lambda: iter([bytes(data)]))
+
+    patch.setattr(merged_format, "write_shards", broken)
 
 
 @pytest.mark.parametrize("fault", [wrong_scale, one_layer_left_out, another_weight_touched])
@@ -201,7 +205,7 @@ def test_a_wrong_merge_is_caught_and_removed(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, fault: Any, dtype: str
 ) -> None:
     made = trained("gemma2", dtype)
-    monkeypatch.setattr(merged_format, "merge", fault(merged_format.merge))
+    fault(monkeypatch)
     error = failure(made, "safetensors")
     assert code(error) == "FT741"
     assert error.exit_code is ExitCode.BUG
@@ -266,7 +270,7 @@ def test_a_failed_export_keeps_the_earlier_one(
     made = trained()
     (first,) = export(made, "safetensors")
     before = {path.name: path.read_bytes() for path in first.path.iterdir()}
-    monkeypatch.setattr(merged_format, "merge", wrong_scale(merged_format.merge))
+    wrong_scale(monkeypatch)
     assert code(failure(made, "safetensors", force=True)) == "FT741"
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
 

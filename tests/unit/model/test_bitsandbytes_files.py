@@ -10,25 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.nf4 import quantize_nf4
 from safetensors.torch import load_file, save_file
 
 from ftcli.errors import FtcliError
 from ftcli.model.nf4 import NF4Linear, nf4_from_bitsandbytes
-from tests.quantised import NF4, SINGLE, TINY, load, same_state
-
-
-def _packed_state(tensor: torch.Tensor, double_quant: bool) -> dict[str, torch.Tensor]:
-    """What bitsandbytes saves for a weight, keyed by what follows the layer's name."""
-    weight = quantize_nf4(tensor, double_quant=double_quant)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
-    parts = {".weight": weight.data.view(-1, 1), ".weight.absmax": weight.absmax, ".weight.quant_map": weight.table}
-    if weight.nested is not None:
-        n = weight.nested
-        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(n.offset)}
-        parts |= {".weight.nested_absmax": n.absmax, ".weight.nested_quant_map": n.table.clone()}
-    parts[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return parts
+from tests.quantised import NF4, SINGLE, TINY, load, packed_state, same_state
 
 
 @pytest.fixture
@@ -40,7 +26,7 @@ def stored(tmp_path: Path) -> Callable[..., Path]:
         for name, tensor in load_file(TINY / "model.safetensors").items():
             layer = name.removesuffix(".weight")
             if layer.endswith("_proj"):
-                tensors |= {layer + key: part for key, part in _packed_state(tensor.float(), double_quant).items()}
+                tensors |= {layer + key: part for key, part in packed_state(tensor.float(), double_quant).items()}
             else:
                 tensors[name] = tensor
         change(tensors)

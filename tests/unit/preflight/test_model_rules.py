@@ -239,16 +239,3 @@ def test_ternary_types_are_for_ternary_weights(findings: Callable[..., list[Any]
     assert found("none", "q8_0, tq1_0") == [("note", "tq1_0")]
     assert found("none", "tq2_0", "export") == [("error", "tq2_0")]
     assert found("bitnet", "tq2_0") == found("none", "q8_0") == []
-
-
-def test_a_merge_that_this_machine_cannot_make_is_known_before_training(load: Callable[..., Any]) -> None:
-    from ftcli.preflight.checks.memory_and_disk import merge_findings
-
-    def found(text: str, host: int | None) -> list[str]:
-        loaded = load(f"model: {{name_or_path: meta-llama/Llama-3.1-8B}}\n{text}")
-        context = Context(loaded.recipe, loaded.origins, "check")
-        return [finding.code for finding in merge_findings(context, 8 * 10**9, host)]
-
-    assert found("lora: {}\n", 32 * 2**30) == ["FT748"]
-    assert found("lora: {}\n", 34 * 2**30) == []
-    assert found("lora: {}\n", None) == found("", 2**30) == found("lora: {}\nexport: {formats: [adapter]}\n", 1) == []

@@ -1,0 +1,205 @@
+"""safetensors files read and written tensor by tensor, with no more than one of them in memory.
+
+The library maps a file as a whole, and writes what is in memory as a whole. Here a tensor is read into memory of its
+own, and a file is written from its header on, as each tensor comes. The layout is the library's: eight bytes that say
+how long the header is, the header as JSON, the tensors one behind the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ftcli.facts.weights import WEIGHTS_INDEX
+from ftcli.plain import JsonObject
+
+#: The layout's names of the dtypes that weights have.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_PIECE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies in its file: ``dtype`` by the layout's name, ``start`` and ``nbytes`` in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class TensorFile:
+    """A file, whose tensors are read one by one.
+
+    Raises:
+        OSError: it cannot be read.
+        safetensors.SafetensorError: it is damaged, or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="pt"):  # the library looks whether header and length agree
+            pass
+        self._path = path
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header: JsonObject = json.loads(file.read(length))
+        begin = _LENGTH_BYTES + length
+        self.entries: Mapping[str, Entry] = {
+            key: Entry(told["dtype"], tuple(told["shape"]), begin + told["data_offsets"][0], _extent(told))
+            for key, told in header.items()
+            if key != "__metadata__"
+        }
+
+    def dtype(self, key: str) -> torch.dtype:
+        """A tensor's dtype. Raises SafetensorError for one that torch is not asked to read here."""
+        name = self.entries[key].dtype
+        if name not in DTYPES:
+            raise SafetensorError(f"{key} is stored as {name}")
+        return DTYPES[name]
+
+    def read(self, key: str) -> Tensor:
+        """A tensor in memory of its own. Raises OSError or SafetensorError as the class does."""
+        entry, dtype = self.entries[key], self.dtype(key)
+        memory = torch.empty(entry.nbytes, dtype=torch.uint8)
+        view, done = memory.numpy().data, 0
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            while done < entry.nbytes:
+                got = file.readinto(view[done : done + _PIECE])
+                if not got:
+                    raise SafetensorError(f"{self._path} ends within {key}")
+                done += got
+        return memory.view(dtype).view(entry.shape)
+
+    def pieces(self, key: str) -> Iterator[bytes]:
+        """A tensor's bytes as they are, in pieces. Raises OSError or SafetensorError as the class does."""
+        entry, done = self.entries[key], 0
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            while done < entry.nbytes:
+                piece = file.read(min(_PIECE, entry.nbytes - done))
+                if not piece:
+                    raise SafetensorError(f"{self._path} ends within {key}")
+                done += len(piece)
+                yield piece
+
+
+def _extent(told: JsonObject) -> int:
+    first, last = told["data_offsets"]
+    return int(last) - int(first)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that is to be written: ``dtype`` by the layout's name, and what gives its bytes when its turn comes."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    pieces: Callable[[], Iterator[Any]]
+
+
+def copied(key: str, file: TensorFile) -> Output:
+    """A tensor as it is in ``file``, byte for byte."""
+    entry = file.entries[key]
+    return Output(key, entry.dtype, entry.shape, entry.nbytes, lambda: file.pieces(key))
+
+
+def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> Output:
+    """A tensor of this shape and dtype that ``make`` gives."""
+    size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)
+
+    def pieces() -> Iterator[Any]:
+        made = make()
+        if made.dtype != dtype or tuple(made.shape) != tuple(shape):
+            raise ValueError(f"{key} was made as {made.dtype} {tuple(made.shape)}, not as {dtype} {tuple(shape)}")
+        yield made.contiguous().view(-1).view(torch.uint8).numpy().data
+
+    return Output(key, _NAMES[dtype], tuple(shape), size, pieces)
+
+
+def write_shards(folder: Path, outputs: Sequence[Output], shard_bytes: int) -> None:
+    """Writes ``outputs`` under transformers' names: one file, or several with their index.
+
+    Outputs are made in their order, but within a file those of wider dtypes go first: so each lies at a multiple of its
+    elements' size, as readers that map a file need it.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    shards: list[list[Output]] = [[]]
+    size = 0
+    for output in outputs:
+        if shards[-1] and size + output.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += output.nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard)
+    if len(shards) > 1:
+        places = {output.key: name for name, shard in zip(names, shards, strict=True) for output in shard}
+        index = {"metadata": {"total_size": sum(o.nbytes for o in outputs)}, "weight_map": dict(sorted(places.items()))}
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, outputs: Sequence[Output]) -> None:
+    ordered = sorted(outputs, key=lambda output: -_width(output))  # stable
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for output in ordered:
+        header[output.key] = {
+            "dtype": output.dtype,
+            "shape": list(output.shape),
+            "data_offsets": [offset, offset + output.nbytes],
+        }
+        offset += output.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        for output in ordered:
+            _write_pieces(file, output)
+
+
+def _width(output: Output) -> int:
+    return output.nbytes // max(1, math.prod(output.shape))
+
+
+def _write_pieces(file: BinaryIO, output: Output) -> None:
+    written = 0
+    for piece in output.pieces():
+        file.write(piece)
+        written += len(piece)
+    if written != output.nbytes:
+        raise ValueError(f"{output.key} gave {written} bytes and not {output.nbytes}")

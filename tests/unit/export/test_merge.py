@@ -1,0 +1,326 @@
+"""Merging tensor by tensor: what PEFT makes of the same, in every dtype, and untrained bytes that are left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ftcli.config import ExportConfig, QuantizationConfig
+from ftcli.errors import FtcliError
+from ftcli.export.clean import ask
+from ftcli.export.tensorfile import TensorFile, computed, copied, write_shards
+from ftcli.export.writing import ExportResult, export_run
+from ftcli.facts.device import cpu_device
+from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
+from ftcli.run.directory import RunDirectory
+from tests.quantised import load, packed_state
+from tests.small_models import MULTIMODAL, build
+from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and transformers' remarks on some families
+
+IDS = torch.tensor([[2, 100, 101, 102, 50, 60, 70, 4], [2, 3, 30, 31, 32, 33, 34, 35]])
+#: Families with something of their own: stacks of experts in parts and whole, fused projections, transposed weights,
+#: a head under another name, learnt positions, mixers that read the weights of their layers, towers.
+FAMILIES = (
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "jamba",
+    "deepseek_v3",
+    "gemma3",
+    "qwen3_next",
+)
+#: Where not all linear layers are adapted: a mixer reads some of its weights past the adapter; a tower stays frozen.
+TARGETS = {"jamba": ["q_proj", "v_proj", "in_proj", "out_proj"], "gemma3": r".*language_model.*_proj"}
+
+
+def adapter_of(model: Any, folder: Path, **options: Any) -> None:
+    """An adapter on all linear layers, experts among them, that changes something."""
+    experts = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name and name.endswith("_proj")
+    ]
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "target_parameters": experts or None}
+    # As the patterns are stored: transposed weights need their own flag.
+    transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(**{**settings, "fan_in_fan_out": transposed, "task_type": "CAUSAL_LM", **options})
+    )
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter += 0.3 * torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    tokenizer().save_pretrained(folder)
+
+
+def run_of(model_type: str, path: Path, **options: Any) -> Trained:
+    base = path / "base"
+    model = build(model_type)
+    model.save_pretrained(base, max_shard_size="40KB")
+    tokenizer().save_pretrained(base)
+    run = write_run(path / "run", base, lora={"r": 4})
+    adapter_of(model, run.adapter_dir, **{"target_modules": TARGETS.get(model_type, "all-linear"), **options})
+    return Trained(base, run)
+
+
+def loaded(folder: Path, model_type: str = "llama") -> Any:
+    kind = AutoModelForImageTextToText if model_type in MULTIMODAL else AutoModelForCausalLM
+    return kind.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def answers(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def exported(run: RunDirectory, **settings: Any) -> ExportResult:
+    asked = ExportConfig.model_validate(settings)
+    (result,) = export_run(run, ["safetensors"], reporter=Heard(), offline=True, settings=asked)
+    return result
+
+
+def on_nf4(made: Trained, name: str) -> ExportResult:
+    """Of a run of QLoRA that is like ``made``, in another folder."""
+    run = trained_again(made, name)
+    raw = yaml.safe_load(made.run.recipe_path.read_text())
+    run.recipe_path.unlink()
+    run.recipe_path.write_text(yaml.safe_dump({**raw, "quantization": {"method": "nf4"}}))
+    return exported(run)
+
+
+def code(caught: pytest.ExceptionInfo[FtcliError]) -> str:
+    return caught.value.findings[0].code
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_merged_model_is_what_peft_merges(model_type: str, tmp_path: Path) -> None:
+    made = run_of(model_type, tmp_path)
+    result = exported(made.run)
+    adapted = peft.PeftModel.from_pretrained(loaded(made.base, model_type), made.run.adapter_dir)
+    wanted, without = answers(adapted.merge_and_unload()), answers(loaded(made.base, model_type))
+    assert distance(answers(loaded(result.path, model_type)), wanted) < 1e-5
+    assert distance(without, wanted) > 0.01, "the adapter does nothing: this test proves nothing"
+    before, after = stored(made.base), stored(result.path)
+    assert set(after) == set(before), "what serves the base serves this"
+    trained = {key.split(".lora_")[0] for key in load_file(made.run.adapter_dir / "adapter_model.safetensors")}
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert trained
+    assert not [name for name in changed if "norm" in name or "vision" in name or "visual" in name or "embed" in name]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "head and norm trained whole": {"modules_to_save": ["lm_head", "norm"]},
+    "tied head adapted": {"target_modules": ["q_proj", "lm_head"]},
+    "tied embedding trained whole": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_adapter_whole_or_layer_by_layer(
+    variant: str, streamed: bool, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trained("gemma2", **VARIANTS[variant])
+    if streamed:
+        monkeypatch.setattr(ask, "cpu_device", lambda: dataclasses.replace(cpu_device(), free_bytes=1))
+    result = exported(made.run)
+    asked = "layer by layer, for lack of memory" if streamed else "whole"
+    assert result.verification.facts["loaded"] == asked
+    adapted = peft.PeftModel.from_pretrained(loaded(made.base), made.run.adapter_dir)
+    if variant != "tied head adapted":  # PEFT adds that to the embeddings as well, which is another model
+        adapted = adapted.merge_and_unload()
+    assert distance(answers(loaded(result.path)), answers(adapted)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_dtype_that_is_asked_for_is_one_rounding_away(dtype: str, trained: Callable[..., Trained]) -> None:
+    made = trained("llama")
+    result = exported(made.run, dtype=dtype)
+    wanted = getattr(torch, dtype)
+    full = stored(exported(trained_again(made), dtype="float32").path)
+    after = stored(result.path)
+    assert {tensor.dtype for tensor in after.values()} == {wanted}
+    assert all(torch.equal(after[name], full[name].to(wanted)) for name in full)
+    config = json.loads((result.path / "config.json").read_text())
+    assert config["dtype"] == dtype
+    plain: Any = AutoModelForCausalLM.from_pretrained(result.path, dtype="auto")
+    assert plain.dtype == wanted
+
+
+def trained_again(made: Trained, name: str = "again") -> RunDirectory:
+    """The same run in another folder, which has no exports yet."""
+    run = RunDirectory(made.run.path.with_name(name))
+    run.path.mkdir()
+    for path in (made.run.recipe_path, made.run.adapter_dir):
+        (run.path / path.name).symlink_to(path)
+    return run
+
+
+def test_a_full_fine_tune_is_rounded_when_asked(tuned: Trained) -> None:
+    result = exported(tuned.run, dtype="bfloat16")
+    before, after = stored(tuned.run.model_dir), stored(result.path)
+    assert all(torch.equal(after[name], before[name].to(torch.bfloat16)) for name in before)
+    assert 1e-4 < float(result.verification.facts["rounding"]) < 0.05
+
+
+def test_a_number_too_large_for_float16_is_ft769_and_leaves_nothing(trained: Callable[..., Trained]) -> None:
+    made = trained("llama", modules_to_save=["norm"])
+    path = made.run.adapter_dir / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors["base_model.model.model.norm.weight"][3] = 70000.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(FtcliError) as caught:
+        exported(made.run, dtype="float16")
+    assert code(caught) == "FT769"
+    assert "model.norm.weight holds 70000" in caught.value.findings[0].message
+    assert not list(made.run.export_dir.iterdir())
+
+
+def test_what_was_not_trained_is_the_same_bytes_whatever_its_dtype(trained: Callable[..., Trained]) -> None:
+    """A base that stores some weights in float32 and others in bfloat16 keeps both, and NaN stays the same NaN."""
+    made = trained("llama", "bfloat16", target_modules=["q_proj"])
+    path = made.base / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + 1e-4
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((4,), torch.nan)
+    save_file(tensors, path, metadata={"format": "pt"})
+    result = exported(made.run)
+    after, files = stored(result.path), TensorFile(result.path / "model.safetensors")
+    source = TensorFile(path)
+    for name in tensors:
+        same = b"".join(files.pieces(name)) == b"".join(source.pieces(name))
+        assert same != name.endswith("q_proj.weight"), name
+    assert after["model.norm.weight"].dtype == torch.float32
+
+
+def test_a_base_whose_experts_have_the_names_of_old_keeps_them(tmp_path: Path) -> None:
+    made = run_of("mixtral", tmp_path)
+    names = set(stored(made.base))
+    assert any("block_sparse_moe.experts.0.w1" in name for name in names)
+    assert set(stored(exported(made.run).path)) == names
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+@pytest.mark.parametrize("base", ["trained", "original"])
+def test_a_quantized_base_is_merged_as_it_was_trained_or_as_it_was(
+    method: str, base: str, trained: Callable[..., Trained]
+) -> None:
+    made = trained("llama", "bfloat16", target_modules=["q_proj", "up_proj"])
+    raw = yaml.safe_load(made.run.recipe_path.read_text())
+    raw["quantization"] = {"method": method}
+    made.run.recipe_path.write_text(yaml.safe_dump(raw))
+    made.run.manifest_path.write_text(json.dumps({"dtype_plan": {"compute": "float32"}}))
+    result = exported(made.run, base=base, dtype="float32")
+    found = answers(loaded(result.path))
+    # As training loads it: quantised layer by layer while it is read. Its products are taken of the numbers that the
+    # weights stand for: fp8's own would round activations as well, which no merged weight does.
+    quantized = load(made.base, QuantizationConfig(method=method))
+    products = answers(peft.PeftModel.from_pretrained(quantized, made.run.adapter_dir))
+    quantized = load(made.base, QuantizationConfig(method=method))
+    for name, layer in [(n, m) for n, m in quantized.named_modules() if isinstance(m, QuantizedLinear)]:
+        quantized.set_submodule(name, DequantizedLinear(layer, torch.float32))
+    wanted = {
+        "trained": answers(peft.PeftModel.from_pretrained(quantized, made.run.adapter_dir)),
+        "original": answers(peft.PeftModel.from_pretrained(loaded(made.base), made.run.adapter_dir)),
+    }
+    other = "original" if base == "trained" else "trained"
+    assert distance(found, wanted[base]) < 1e-5
+    assert distance(found, wanted[other]) > 1e-3
+    assert base == "original" or distance(found, products) < (0.05 if method == "fp8" else 1e-5)
+    said = result.verification.merged_with
+    assert (method in said) is (base == "trained")
+    assert said in (result.path / "README.md").read_text()
+
+
+def test_a_base_of_bitsandbytes_files_is_merged_without_bitsandbytes(trained: Callable[..., Trained]) -> None:
+    made = trained("llama", "bfloat16", target_modules=["q_proj", "up_proj"])
+    whole = stored(on_nf4(made, "whole").path)
+    path = made.base / "model.safetensors"
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(path).items():
+        layer = name.removesuffix(".weight")
+        is_packed = layer.endswith("_proj")
+        packed |= (
+            {layer + key: part for key, part in packed_state(tensor, True).items()} if is_packed else {name: tensor}
+        )
+    save_file(packed, path, metadata={"format": "pt"})
+    config = json.loads((made.base / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_compute_dtype": "bfloat16",
+    }
+    (made.base / "config.json").write_text(json.dumps(config))
+    result = on_nf4(made, "packed")
+    after = stored(result.path)
+    assert "quantization_config" not in json.loads((result.path / "config.json").read_text())
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: t.shape for n, t in whole.items()}
+    assert all(torch.equal(after[name], whole[name]) for name in whole)
+    with pytest.raises(FtcliError) as caught:
+        exported(made.run, base="original")
+    assert code(caught) == "FT740"
+
+
+def test_the_disk_is_asked_before_anything_is_written(
+    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    made, usage = trained(), shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(place)._replace(free=50_000))
+    with pytest.raises(FtcliError) as caught:
+        export_run(made.run, ["adapter", "safetensors"], reporter=Heard(), offline=True)
+    assert code(caught) == "FT724"
+    assert not made.run.export_dir.exists()
+
+
+def test_shards_are_read_by_the_library_and_copied_byte_for_byte(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    tensors = {"odd": torch.arange(3, dtype=torch.uint8), "wide": torch.randn(5, 3), "half": torch.randn(7).half()}
+    tensors["none"] = torch.empty(0, 4)
+    tensors["one"] = torch.tensor(2.5, dtype=torch.bfloat16)
+    planned = [computed(key, tensor.shape, tensor.dtype, lambda t=tensor: t) for key, tensor in tensors.items()]
+    write_shards(tmp_path / "a", planned, 64)
+    files = sorted((tmp_path / "a").glob("*.safetensors"))
+    assert len(files) == 2
+    index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+    for key, name in index["weight_map"].items():
+        with safe_open(tmp_path / "a" / name, framework="pt") as file:
+            assert torch.equal(file.get_tensor(key), tensors[key])
+    again = [copied(key, file) for file in map(TensorFile, files) for key in file.entries]
+    (tmp_path / "b").mkdir()
+    write_shards(tmp_path / "b", again, 1 << 20)
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "b" / "model.safetensors").items()} == {
+        k: v.tolist() for k, v in tensors.items()
+    }
