@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,19 @@ _ROW = "ftcli_row"
 _COMPLETIONS = "completions.pt"
 #: The parts of a step whose time is told; what is left is collating, padding, logging.
 ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_probs", "training", "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What TRL's trainer held before a step: its count of micro-batches, the completions in use, the averages of a line
+    of metrics, what rewards have failed on, and all tokens sampled.
+    """
+
+    micro_batch: int
+    buffered: Any
+    metrics: Mapping[str, list[float]]
+    failures: JsonObject
+    tokens: int
 
 
 class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
@@ -164,13 +178,19 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         super().begin_step()
         self.spans.begin_step(self.state.global_step + 1)
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        self._before = (self._step, self._buffered_inputs, metrics, self.failures.state())  # type: ignore[has-type]
+        self._before = _Before(
+            self._step,  # type: ignore[has-type]
+            self._buffered_inputs,  # type: ignore[has-type]
+            metrics,
+            self.failures.state(),
+            self.state.num_input_tokens_seen,
+        )
 
     def end_step(self) -> None:
         """As the base class; also looks whether rewards and entropy still leave something to learn."""
         self.spans.enter(None)
         super().end_step()
-        before, now = self._before[2], self._metrics["train"]
+        before, now = self._before.metrics, self._metrics["train"]
         rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
         self.stagnation.note(self.state.global_step, rewards, entropies)
 
@@ -182,10 +202,12 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
     def undo_step(self) -> None:
         """Restores the completions and metrics that :meth:`begin_step` has noted."""
         self.spans.forget_after(self.state.global_step)
-        self._step, self._buffered_inputs, metrics, failures = self._before
-        self.failures.restore(failures)
+        before = self._before
+        self._step, self._buffered_inputs = before.micro_batch, before.buffered
+        self.state.num_input_tokens_seen = before.tokens
+        self.failures.restore(before.failures)
         self._metrics["train"].clear()
-        self._metrics["train"].update(metrics)
+        self._metrics["train"].update(before.metrics)
 
     def extra_window(self) -> JsonObject:
         """Rewards, lengths and all else that TRL averages from one line to the next; and what rewards failed on."""

@@ -60,26 +60,41 @@ def test_half_and_half_is_the_whole(
     assert steps == [(1, True), (2, False), (3, True), (4, False), (6, True), (6, False), (8, True), (8, False)]
 
 
+#: Completions serve two steps, between two lines of metrics.
+GRPO: dict[str, Any] = {
+    "lora": {"dropout": 0.1},
+    "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
+    "train": {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+    "grpo": {
+        "num_generations": 4,
+        "num_iterations": 2,
+        "max_prompt_length": 48,
+        "max_completion_length": 6,
+        "temperature": 2.0,
+        "rewards": [{"use": "regex", "pattern": "[5-9]"}],
+    },
+    "checkpoint": {"every_steps": 5, "keep_last": 3},
+    "logging": {"every_steps": 4},
+}
+LOSS = "ftcli.trainers.grpo:GrpoTrainer.compute_loss"
+
+
+def require_same_completions(drills: Drills, name: str, whole: Path) -> None:
+    """Each batch that a line of metrics met is there once, with the rewards and advantages that it had."""
+    found, wanted = (Completions(drills.folder / run / "completions") for run in (name, whole))
+    assert found.steps() == wanted.steps() == [1, 4, 6]
+    for step in wanted.steps():
+        said = wanted.read(step)
+        assert len(said) == 8
+        assert all(one.advantage for one in said), "nothing is learnt, and nothing could differ"
+        assert found.read(step) == said
+
+
 def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drills) -> None:
-    """Completions serve two steps; the run is stopped after the first of them, between two lines of metrics."""
-    change: dict[str, Any] = {
-        "lora": {"dropout": 0.1},
-        "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
-        "train": {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        "grpo": {
-            "num_generations": 4,
-            "num_iterations": 2,
-            "max_prompt_length": 48,
-            "max_completion_length": 6,
-            "temperature": 2.0,
-            "rewards": [{"use": "regex", "pattern": "[5-9]"}],
-        },
-        "checkpoint": {"every_steps": 5, "keep_last": 3},
-        "logging": {"every_steps": 4},
-    }
-    whole = drills.whole("grpo", **change)
-    recipe = drills.recipe("halves", **change)
-    drill = drills.paused(recipe, "ftcli.trainers.grpo:GrpoTrainer.compute_loss", 6, command="grpo")
+    """The run is stopped after the first of the two steps."""
+    whole = drills.whole("grpo", **GRPO)
+    recipe = drills.recipe("halves", **GRPO)
+    drill = drills.paused(recipe, LOSS, 6, command="grpo")
     drill.signal(signal.SIGTERM)
     drill.release()
     assert drill.wait() == 75, drill.said
@@ -88,12 +103,19 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(drills: Drill
     drills.run(recipe, command="grpo")
     assert "reward" in drills.metrics(whole)[-1]
     drills.require_same_run("halves", whole)
-    said = [Completions(drills.folder / run / "completions") for run in ("halves", whole)]
-    assert said[0].steps() == said[1].steps() == [1, 4, 6]
-    for step in said[1].steps():
-        assert len(said[1].read(step)) == 8
-        assert all(one.advantage for one in said[1].read(step)), "nothing is learnt, and nothing could differ"
-        assert said[0].read(step) == said[1].read(step)
+    require_same_completions(drills, "halves", whole)
+
+
+@pytest.mark.parametrize(("call", "step"), [(8, 3), (10, 4)], ids=["inside a batch", "with new completions"])
+def test_grpo_goes_on_after_a_step_that_failed(drills: Drills, call: int, step: int) -> None:
+    """The checkpoint is that of the step before; what the failed one has sampled and counted is undone."""
+    whole = drills.whole("grpo", **GRPO)
+    recipe = drills.recipe("failed", **GRPO)
+    drills.run(recipe, status=5, prepared=(("starve", LOSS, call, 6 << 20),), command="grpo")
+    assert drills.checkpoints("failed") == [f"step-{step:08d}"]
+    drills.run(recipe, command="grpo")
+    drills.require_same_run("failed", whole)
+    require_same_completions(drills, "failed", whole)
 
 
 def test_stopped_in_every_step_it_is_still_the_same_run(drills: Drills) -> None:
