@@ -74,6 +74,7 @@ def _constants(rotary: Rotary, norms: HeadNorms, b: Tensor | None, dtype: torch.
         "DOT": triton_store_dtype(dtype),
         "BM": tile.rows,
         "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
 
 
@@ -114,9 +115,12 @@ def qkv_norm_rope_forward(
 
 
 def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
-    """As ``qkv_rope.backward_tile``, with as much again for the norms' sums."""
+    """As ``qkv_rope.backward_tile``; both tiles have 16 rows, and the second no pipeline."""
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
-    return tile_for("qkv_norm_rope_backward", lambda t: padded * (5 * t.rows + 4 * rank) <= shared_memory)
+    return tile_for(
+        "qkv_norm_rope_backward",
+        lambda t: padded * (176 + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory,
+    )
 
 
 def qkv_norm_rope_backward(
