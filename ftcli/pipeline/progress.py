@@ -108,7 +108,7 @@ def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, 
     if _is_number(line.get("tokens_per_second")):
         found["tok/s"] = round(line["tokens_per_second"])
     for part in ("rollout", "training"):
-        seconds, rate = (line.get(f"{what}/{part}") for what in ("seconds", "tokens_per_second"))
+        seconds, rate = (line.get(f"{what}/{part}") for what in ("seconds", "throughput"))
         if _is_number(seconds):
             found[part] = f"{seconds:.3g} s" + (f" ({rate:,.0f} tok/s)" if _is_number(rate) else "")
     if _is_number(line.get("peak_memory_bytes")):

@@ -287,8 +287,8 @@ def without_spread(rewards: Tensor, weights: Tensor, group: int) -> Tensor:
 def _rates(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Tokens per second of rollouts and of training passes, where there were any."""
     seconds = {part: math.fsum(metrics.get(f"seconds/{part}", ())) for part in (ROLLOUT, TRAINING)}
-    tokens = {part: math.fsum(metrics.get(f"tokens/{part}", ())) for part in seconds}
-    return {f"tokens_per_second/{part}": tokens[part] / taken for part, taken in seconds.items() if taken}
+    tokens = {part: math.fsum(metrics.get(f"processed_tokens/{part}", ())) for part in seconds}
+    return {f"throughput/{part}": tokens[part] / taken for part, taken in seconds.items() if taken}
 
 
 def build_grpo_trainer(

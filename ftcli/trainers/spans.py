@@ -58,7 +58,10 @@ class Spans:
         self._steps = [step for step in self._steps if step.number <= number]
 
     def take(self) -> list[Mapping[str, float]]:
-        """For each finished step since the last call ``seconds/<part>`` and ``tokens/<part>``; waits for the device."""
+        """``seconds/<part>`` and ``processed_tokens/<part>`` of each finished step since the last call.
+
+        Waits for the device.
+        """
         if self._cuda and self._steps:
             torch.cuda.synchronize()
         found = [self._numbers(step) for step in self._steps]
@@ -70,7 +73,7 @@ class Spans:
         for before, after in pairwise(step.marks):
             if before.part is not None:
                 numbers[f"seconds/{before.part}"] += _between(before, after)
-        return numbers | {f"tokens/{part}": float(count) for part, count in step.tokens.items()}
+        return numbers | {f"processed_tokens/{part}": float(count) for part, count in step.tokens.items()}
 
     def _mark(self, part: str | None) -> Mark:
         if not self._cuda:

@@ -145,7 +145,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc]
         """Numbers of a step."""
         if not logs or "loss" not in logs:
             return
-        told = {key: value for key, value in logs.items() if key.split("/")[0] in ("seconds", "tokens_per_second")}
+        told = {key: value for key, value in logs.items() if key.split("/")[0] in ("seconds", "throughput")}
         self._figures.parts.append(told)
         self._figures.gradient_norm.append(logs["grad_norm"])
         advantages = self._trainer._logs["advantages"]
@@ -278,7 +278,7 @@ def tell(figures: Figures) -> None:
     print("step   seconds " + "".join(f"{part:>11}" for part in PARTS) + "      other   rollout tok/s  training tok/s")
     for at, (seconds, parts) in enumerate(zip(figures.seconds, figures.parts, strict=True), start=1):
         each = [parts[f"seconds/{part}"] for part in PARTS]
-        rates = [parts.get(f"tokens_per_second/{part}", 0.0) for part in ("rollout", "training")]
+        rates = [parts.get(f"throughput/{part}", 0.0) for part in ("rollout", "training")]
         print(f"{at:4} {seconds:9.2f} " + "".join(f"{value:11.2f}" for value in [*each, seconds - sum(each)])
               + "".join(f"{rate:16,.0f}" for rate in rates))  # fmt: skip
     print(f"log-probabilities: {json.dumps(figures.log_probs)}")

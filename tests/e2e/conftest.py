@@ -45,7 +45,7 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_times(line: dict[str, Any]) -> dict[str, Any]:
-    timed = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/")
+    timed = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/", "throughput/")
     return {key: value for key, value in line.items() if not key.startswith(timed)}
 
 

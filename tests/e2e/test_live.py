@@ -115,8 +115,8 @@ def test_completions_of_grpo_are_kept_and_shown(user: User) -> None:
     assert seen <= set(line)
     assert line["frac_reward_zero_std"] == line["groups_without_spread"] / 2
     assert 0 < line["seconds/rollout"] < 60
-    assert line["tokens_per_second/rollout"] * line["seconds/rollout"] == pytest.approx(line["tokens/rollout"])
-    assert line["tokens/rollout"] == 4 * line["completions/mean_length"]
+    assert line["throughput/rollout"] * line["seconds/rollout"] == pytest.approx(line["processed_tokens/rollout"])
+    assert line["processed_tokens/rollout"] == 4 * line["completions/mean_length"]
     page = (user.folder / "r" / "report.html").read_text()
     for expected in ("Early: step 1", "Late: step 4", "Reward of exact_match", "Reward of contains", "base model",
                      "Seconds of a step", "Clipped ratios"):  # fmt: skip

@@ -104,8 +104,8 @@ _LESSER_OF_REWARDS = (
     Chart(
         "Tokens/s of each part",
         (
-            Curve("tokens_per_second/rollout", "rollouts", smooth=True),
-            Curve("tokens_per_second/training", "training", smooth=True),
+            Curve("throughput/rollout", "rollouts", smooth=True),
+            Curve("throughput/training", "training", smooth=True),
         ),
         from_zero=True,
     ),

@@ -33,7 +33,7 @@ def test_what_a_run_with_rewards_shows() -> None:
         **LINE, "reward": 0.5, "reward_std": 0.25, "rewards/exact/mean": 0.4, "rewards/exact/std": 0.1,
         "rewards/short/mean": 0.2, "entropy": 1.25, "clip_ratio/region_mean": 0.015, "completions/mean_length": 88.5,
         "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5, "seconds/rollout": 3.4567,
-        "tokens_per_second/rollout": 9214.4,
+        "throughput/rollout": 9214.4,
         "seconds/training": 12.0,
     }  # fmt: skip
     shown = fields(line, {"held-out exact": "50.0%"})

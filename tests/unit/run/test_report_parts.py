@@ -111,8 +111,8 @@ def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
 def test_entropy_clipping_groups_and_time_of_rewarded_runs_are_drawn() -> None:
     seen = {
         "entropy": 1.2, "clip_ratio/region_mean": 0.01, "frac_reward_zero_std": 0.25, "completions/clipped_ratio": 0.5,
-        "seconds/rollout": 3.0, "seconds/training": 4.0, "seconds/rewards": 0.1, "tokens_per_second/rollout": 900.0,
-        "tokens_per_second/training": 7000.0,
+        "seconds/rollout": 3.0, "seconds/training": 4.0, "seconds/rewards": 0.1, "throughput/rollout": 900.0,
+        "throughput/training": 7000.0,
     }  # fmt: skip
     drawn = curves([rewarded(step, **seen) for step in (1, 2, 3)], {}, [])
     text = "".join([*drawn.main, *drawn.lesser])

@@ -25,7 +25,7 @@ def test_time_belongs_to_the_part_that_was_entered_last() -> None:
     assert found["seconds/rollout"] == pytest.approx(0.02, abs=0.012)
     assert found["seconds/training"] == pytest.approx(0.05, abs=0.012)
     assert found["seconds/never"] == 0.0
-    assert (found["tokens/training"], found["tokens/rollout"]) == (11.0, 0.0)
+    assert (found["processed_tokens/training"], found["processed_tokens/rollout"]) == (11.0, 0.0)
     assert spans.take() == []
 
 
@@ -38,4 +38,4 @@ def test_a_step_that_failed_is_not_counted() -> None:
     spans.count("training", 7)
     spans.begin_step(3)
     spans.forget_after(2)
-    assert [step["tokens/training"] for step in spans.take()] == [1.0, 7.0]
+    assert [step["processed_tokens/training"] for step in spans.take()] == [1.0, 7.0]
