@@ -17,13 +17,15 @@ MODEL_CARD = "README.md"
 class Weights:
     """Which weights a folder holds.
 
-    ``files`` are its safetensors files. ``missing`` are shards that its index names and that are not there.
-    ``pickle_only`` is True when there are weights, but only in pickle files, which ftcli does not load.
+    ``files`` are its safetensors files; ``gguf`` is a GGUF file where there is one, and none of these. ``missing`` are
+    shards that its index names and that are not there. ``pickle_only`` is True when there are weights, but only in
+    pickle files, which ftcli does not load.
     """
 
     files: tuple[Path, ...]
     missing: tuple[str, ...]
     pickle_only: bool
+    gguf: Path | None = None
 
     @property
     def complete(self) -> bool:
@@ -37,7 +39,15 @@ def inspect_weights(folder: Path) -> Weights:
     named = _indexed(folder / WEIGHTS_INDEX)
     present = {path.name for path in files}
     pickles = any(folder.glob("pytorch_model*.bin"))
-    return Weights(files, tuple(sorted(named - present)), pickle_only=pickles and not files and not named)
+    gguf = None if files or named else gguf_file(folder)
+    alone = pickles and not files and not named and gguf is None
+    return Weights(files, tuple(sorted(named - present)), pickle_only=alone, gguf=gguf)
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file in ``folder``, if there is just one."""
+    found = list(folder.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
 
 
 def _indexed(path: Path) -> set[str]:

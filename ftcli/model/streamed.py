@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import first_line
+from ftcli.facts.weights import inspect_weights
 from ftcli.model.checkpoint import COMPUTED, hollow, weight_files
+from ftcli.model.gguf_weights import ternary_tensors
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
@@ -116,15 +119,17 @@ def load_quantized(
     """
     # A checkpoint that is quantised already keeps some layers in full precision on purpose (llm_int8_skip_modules).
     raw = config.to_dict()
-    stored_quantized = stores_packed(raw, holding.settings)
+    gguf = _gguf_of(source, holding.settings)
+    stored_quantized = gguf is None and stores_packed(raw, holding.settings)
     model = _hollow(config, holding.dtype, attention)
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
     chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
-    holding = replace(holding, recognises=not stores_masters(raw, holding.settings))
-    reader = packed_reader(holding.settings, raw)
+    holding = replace(holding, recognises=gguf is not None or not stores_masters(raw, holding.settings))
+    reader = packed_reader(holding.settings, raw) if gguf is None else None
     packed: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _tensors(source, revision, offline):
+    tensors = _tensors(source, revision, offline) if gguf is None else ternary_tensors(gguf, model, chosen)
+    for key, tensor in tensors:
         found = None if reader is None else reader.part_of(key)
         if found is not None:
             layer, part = found
@@ -188,6 +193,11 @@ def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parame
             if parameter not in shared:
                 shared[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
             module._parameters[name] = shared[parameter]
+
+
+def _gguf_of(source: str, settings: QuantizationConfig) -> Path | None:
+    """The GGUF file of a folder without other weights, where the method reads it."""
+    return inspect_weights(Path(source)).gguf if quantizations.row(settings.method).reads_gguf else None
 
 
 def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple[str, Tensor]]:

@@ -71,7 +71,7 @@ def weights_fingerprint(folder: Path) -> tuple[Fingerprint, ...]:
     Raises:
         OSError: a file cannot be read.
     """
-    return tuple(_sampled(path) for path in sorted(folder.glob("*.safetensors")))
+    return tuple(_sampled(path) for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf")))
 
 
 def _sampled(path: Path) -> Fingerprint:

@@ -85,6 +85,7 @@ class Quantization:
         already: Code: a function of a linear layer in full precision and its name: the layer's numbers as a
             :class:`ftcli.model.quantized.QuantizedLinear`, exactly, where they are quantised ones that were written
             out; else None. None: that is never looked for, since quantising again changes nothing.
+        reads_gguf: A folder's weights may be a GGUF file: it holds the quantised numbers, and the method keeps them.
     """
 
     supported: bool = True
@@ -96,6 +97,7 @@ class Quantization:
     packed_files: PackedFiles | None = None
     training: QuantizedTraining | None = None
     already: str | None = None
+    reads_gguf: bool = False
 
     @property
     def holds_dequantized(self) -> bool:
@@ -149,6 +151,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 reads=("lambda_warmup_steps", "use_rms_norm"),
             ),
             already="ftcli.model.bitnet_files:already_ternary",
+            reads_gguf=True,
         ),
     }
 )

@@ -235,6 +235,41 @@ def test_a_packed_export_is_trained_on_from_the_same_ternary_values(user: User) 
     assert all(torch.equal(one[key], two[key]) for key in ternary)
 
 
+@pytest.mark.long  # tests/unit/export/test_gguf_ternary.py holds the values
+def test_a_gguf_file_is_trained_on_from_its_ternary_values(user: User) -> None:
+    pytest.importorskip("gguf")
+    small = {**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 256))}
+    recipe = without_lora(user.recipe("run", **{**SCRATCH, "model": small}, data={"eval": []}, train={"max_steps": 1}))
+    user.done("train", recipe)
+    user.done("export", str(user.folder / "run"), "--set", "export.formats=[bitnet, gguf]",
+              "--set", "export.gguf.types=[tq2_0]")  # fmt: skip
+    (file,) = (user.folder / "run" / "export" / "gguf").glob("*.gguf")
+    published = user.folder / "published"
+    published.mkdir()
+    (published / file.name).write_bytes(file.read_bytes())
+    (published / "config.json").write_bytes((Path(small["name_or_path"]) / "config.json").read_bytes())
+    values: dict[str, Any] = {
+        "model": {"name_or_path": str(published), "tokenizer": "bytes"},
+        "quantization": {"method": "bitnet"},
+        "data": {"eval": []},
+        "train": {"max_steps": 1, "learning_rate": 1e-12},
+    }
+    again = without_lora(user.recipe("again", **values))
+    user.done("train", again)
+    user.done("export", str(user.folder / "again"), "--set", "export.formats=[bitnet]")
+    name = "export/bitnet/model.safetensors"
+    one, two = (load_file(user.folder / run / name) for run in ("run", "again"))
+    ternary = [key for key, tensor in one.items() if tensor.dtype == torch.uint8]
+    assert len(ternary) == 7
+    assert all(torch.equal(one[key], two[key]) for key in ternary)
+    plain = without_lora(user.recipe("plain", **{**values, "quantization": {"method": "none"}}))
+    status, document = user.run("check", plain)
+    assert (status, document["findings"][0]["code"]) == (3, "FT317")
+    (published / file.name).write_bytes(file.read_bytes()[:-9000])
+    status, document = user.run("train", again, "--set", f"run.output_dir={user.folder / 'cut'}")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT323")
+
+
 def test_adapters_on_frozen_ternary_weights_are_trained_and_not_merged(user: User) -> None:
     recipe = user.recipe("run", quantization={"method": "bitnet"}, train={"max_steps": 2}, lora={"r": 2})
     user.done("train", recipe)

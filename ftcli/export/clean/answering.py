@@ -204,9 +204,9 @@ def _adapter(asked: Request, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str
 def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.described import describe, reader_of
-    from ftcli.export.gguf.file import ReadFile
     from ftcli.export.gguf.metadata import activation_of
     from ftcli.export.lazy import reading
+    from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of
 
     file, config = ReadFile(Path(asked.folder)), _config(asked.config)

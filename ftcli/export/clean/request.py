@@ -42,7 +42,7 @@ class Request:
         texts: What the tokenizer cuts, rendered as a user's message.
         layers: Linear layers that are asked alone, and how many features they take.
         names: Of a GGUF file, the name in it of each tensor of the model.
-        heads: As :func:`ftcli.export.gguf.names.from_file` takes them.
+        heads: As :func:`ftcli.gguf.names.from_file` takes them.
         threads: How many threads sums are taken by, so that they are taken alike.
     """
 

@@ -11,15 +11,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ftcli.export.gguf.file import Planned, ReadFile, write_file
+from ftcli.export.gguf.file import Planned, write_file
 from ftcli.export.gguf.metadata import Value
-from ftcli.export.gguf.names import from_file, no_place, to_file
 from ftcli.export.gguf.verify import Wanted
 from ftcli.export.lazy import reading
 from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
 from ftcli.export.verify import Update, shortened
 from ftcli.export.weights import MergedWeights
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import from_file, no_place, to_file
 from ftcli.tables.gguf import TYPES
 
 _ALPHA = "adapter.lora.alpha"

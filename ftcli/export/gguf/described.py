@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ftcli.export.gguf.file import ReadFile
 from ftcli.export.gguf.metadata import config_changes, rotary
-from ftcli.export.gguf.names import from_file
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import from_file
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def reader_of(
 
     Args:
         names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.export.gguf.names.from_file` takes them.
+        heads: As :func:`ftcli.gguf.names.from_file` takes them.
     """
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.gguf.names import no_place
+from ftcli.gguf.names import no_place
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.gguf import Architecture
 

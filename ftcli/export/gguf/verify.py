@@ -19,14 +19,14 @@ from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.clean.request import LOGITS, Answer, Request
 from ftcli.export.gguf.described import ROUNDING
-from ftcli.export.gguf.file import ReadFile
 from ftcli.export.gguf.metadata import Value
-from ftcli.export.gguf.names import Names, from_file, to_file
 from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
 from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
 from ftcli.export.verify import logits_problems, reloaded, same_greedy, shortened
 from ftcli.export.weights import Weights
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import Names, from_file, to_file
 from ftcli.plain import JsonMap
 from ftcli.tables.gguf import TYPES, Architecture, StoredType
 

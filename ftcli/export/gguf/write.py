@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding
 from ftcli.export.clean.ask import fits
 from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.file import Planned, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
-from ftcli.export.gguf.names import names_of, no_place, to_file
 from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
 from ftcli.export.gguf.verify import Wanted, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
@@ -29,6 +28,8 @@ from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, Weights, source_config, source_weights
 from ftcli.facts.model import read_facts
+from ftcli.gguf.file import require_library
+from ftcli.gguf.names import names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import TYPES, Architecture, architecture_of
@@ -100,19 +101,6 @@ def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callab
     if problems:
         raise not_verified(folder, [f"{path.name}: {problem}" for problem in problems])
     return error
-
-
-def require_library() -> None:
-    """Raises FtcliError FT758 where the package gguf is not installed."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise FtcliError.single(
-            "FT758",
-            "export to GGUF needs the package gguf, which is not installed",
-            exit_code=ExitCode.PREFLIGHT,
-            help="pip install 'ftcli[gguf]'",
-        ) from error
 
 
 def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> Prepared:

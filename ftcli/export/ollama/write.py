@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.vocabulary import Vocabulary
-from ftcli.export.gguf.write import Prepared, prepare, require_library, write_type
+from ftcli.export.gguf.write import Prepared, prepare, write_type
 from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.ollama.golang import render
 from ftcli.export.ollama.template import Turns, cannot, go_template, parts_of, rendered
 from ftcli.export.resolve import ExportSource
 from ftcli.export.verify import Verified, not_asked
+from ftcli.gguf.file import require_library
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:

@@ -338,6 +338,14 @@ def _weights(context: Context, facts: ModelFacts) -> Findings:
         yield _incomplete(
             context, f"{facts.folder} holds its weights in pickle files only, which can run code when loaded"
         )
+    elif weights.gguf is not None:
+        method = context.recipe.quantization.method
+        if not quantizations.row(method).reads_gguf:
+            able = " or ".join(name for name in quantizations.names() if quantizations.row(name).reads_gguf)
+            message = (
+                f"{weights.gguf} is read with quantization.method: {able} alone, where the file holds all there is"
+            )
+            yield _incomplete(context, message)
     elif not weights.files:
         yield _incomplete(context, f"{facts.folder} holds no weights")
 

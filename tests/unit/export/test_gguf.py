@@ -20,12 +20,12 @@ from ftcli.errors import FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf import adapter as adapter_file
 from ftcli.export.gguf import write as gguf_format
-from ftcli.export.gguf.file import ReadFile
-from ftcli.export.gguf.names import to_file
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import Prepared, prepare, write_type
 from ftcli.export.resolve import resolve_source
 from ftcli.export.writing import ExportResult, export_run
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import to_file
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run

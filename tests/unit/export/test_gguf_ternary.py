@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from ftkernels.ternary import ternarise
 from safetensors.torch import load_file
 
+from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import ternary
-from ftcli.export.gguf.file import ReadFile
-from ftcli.export.gguf.names import from_file
+from ftcli.gguf.file import ReadFile
+from ftcli.gguf.names import from_file
+from ftcli.model.bitnet import BitLinear, TernaryLinear
+from ftcli.model.checkpoint import read_config
+from ftcli.model.streamed import Holding, load_quantized
 from ftcli.tables.gguf import architecture_of
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -101,3 +106,74 @@ def test_ternary_types_are_for_ternary_weights(tmp_path: Path) -> None:
     with pytest.raises(FtcliError, match="ternary types are for ternary weights") as caught:
         export(adapt(tmp_path, build("llama")), "tq1_0")
     assert {finding.code for finding in caught.value.findings} == {"FT756"}
+
+
+def folder_of(made: Trained, result: Any, kind: str, folder: Path, said: dict[str, Any] | None = None) -> Path:
+    """One of an export's files beside the model's config.json, which says ``said`` of how it is quantised."""
+    folder.mkdir()
+    (folder / "m.gguf").write_bytes((result.path / f"run-{kind.upper()}.gguf").read_bytes())
+    values = json.loads((made.run.model_dir / "config.json").read_text())
+    del values["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(values if said is None else {**values, "quantization_config": said}))
+    return folder
+
+
+def loaded(folder: Path, *, trained: bool) -> Any:
+    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
+    config = read_config(str(folder), revision=None, offline=True)
+    return load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
+def test_a_file_is_trained_on_from_the_very_values_that_it_holds(family: str, tmp_path: Path) -> None:
+    """GGUF has no masters. Rounding -s, 0 and s by their mean would shrink them."""
+    made = rounded_run(tmp_path, family, tie_word_embeddings=family == "bitnet")
+    result = export(made, "tq2_0", "tq1_0", "q8_0")
+    masters = load_file(made.run.model_dir / "model.safetensors")
+    for kind, said in (("tq2_0", None), ("tq1_0", ONLINE), ("q8_0", {**ONLINE, "quantization_mode": "offline"})):
+        folder = folder_of(made, result, kind, tmp_path / kind, said)
+        for trained in (True, False):
+            model = loaded(folder, trained=trained)
+            layers = [module for module in model.modules() if isinstance(module, BitLinear | TernaryLinear)]
+            assert len(layers) == 7
+            for layer in layers:
+                wanted = ternarise(masters[f"{layer.layer_name}.weight"])
+                found = layer.ternary if isinstance(layer, BitLinear) else layer.frozen_weight()
+                assert torch.equal(found.data, wanted.data)
+                assert float((found.scale / wanted.scale - 1).abs()) < 2.0**-10  # float16
+            if kind != "q8_0":  # whose embedding is of 8 bits
+                got = model.get_input_embeddings().weight
+                assert torch.allclose(got, masters["model.embed_tokens.weight"], rtol=2.0**-10, atol=1e-6)
+
+
+def test_transformers_reads_the_same_model_of_a_llama_file(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = rounded_run(tmp_path, "llama", tie_word_embeddings=False)
+    result = export(made, "tq2_0")
+    plain = AutoModelForCausalLM.from_pretrained(result.path, gguf_file="run-TQ2_0.gguf", dtype=torch.float32)
+    model = loaded(folder_of(made, result, "tq2_0", tmp_path / "file"), trained=True)
+    for name, module in model.named_modules():
+        if isinstance(module, BitLinear):
+            assert torch.equal(module.ternary.dequantize(torch.float32), plain.get_submodule(name).weight)
+
+
+def test_files_of_other_weights_and_models_are_refused(tmp_path: Path) -> None:
+    made = rounded_run(tmp_path, "llama", tie_word_embeddings=False)
+    result = export(made, "tq2_0", "q4_0")
+    with pytest.raises(FtcliError, match=r"more values than -a, 0 and a"):
+        loaded(folder_of(made, result, "q4_0", tmp_path / "blocks"), trained=True)
+    folder = folder_of(made, result, "tq2_0", tmp_path / "other")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "model_type": "qwen2"}))
+    with pytest.raises(FtcliError, match="of the architecture llama"):
+        loaded(folder, trained=True)
+    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
+    with pytest.raises(FtcliError, match="not stored"):
+        loaded(folder, trained=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    whole = (folder / "m.gguf").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"GGUF" + bytes(40), whole[:200], b""):
+        (folder / "m.gguf").write_bytes(damaged)
+        with pytest.raises(FtcliError, match="FT323"):
+            loaded(folder, trained=True)

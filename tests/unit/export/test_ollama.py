@@ -10,12 +10,12 @@ import pytest
 
 from ftcli.assets import asset
 from ftcli.errors import FtcliError
-from ftcli.export.gguf.file import ReadFile
 from ftcli.export.ollama import write as ollama_format
 from ftcli.export.ollama.golang import render
 from ftcli.export.ollama.template import go_template, parts_of, rendered
 from ftcli.export.ollama.write import require_same
 from ftcli.export.writing import export_run
+from ftcli.gguf.file import ReadFile
 from tests.unit.export.conftest import Heard, Trained, tokenizer
 
 pytest.importorskip("gguf")

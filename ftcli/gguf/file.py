@@ -1,0 +1,66 @@
+"""Reads GGUF files through the gguf library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.plain import JsonObject
+
+
+class ReadFile:
+    """A file as the gguf library's reader finds it.
+
+    Raises:
+        OSError, ValueError, IndexError, KeyError: it is damaged or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    @property
+    def values(self) -> JsonObject:
+        """The metadata, by full key."""
+        return {key: field.contents() for key, field in self._reader.fields.items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors."""
+        return tuple(self._tensors)
+
+    def type_name(self, name: str) -> str:
+        """The type that a tensor is stored in."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, in torch's order."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape.tolist()))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in float32, dequantised."""
+        import gguf
+
+        tensor = self._tensors[name]
+        values = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
+
+
+def require_library() -> None:
+    """Raises FtcliError FT758 where the package gguf is not installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise FtcliError.single(
+            "FT758",
+            "GGUF files need the package gguf, which is not installed",
+            exit_code=ExitCode.PREFLIGHT,
+            help="pip install 'ftcli[gguf]'",
+        ) from error
