@@ -4,7 +4,7 @@
 
 Steps by `ftcli bench`, each one row a step with whole layers run again, and torch's allocator held to the budget
 where it can be: the longest row that the memory estimate gives one GPU; the longest that it gives all of them together;
-and one length on one GPU and on all. Writes FOLDER/context.json, and prints the same. Two minutes and a half on 2 x H200.
+and one length on one GPU and on all. Writes FOLDER/context.json, and prints the same: 2.5 minutes on 2 x H200.
 """
 
 from __future__ import annotations
