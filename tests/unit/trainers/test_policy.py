@@ -22,7 +22,7 @@ from ftcli.model.patch import Patch, patch
 from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.trainers.grpo import GrpoTrainer, without_spread
-from ftcli.trainers.parity import check_parity
+from ftcli.trainers.parity import allowed, check_parity
 from ftcli.trainers.policy import Scored
 from ftcli.trainers.spans import Spans
 from tests.quantised import load
@@ -262,6 +262,21 @@ def test_log_probabilities_agree_before_the_first_step(both: Both) -> None:
     assert error.value.findings[0].code == "FT708"
     assert both.model.training
     done.undo()
+
+
+def test_what_rounding_does_to_coarse_products_is_let_pass(both: Both) -> None:
+    coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
+    embeddings = both.model.get_input_embeddings()
+    before = list(embeddings._forward_hooks)
+    found = check_parity(both.ours, batch(), None)
+    assert list(embeddings._forward_hooks) == before
+    assert (found.rounding_mean is not None) == coarse
+    if found.rounding_mean is not None:
+        assert 0 < found.rounding_mean < 0.05
+    assert found.allowed_mean == (0.3 if coarse else 0.001)
+    bfloat16 = DtypePlan("bfloat16", "float32", "bfloat16", autocast=True, reason="a test")
+    assert allowed(bfloat16, None) == allowed(bfloat16, 0.1) == 0.3
+    assert allowed(bfloat16, 0.25) == 0.5
 
 
 @pytest.mark.parametrize("fault", ["temperature", "neighbours"])
