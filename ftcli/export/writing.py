@@ -18,7 +18,7 @@ from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, 
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.facts.quantization import stores_masters
-from ftcli.facts.weights import MODEL_CARD
+from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
@@ -27,9 +27,6 @@ from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.run.inputs import weights_fingerprint
 from ftcli.tables import code_of, exports
-
-#: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.
-RECORD = "ftcli_export.json"
 
 
 class WriteFormat(Protocol):
@@ -150,12 +147,12 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     write: WriteFormat = code_of(reference)
     with _staged(target) as staged:
         verified = write(source, staged, offline=offline, say=say)
+        write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         if source.run is not None:
             run = RunDirectory(source.run[0])
             write_card(run, staged, of_result=source.of_result, merged_with=verified.merged_with)
-        write_json(staged / RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         for path in staged.iterdir():  # safetensors writes files that only their owner may read
-            path.chmod((staged / RECORD).stat().st_mode)
+            path.chmod((staged / EXPORT_RECORD).stat().st_mode)
         size = sum(path.stat().st_size for path in staged.iterdir())
     return ExportResult(name, target, size, verified)
 
@@ -180,7 +177,7 @@ def _staged(target: Path) -> Iterator[Path]:
 
 def _require_replaceable(target: Path) -> None:
     """Refuses to replace anything but an earlier export and an empty folder."""
-    if not target.exists() or (target / RECORD).is_file():
+    if not target.exists() or (target / EXPORT_RECORD).is_file():
         return
     if target.is_dir() and not any(target.iterdir()):
         return
@@ -200,7 +197,7 @@ def _kept(source: ExportSource, name: str, reporter: Reporter) -> ExportResult |
     target = source.destination / name
     _require_replaceable(target)
     try:
-        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
         told = dict(record["verification"])
         same = record["made_of"] == _made_of(source) and record["files"] == _sizes(target)
     except (FileNotFoundError, NotADirectoryError):
@@ -234,7 +231,9 @@ def _made_of(source: ExportSource) -> JsonObject:
 def _sizes(folder: Path) -> dict[str, int]:
     """Of what was written; evaluations write into the card later."""
     return {
-        path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name not in (RECORD, MODEL_CARD)
+        path.name: path.stat().st_size
+        for path in sorted(folder.iterdir())
+        if path.name not in (EXPORT_RECORD, MODEL_CARD)
     }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 WEIGHTS_INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 MODEL_CARD = "README.md"
+#: Lies beside each export and says what it was made of and how it was verified; other programs pass over it.
+EXPORT_RECORD = "ftcli_export.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
         "general.name": name,
         "adapter.type": "lora",
         _ALPHA: float(alpha),
+        **wanted.provenance,
     }
     write_file(path, wanted.architecture.name, values, tensors)
 

@@ -45,6 +45,7 @@ class Wanted:
         factors: Tensors that are the file's own: factors of the rotation.
         said: The metadata, by key without the architecture's name in front.
         stops: Ids that end a turn.
+        provenance: What the file says of its base and licence.
         reload: Loads the file again, in a process of its own.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
@@ -62,6 +63,7 @@ class Wanted:
     probe: Probe
     logits: Tensor
     reload: Reload = ask_once
+    provenance: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
 def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
     written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
-    written |= {"general.architecture": wanted.architecture.name, **wanted.vocabulary.values}
+    written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary.values}
     return [f"{key} is another than was written" for key, value in written.items() if not _same(values.get(key), value)]
 
 

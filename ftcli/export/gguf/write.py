@@ -16,6 +16,7 @@ from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.file import Planned, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
+from ftcli.export.gguf.provenance import provenance_of
 from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
 from ftcli.export.gguf.verify import Wanted, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
@@ -152,6 +153,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         probe,
         trained,
         source.reload,
+        provenance_of(source),
     )
     if names.left_out:
         message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
@@ -233,6 +235,7 @@ def _values(prepared: Prepared, kind: str) -> dict[str, Value]:
         "general.name": prepared.name,
         "general.file_type": TYPES[kind].file_type,
         "general.quantization_version": 2,
+        **prepared.wanted.provenance,
         **{f"{name}.{key}": value for key, value in prepared.description.values.items()},
         **prepared.wanted.vocabulary.values,
     }

@@ -18,6 +18,7 @@ from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.places import HUB
 from ftcli.run.atomic import read_json_object, storage_errors, write_text
+from ftcli.run.card.exported import serving, verification_rows
 from ftcli.run.card.settings import training_rows
 from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
@@ -105,8 +106,9 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
     status = read_json_object(run.status_path)
     base = _base(recipe, manifest)
     adapter, model = (folder / ADAPTER_CONFIG).is_file(), (folder / "config.json").is_file()
-    licence = map_in(map_in(manifest, "base"), "licence")
+    licence = licence_of_base(manifest)
     loading = _ADAPTER if adapter else _MODEL if model else ""
+    served = serving(folder)
     chat = _CHAT if loading and (folder / "chat_template.jinja").is_file() else ""
     text: str = _template().render(
         head=_head(base, licence, manifest, recipe, adapter=adapter, model=model),
@@ -114,13 +116,15 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
         about=_about(base, recipe, manifest, adapter=adapter),
         licence=_licence_text(licence),
         scores=scores(evaluation),
-        code=_Own(loading + ("\n" + chat if chat else "")),
+        code=_Own(loading + ("\n" + chat if chat else "") or served),
+        language=_Own("python" if loading else "console"),
         base_is_local=adapter and base.repo is None,
         training=[
             *training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary")),
             *([("merged with", merged_with)] if merged_with else []),
         ],
         data=_data(manifest, tokens),
+        verification=verification_rows(folder),
         versions=_versions(manifest),
         mark=_Own(MARK),
     )
@@ -161,9 +165,23 @@ def _recipe(path: Path) -> JsonObject:
 
 def _base(recipe: JsonMap, manifest: JsonMap) -> Base:
     model = map_in(recipe, "model")
-    name = str(model.get("name_or_path") or "unknown")
+    return public_base(str(model.get("name_or_path") or "unknown"), model.get("revision"), manifest)
+
+
+def licence_of_base(manifest: JsonMap) -> JsonObject:
+    """The base model's licence as a run has recorded it: ``id``, ``name``, ``link``; empty where it is not known."""
+    return map_in(map_in(manifest, "base"), "licence")
+
+
+def public_base(name: str, revision: str | None, manifest: JsonMap) -> Base:
+    """The base model as others may know it.
+
+    Args:
+        name, revision: As a recipe says them.
+        manifest: The run's, which knows the commit; empty where there is none.
+    """
     commit = map_in(manifest, "inputs").get("commit")
-    revision = commit if isinstance(commit, str) else model.get("revision")
+    revision = commit if isinstance(commit, str) else revision
     if name.startswith(BUNDLED):
         return Base(f"{name.removeprefix(BUNDLED)} (a small model that ftcli bundles)", None, None)
     cached = _CACHED.search(name)

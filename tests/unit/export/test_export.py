@@ -19,8 +19,9 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import safetensors as merged_format
 from ftcli.export.merge import Adapter
 from ftcli.export.tensorfile import Output, write_shards
-from ftcli.export.writing import RECORD, ExportResult, export_run
+from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
+from ftcli.facts.weights import EXPORT_RECORD
 from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -114,7 +115,7 @@ def test_tokenizer_template_and_stop_tokens_come_along(trained: Callable[..., Tr
     generation = json.loads((result.path / "generation_config.json").read_text())
     assert generation["eos_token_id"] == wanted.eos_token_id
     assert generation["pad_token_id"] == wanted.pad_token_id
-    record = json.loads((result.path / RECORD).read_text())
+    record = json.loads((result.path / EXPORT_RECORD).read_text())
     assert record["verification"]["merged"] == 14
     assert record["base"] == str(made.base)
 
@@ -308,7 +309,7 @@ def test_an_export_of_something_else_is_not_replaced_unasked(trained: Callable[.
     elif change == "settings":
         options["settings"] = ExportConfig.model_validate({"gguf": {"types": ["f16"]}})
     else:
-        (first.path / RECORD).write_text("{")
+        (first.path / EXPORT_RECORD).write_text("{")
     before = (first.path / "adapter_model.safetensors").read_bytes()
     assert code(failure(made, "safetensors", "adapter", **options)) == "FT743"
     assert (first.path / "adapter_model.safetensors").read_bytes() == before
@@ -320,7 +321,7 @@ def test_without_verification_the_record_says_so(trained: Callable[..., Trained]
     made, heard = trained(), Heard()
     (result,) = export_run(made.run, [name], reporter=heard, offline=True, verify=False)
     assert [finding.code for finding in heard.findings] == ["FT754"]
-    record = json.loads((result.path / RECORD).read_text())
+    record = json.loads((result.path / EXPORT_RECORD).read_text())
     assert record["verification"] == {"compared": "nothing", "verified": "no"}
     assert code(failure(made, name)) == "FT743"  # verified is something else
 

@@ -26,6 +26,7 @@ from ftcli.export.resolve import resolve_source
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import to_file
+from ftcli.run.atomic import write_json
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -393,3 +394,23 @@ def test_too_full_a_disk_is_said_before_writing(
         write_type(shared, tmp_path / "model.gguf", "f32")
     assert caught.value.findings[0].code == "FT724"
     assert not list(tmp_path.iterdir())
+
+
+def test_base_and_licence_are_in_files_and_card(tmp_path: Path) -> None:
+    made = adapt(tmp_path / "models--google--gemma-2-2b", build("gemma2"))
+    licence = {"id": "gemma", "name": None, "link": "https://ai.google.dev/gemma/terms"}
+    write_json(made.run.manifest_path, {"base": {"licence": licence}, "inputs": {"commit": "33c1"}})
+    result = export(made, "f32", lora=True)
+    for name in ("run-F32.gguf", "run-LoRA-F32.gguf"):
+        values = ReadFile(result.path / name).values
+        assert values["general.license"] == "gemma"
+        assert values["general.license.link"] == licence["link"]
+        assert values["general.base_model.count"] == 1
+        assert values["general.base_model.0.name"] == "gemma-2-2b"
+        assert values["general.base_model.0.organization"] == "google"
+        assert values["general.base_model.0.version"] == "33c1"
+        assert values["general.base_model.0.repo_url"] == "https://huggingface.co/google/gemma-2-2b"
+    card = (result.path / "README.md").read_text(encoding="utf-8")
+    assert "```console\nllama-server -m run-F32.gguf --jinja\n```" in card
+    assert "| f32 greedy tokens | 6 of 6 |" in card
+    assert str(tmp_path) not in card

@@ -11,7 +11,7 @@ import pytest
 from ftcli.export.loading import not_verified
 from ftcli.export.resolve import ExportSource
 from ftcli.export.verify import Verified, read_tensors
-from ftcli.export.writing import RECORD
+from ftcli.facts.weights import EXPORT_RECORD
 from ftcli.tables import code_of, exports
 from tests.e2e.conftest import User
 
@@ -50,7 +50,7 @@ def test_a_made_up_format_is_written_verified_and_named(user: User) -> None:
     assert result["path"] == str(folder)
     assert result["verification"] == {"compared": "the number of names", "names": 2 * 28}
     assert "lora_A" in (folder / "names.txt").read_text()
-    assert json.loads((folder / RECORD).read_text())["format"] == "names"
+    assert json.loads((folder / EXPORT_RECORD).read_text())["format"] == "names"
 
     status, document = user.run("export", recipe, "--set", "export.formats=[nonsense]")
     assert status == 1
