@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from ftcli.export.clean.request import TENSOR, Request
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import TEXTS
-from ftcli.export.resolve import ExportSource, unusable
+from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
+from ftcli.export.servers import llama_cpp, vllm
 from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors, reloaded
 from ftcli.facts.model import read_facts
 from ftcli.model.load import config_of
@@ -75,7 +76,13 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
     problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
     if problems:
         raise not_verified(folder, problems)
-    return Verified("every tensor, bit for bit, tokenizer", {"tensors": len(wanted), **reloaded(answer)})
+    stated = read_adapter_config(folder)
+    servers = (vllm(stated, wanted), llama_cpp(stated, wanted))
+    return Verified(
+        "every tensor, bit for bit, tokenizer",
+        {"tensors": len(wanted), **{server.name: server.said for server in servers}, **reloaded(answer)},
+        tuple(warning for server in servers for warning in server.warning),
+    )
 
 
 def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
