@@ -87,7 +87,7 @@ def _compare_files(stored: Stored, files: Mapping[str, TensorFile], rounding: Ro
             if not equal:
                 yield f"{key} differs from the base model's"
         else:
-            problem = _difference(found.read(key), file.read(key), rounding.of(stored.names[0], stored), exact=True)
+            problem = difference(found.read(key), file.read(key), rounding.of(stored.names[0], stored), exact=True)
             if problem:
                 yield f"{key} {problem}"
 
@@ -108,12 +108,12 @@ def _compare_merged(
         if change is not None:
             want = change.applied(want.float())
         exact = change is None or change.whole is not None
-        problem = _difference(written.read(name), want, rounding.of(name, base.of(name)), exact=exact)
+        problem = difference(written.read(name), want, rounding.of(name, base.of(name)), exact=exact)
         if problem:
             yield f"{name} {problem}"
 
 
-def _difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) -> str | None:
+def difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) -> str | None:
     """What is wrong with ``found``, which ``want`` was to be rounded to ``dtype`` for."""
     if found.shape != want.shape or found.dtype != dtype:
         return f"is {found.dtype} {tuple(found.shape)} instead of {dtype} {tuple(want.shape)}"

@@ -130,7 +130,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     except SafetensorError as error:  # the base was cut short meanwhile
         raise unreadable(first_line(error)) from error
     tokenizer = source_tokenizer(source, offline=offline)
-    _save_config(source, plan, tokenizer, folder, offline=offline)
+    save_config(source, plan, tokenizer, folder, offline=offline)
     tokenizer.save_pretrained(str(folder))
     if source.base.init == "pretrained":
         copy_processors(source, folder, offline=offline)
@@ -169,7 +169,7 @@ def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
     return stated if isinstance(stated, torch.dtype) else getattr(torch, source.compute)
 
 
-def _save_config(
+def save_config(
     source: ExportSource, plan: Plan, tokenizer: PreTrainedTokenizerBase, folder: Path, *, offline: bool
 ) -> None:
     """config.json and generation_config.json: the base's, with what merging and training have made otherwise."""

@@ -42,6 +42,7 @@ class ExportFormat:
         return self.write is not None
 
 
+_FP8 = Package("compressed_tensors", "ftcli[fp8]", "export to fp8")
 _GGUF = Package("gguf", "ftcli[gguf]", "export to GGUF")
 
 TABLE: Mapping[str, ExportFormat] = MappingProxyType(
@@ -69,7 +70,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             size="ftcli.export.gguf.size:ollama_bytes",
         ),
         "bitnet": ExportFormat("ftcli.export.bitnet:write", merges=True, masters=True, of_quantized=("bitnet",)),
-        "fp8": ExportFormat(merges=True),
+        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8),
     }
 )
 

@@ -20,7 +20,6 @@ CASES = [
     ("split", "data: {train: [{path: bundled:smoke-train, split: test}]}\n", "FT257", "3:51", "remove split", 2),
     ("quantized whole", DATA + "quantization: {method: fp8}\n", "FT251", "4:24", "lora", 2),
     ("two processes", DATA + "launch: {engine: single, num_processes: 2}\n", "FT250", "4:41", "use 1", 2),
-    ("fp8 export", DATA + "lora: {}\nexport: {formats: [fp8]}\n", "FT250", "5:20", "safetensors", 2),
     ("no data", "lora: {}\n", "FT254", "r.yaml", "add one", 2),
     ("evaluation without data", DATA + "eval: {every_steps: 5}\n", "FT255", "4:21", "data.eval", 2),
     ("loss on nothing", "data: {train: [a], format: text, loss_on: assistant}\n", "FT256", "3:43", "auto, all", 2),

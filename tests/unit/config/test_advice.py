@@ -56,7 +56,7 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
             "must be one of auto, single, ddp, not text `deepspeed`",
             "did you mean `fsdp`",
         ),
-        ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "fp8"),
+        ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "did you mean `fp8`"),
     ],
 )
 def test_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, told: str, never: str) -> None:

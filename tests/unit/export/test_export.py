@@ -407,7 +407,7 @@ def test_a_damaged_adapter_is_ft742(trained: Callable[..., Trained], damage: str
 
 def test_an_unfinished_run_and_an_unknown_format_are_refused(trained: Callable[..., Trained], tmp_path: Path) -> None:
     made = trained()
-    assert code(failure(made, "fp8")) == "FT746"
+    assert code(failure(made, "awq")) == "FT746"
     made.run.adapter_dir.rename(tmp_path / "away")
     assert code(failure(made, "adapter")) == "FT740"
     with pytest.raises(FtcliError) as caught:

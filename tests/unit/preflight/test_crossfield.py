@@ -39,8 +39,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",
         "model.attention=triton",
-        "export.formats=[fp8]",
-        "export.formats=[safetensors, fp8]",
     ],
 )
 def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Callable[..., Any]) -> None:
@@ -53,11 +51,14 @@ def test_what_no_code_carries_out_is_refused_by_name(setting: str, context: Call
     assert findings[0].help.startswith("use ")
 
 
-def test_a_format_without_its_package_is_refused_before_training(context: Callable[..., Any]) -> None:
-    asked = context("lora: {r: 8}\n", "export.formats=[gguf]")
-    (finding,) = support.check(asked, installed=lambda name: name != "gguf")
+@pytest.mark.parametrize(("name", "package"), [("gguf", "gguf"), ("fp8", "compressed_tensors")])
+def test_a_format_without_its_package_is_refused_before_training(
+    name: str, package: str, context: Callable[..., Any]
+) -> None:
+    asked = context("lora: {r: 8}\n", f"export.formats=[{name}]")
+    (finding,) = support.check(asked, installed=lambda each: each != package)
     assert finding.code == "FT253"
-    assert finding.help == "pip install 'ftcli[gguf]'"
+    assert finding.help == f"pip install 'ftcli[{name}]'"
     assert not list(support.check(asked, installed=lambda _: True))
 
 

@@ -1,0 +1,325 @@
+"""A complete model whose linear layers are eight bits wide, in the layout of compressed-tensors that vLLM loads.
+
+The scheme is llm-compressor's ``FP8_DYNAMIC``: weights (O, I) are float8_e4m3fn times a scale for each output channel,
+``weight_scale`` (O, 1); activations are rounded by token while the model is served. Only linear layers of the decoder
+layers are rounded. Embeddings, head, norms and everything beside the language model are as ``safetensors`` has them.
+
+A scale is the row's largest number over 448, rounded up to what bfloat16 holds: programs that keep it in bfloat16 and
+those that keep it in float32 compute with the same number, and no weight ends beyond what the type holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.export.clean.ask import fits, model_request, sent
+from ftcli.export.clean.request import GREEDY, LOGITS
+from ftcli.export.compare import difference
+from ftcli.export.copying import copy_processors
+from ftcli.export.lazy import reading
+from ftcli.export.loading import attach, not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.merge import outputs
+from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
+from ftcli.export.resolve import ExportSource
+from ftcli.export.room import require_room
+from ftcli.export.safetensors import SHARD_BYTES, Plan, prepare, random_base, save_config
+from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
+from ftcli.export.verify import (
+    Update,
+    Verified,
+    check_greedy,
+    check_stops,
+    compare_tokenizers,
+    logits_problems,
+    not_asked,
+    reloaded,
+    same_greedy,
+    shortened,
+)
+from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied
+from ftcli.model.backbone import decoder_layers
+from ftcli.model.checkpoint import hollow
+from ftcli.model.quantized import unreadable
+from ftcli.plain import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: The largest number of float8_e4m3fn, and its smallest step.
+LARGEST, SMALLEST = 448.0, 2.0**-9
+#: Largest relative error of the logits, activations rounded: 0.03 to 0.23 measured on small random models.
+LOGITS_TOLERANCE = 0.5
+#: Largest error of a weight: half a unit of three bits, or half the smallest step times the scale.
+_ROUNDING = 2.0**-4
+_PACKAGE = "compressed_tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Which tensors are eight bits wide: the name in the model of each, by its key in the files."""
+
+    names: Mapping[str, str]
+
+    def scale_key(self, key: str) -> str:
+        """What the scale of a weight is called."""
+        return f"{key}_scale"
+
+
+def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Verified:
+    """Write a complete model into ``folder`` and verify it.
+
+    Raises:
+        FtcliError: FT740 for stacks of experts, FT741 when what was written is not the model, FT747 for a base of
+            random weights, FT748 for too little memory to verify it, FT758 where the package compressed-tensors is not
+            there, and as the format ``safetensors``.
+        OSError: it cannot be written.
+    """
+    if source.base.init == "random" and source.kind == "adapter":
+        raise random_base(source)
+    if source.verify:
+        require_library()
+    plan = prepare(source, offline=offline)
+    if source.verify:
+        _require_memory(_parameters(plan.base))
+    model = hollow(plain_config(plan.config))
+    rounded = _rounded(model, plan.base)
+    say(f"rounding {len(rounded.names)} weights to 8 bits")
+    planned = list(_outputs(plan, rounded))
+    require_room(folder, sum(output.nbytes for output in planned))
+    try:
+        write_shards(folder, planned, SHARD_BYTES)
+    except SafetensorError as error:  # the base was cut short meanwhile
+        raise unreadable(first_line(error)) from error
+    tokenizer = source_tokenizer(source, offline=offline)
+    save_config(source, plan, tokenizer, folder, offline=offline)
+    _declare(folder / "config.json", _ignored(model, rounded))
+    tokenizer.save_pretrained(str(folder))
+    if source.base.init == "pretrained":
+        copy_processors(source, folder, offline=offline)
+    if not source.verify:
+        return not_asked(plan.merged_with)
+    return _verify(source, folder, plan, rounded, offline=offline, say=say)
+
+
+def require_library() -> None:
+    """Raises FtcliError FT758 where the package that transformers reads this layout by is not installed."""
+    if find_spec(_PACKAGE) is None:
+        raise FtcliError.single(
+            "FT758",
+            "to verify fp8 transformers needs the package compressed-tensors, which is not installed",
+            exit_code=ExitCode.PREFLIGHT,
+            help="pip install 'ftcli[fp8]'",
+        )
+
+
+def _parameters(base: StoredWeights) -> int:
+    return sum(torch.Size(base.shape(name)).numel() for name in base.names)
+
+
+def _require_memory(parameters: int) -> None:
+    """Refuses before anything is written what could not be verified: transformers reads this layout as a whole."""
+    if not fits(parameters):
+        raise FtcliError.single(
+            "FT748",
+            f"to verify fp8 transformers loads a model of {parameters / 1e9:.1f} billion parameters as a whole, and "
+            "memory does not hold that",
+            exit_code=ExitCode.PREFLIGHT,
+            help="export on a machine with more memory, or without verification (--no-verify)",
+        )
+
+
+def _rounded(model: PreTrainedModel, base: StoredWeights) -> Rounded:
+    layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in layers
+    }
+    names: dict[str, str] = {}
+    for stored in base.stored:
+        if stored.roles and not stored.packed:
+            raise _stacked(stored.names[0])
+        if stored.names and stored.names[0] in linear:
+            roles = stored.roles or ("weight",)
+            names[next(key for key, role in zip(stored.keys, roles, strict=True) if role == "weight")] = stored.names[0]
+    return Rounded(names)
+
+
+def _outputs(plan: Plan, rounded: Rounded) -> Iterator[Output]:
+    """The merged model's tensors, a scale after each weight of eight bits. Both are computed when they are written."""
+
+    def exact(name: str) -> Tensor:
+        return plan.adapter.merged(name, plan.base.read(name).float())
+
+    def weight(name: str) -> Tensor:
+        merged = exact(name)
+        return quantize(merged, scale_of(merged))
+
+    for output in outputs(plan.base, plan.adapter, plan.rounding):
+        name = rounded.names.get(output.key)
+        if name is None:
+            yield output
+            continue
+        rows = output.shape[0]
+        scale = rounded.scale_key(output.key)
+        yield computed(output.key, output.shape, torch.float8_e4m3fn, lambda name=name: weight(name))  # type: ignore[misc]
+        yield computed(scale, (rows, 1), torch.float32, lambda name=name: scale_of(exact(name)))  # type: ignore[misc]
+
+
+def scale_of(weight: Tensor) -> Tensor:
+    """The scale (O, 1) float32 of each row of ``weight`` (O, I); 1 where a row is zero."""
+    wanted = weight.abs().amax(1, keepdim=True) / LARGEST
+    held = wanted.to(torch.bfloat16).float()
+    up = torch.nextafter(held.to(torch.bfloat16), torch.tensor(torch.inf, dtype=torch.bfloat16)).float()
+    return torch.where(wanted == 0, 1.0, torch.where(held < wanted, up, held))
+
+
+def quantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """``weight`` (O, I) float32 over its scale, in float8_e4m3fn."""
+    return (weight / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def _ignored(model: PreTrainedModel, rounded: Rounded) -> list[str]:
+    wide = set(rounded.names.values())
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if f"{name}.weight" not in wide]
+
+
+def _declare(path: Path, ignored: list[str]) -> None:
+    """Says in config.json how the weights are stored, as llm-compressor does."""
+    eight: JsonObject = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
+    group: JsonObject = {
+        "format": "float-quantized",
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "channel", "dynamic": False, "observer": "minmax"},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True, "observer": None},
+        "output_activations": None,
+    }
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _verify(
+    source: ExportSource, folder: Path, plan: Plan, rounded: Rounded, *, offline: bool, say: Callable[[str], None]
+) -> Verified:
+    say("verifying: comparing weights")
+    base = base_weights(source, offline=offline)
+    adapted = attach(unwritten(plan.config), source.folder).float() if source.kind == "adapter" else None
+    changes = {} if adapted is None else source_updates(source, adapted)
+    problems = _compare_weights(folder, plan, rounded, base, changes)
+    say("verifying: loading the result again")
+    tokenizer = source_tokenizer(source, offline=offline)
+    model: Any = unwritten(plan.config) if adapted is None else adapted
+    with reading(model, base.read, base.names):
+        probe: Probe = continued(model, probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0]))
+        trained = logits(model, probe)
+    answer = source.reload(model_request(folder, probe, _parameters(base)), sent(probe))
+    problems += answer.problems
+    if problems:
+        raise not_verified(folder, problems)
+    problems += compare_tokenizers(answer.tokenizer, tokenizer)
+    problems += check_stops(answer.stops, plan.stops)
+    found = answer.tensors[LOGITS]
+    compared = compare_logits(found, trained, LOGITS_TOLERANCE)
+    problems += logits_problems(compared, LOGITS_TOLERANCE)
+    if GREEDY in answer.tensors:
+        problems += check_greedy(answer.tensors[GREEDY], trained, probe, plan.stops, LOGITS_TOLERANCE)
+    if problems:
+        raise not_verified(folder, problems)
+    facts: dict[str, str | int | float] = {
+        "rounded": len(rounded.names),
+        "relative_error": compared.relative_error,
+        "tolerance": LOGITS_TOLERANCE,
+        "top1_agreement": compared.top1_agreement,
+        "greedy_tokens": same_greedy(found, probe),
+    }
+    words = "every weight, logits with rounded activations, tokenizer, stop tokens"
+    return Verified(words, {**facts, **reloaded(answer)}, merged_with=plan.merged_with)
+
+
+def _compare_weights(
+    folder: Path, plan: Plan, rounded: Rounded, base: StoredWeights, changes: Mapping[str, Update]
+) -> list[str]:
+    """Problems of the files, tensor by tensor: held against what the adapter's own file says, without PEFT."""
+    try:
+        files = {key: file for path in sorted(folder.glob("*.safetensors")) for key, file in _entries(path)}
+        problems: list[str] = []
+        kept = {name: key for key, name in _kept(plan, base, rounded, changes).items()}
+        expected = {*rounded.names, *kept.values(), *(rounded.scale_key(key) for key in rounded.names)}
+        problems += [f"{key} is missing" for key in sorted(expected - set(files))]
+        problems += [f"{key} is not the model's" for key in sorted(set(files) - expected)]
+        if problems:
+            return shortened(problems)
+        for key, name in rounded.names.items():
+            scale = files[rounded.scale_key(key)].read(rounded.scale_key(key))
+            problem = _unlike(files[key].read(key), scale, _wanted(base, changes, name).float())
+            problems += [f"{key} {problem}"] if problem else []
+        for name, key in kept.items():
+            exact = name not in changes or changes[name].whole is not None
+            dtype = plan.rounding.of(name, base.of(name))
+            problem = difference(files[key].read(key), _wanted(base, changes, name), dtype, exact=exact)
+            problems += [f"{key} {problem}"] if problem else []
+    except (OSError, SafetensorError) as error:
+        return [f"its weights cannot be read: {first_line(error)}"]
+    return shortened(problems)
+
+
+def _entries(path: Path) -> Iterator[tuple[str, TensorFile]]:
+    file = TensorFile(path)
+    return ((key, file) for key in file.entries)
+
+
+def _kept(plan: Plan, base: StoredWeights, rounded: Rounded, changes: Mapping[str, Update]) -> dict[str, str]:
+    """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
+    found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
+    found |= {base.renaming.key_of(name): name for name in untied(base, changes)}
+    return {key: name for key, name in found.items() if key not in rounded.names}
+
+
+def _wanted(base: StoredWeights, changes: Mapping[str, Update], name: str) -> Tensor:
+    change, tensor = changes.get(name), base.read(name)
+    return tensor if change is None else change.applied(tensor.float())
+
+
+def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:
+    if found.dtype != torch.float8_e4m3fn or found.shape != wanted.shape or scale.shape != (wanted.shape[0], 1):
+        return f"is {found.dtype} {tuple(found.shape)} with a scale {tuple(scale.shape)}"
+    largest = wanted.abs().amax(1, keepdim=True)
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        return "has a scale that is no positive number"
+    if bool(((scale * LARGEST > 1.02 * largest) & (largest > 0)).any()):
+        return "has a scale that wastes what the type holds"
+    again = found.float() * scale
+    # As much again for the order of sums in merging, which moves what lies half-way between two values.
+    room = _ROUNDING * wanted.abs() + SMALLEST / 2 * scale + 1e-6 * largest
+    if not bool(((again - wanted).abs() <= room).all()):
+        return f"differs by up to {float((again - wanted).abs().max()):.3g} from what was trained"
+    return None
+
+
+def _stacked(name: str) -> FtcliError:
+    return FtcliError.single(
+        "FT740",
+        f"nothing can be rounded to fp8: {name} is a stack of experts, and ftcli rounds linear layers alone",
+        exit_code=ExitCode.RECIPE,
+        help="export.formats: [safetensors] writes the model in 16 bits",
+    )
