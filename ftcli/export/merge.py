@@ -51,9 +51,9 @@ class Adapter:
                 self.whole |= {f"{plain}.{leaf}": parameter.data for leaf, parameter in trained.named_parameters()}
 
     @property
-    def changed(self) -> dict[str, object]:
+    def changed(self) -> frozenset[str]:
         """Names of the weights that it changes."""
-        return {**self.layers, **self.whole}
+        return frozenset({*self.layers, *self.whole})
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor) -> Tensor:
