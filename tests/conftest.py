@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,6 +56,18 @@ def _tokens_stay_in_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Tokenized data of the commands under test goes into a folder of this test run, not into the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FTCLI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> Iterator[None]:
+    """Where any test that was collected can run a kernel."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or "triton.runtime.interpreter" not in sys.modules:
+        yield
+        return
+    from tests.interpreter import quickened
+
+    with quickened():
         yield
 
 

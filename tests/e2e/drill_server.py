@@ -186,7 +186,6 @@ def serve(path: str) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(16)
@@ -194,12 +193,20 @@ def serve(path: str) -> None:
     os.set_blocking(0, False)
     os.write(1, b"ready\n")
     while not _closed(0):
+        _reap()
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
                 _supervise(connection)
             connection.close()
+
+
+def _reap() -> None:
+    """Takes leave of the supervisors that have ended, so that what they took counts as this process's."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _train_once(folder: Path) -> None:

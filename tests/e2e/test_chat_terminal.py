@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.drill import Server
 from tests.terminal import Terminal, in_terminal
 
 
@@ -33,16 +34,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def talking(run: Path, *options: str) -> Iterator[Terminal]:
-    with in_terminal("chat", str(run), "--offline", "--raw", "--temperature", "0", *options) as terminal:
+def talking(run: Path, *options: str, server: Server | None = None) -> Iterator[Terminal]:
+    words = ("chat", str(run), "--offline", "--raw", "--temperature", "0", *options)
+    with in_terminal(*words, server=server) as terminal:
         terminal.wait_for(r"^> $")
         yield terminal
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_talk_in_a_terminal_ends_with_0(run: Path) -> None:
-    with talking(run, "--max-new-tokens", "4") as terminal:
+def test_a_talk_in_a_terminal_ends_with_0(run: Path, drill_server: Server) -> None:
+    with talking(run, "--max-new-tokens", "4", server=drill_server) as terminal:
         assert "/reset begins anew, /exit or Ctrl-D ends" in terminal.shown()
         terminal.type("xyz\n")
         assert "> xyz\nzzzz\n(ended by --max-new-tokens 4)\n> " in terminal.wait_for(r"^> ", 2)

@@ -14,17 +14,20 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.e2e import drill
 from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.drill import Server
 
 LONG = {"train": {"max_steps": 400}, "checkpoint": {"every_steps": 5}}
 WORDS = ["sweep", "r.yaml", "--set", "train.learning_rate=1e-3,5e-3", "--offline", "--json"]
 FIRST = Path("runs/r/train.learning_rate=0.001")
 
 
-def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+def started(server: Server, folder: Path, *more: str) -> subprocess.Popen[str]:
+    """The sweep in a fork of the server, its runs in processes that import everything anew."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "GPU-of-test"}
     return subprocess.Popen(
-        [sys.executable, "-m", "ftcli", *WORDS, *more],
+        [sys.executable, "-S", "-E", drill.__file__, server.socket, *WORDS, *more],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -42,10 +45,10 @@ def ended(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path, drill_server: Server) -> None:
     values = merged(RECIPE, LONG)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
-    process = started(tmp_path)
+    process = started(drill_server, tmp_path)
     deadline = time.monotonic() + 300
     while not list((tmp_path / FIRST / "checkpoints").glob("step-*")):
         assert process.poll() is None, process.communicate()
@@ -57,7 +60,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path) -> None:
     status = json.loads((tmp_path / FIRST / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     stopped_at = max(path.name for path in (tmp_path / FIRST / "checkpoints").glob("step-*"))
-    process = started(tmp_path, "--gpus", "1")
+    process = started(drill_server, tmp_path, "--gpus", "1")
     while not (tmp_path / FIRST / "status.json").read_text().count('"running"'):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

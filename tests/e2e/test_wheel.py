@@ -82,8 +82,9 @@ def test_an_installed_ftcli_works_in_an_empty_folder(installed: Path, tmp_path: 
     ftcli = installed / "ftcli"
     listed = json.loads(run([ftcli, "recipes", "list", "--json"], tmp_path).stdout)["result"]["recipes"]
     assert {entry["name"] for entry in listed} == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    run([ftcli, "recipes", "copy", "gemma2-9b"], tmp_path)
+    run([ftcli, "check", "gemma2-9b.yaml", "--as", "h100", "--offline"], tmp_path)
     run([ftcli, "recipes", "copy", "smoke", "mine.yaml"], tmp_path)
-    run([ftcli, "check", "mine.yaml", "--offline"], tmp_path)
     short = ["--set", "train.warmup_steps=1", "--set", "data.train.0={path: bundled:smoke-train, max_rows: 64}"]
     cache = {"FTCLI_CACHE": str(tmp_path / "cache")}
     run([ftcli, "train", "mine.yaml", "--max-steps", "2", "--offline", *short], tmp_path, **cache)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,6 @@ from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.projection import Norm, Projection
 from torch import Tensor
-
-from tests.interpreter import quickened
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quickened() -> Iterator[None]:
-    """Where there is no GPU."""
-    with quickened() if interpreting() else nullcontext():
-        yield
 
 
 @pytest.fixture(

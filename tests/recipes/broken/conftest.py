@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ftcli.cli.app import main
+from ftcli.config import Recipe
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class Outcome:
     status: int
     stdout: str
     stderr: str
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_schema() -> Iterator[None]:
+    """The schema, which each command line makes anew to explain what is wrong, is made once."""
+    made = Recipe.model_json_schema()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recipe, "model_json_schema", lambda: made)
+        yield
 
 
 @pytest.fixture

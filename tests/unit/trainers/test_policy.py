@@ -25,10 +25,12 @@ from ftcli.trainers.grpo import GrpoTrainer, without_spread
 from ftcli.trainers.parity import allowed, check_parity
 from ftcli.trainers.policy import Scored
 from ftcli.trainers.spans import Spans
+from tests.pairs import all_pairs
 from tests.quantised import load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+LEVELS = ["token", "sequence"]
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="a test")
 
 
@@ -146,9 +148,9 @@ def same(both: Both, inputs: dict[str, Tensor], layout: str, entropy: bool = Tru
         assert mean == pytest.approx(wanted_mean, rel=2e-2 if coarse else 1e-4)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("both", "loss", "level"), all_pairs(list(KINDS), LOSSES, LEVELS), indirect=["both"])
 def test_every_loss_is_trls_own(both: Both, loss: str, level: str) -> None:
+    """What the model is made of is below the log-probabilities, and what is made of them above."""
     both.set(loss_type=loss, importance_sampling_level=level, beta=0.0, epsilon_high=5.0 if loss == "cispo" else 0.28)
     # Rows without advantage are left out of ours, and their entropy with them: the mean is that of other rows.
     same(both, batch(), "unpadded", entropy=False)
