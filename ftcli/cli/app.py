@@ -45,8 +45,8 @@ _MOST_SHOWN = 100
 _BROKEN_PIPE = 141
 
 
-def build_app() -> typer.Typer:
-    """The commands and their options."""
+def build_app(only: str | None = None) -> typer.Typer:
+    """The commands and their options; where ``only`` is the name of one, that one, which is made in a moment."""
     app = typer.Typer(
         name="ftcli",
         help="Fine-tune language models from YAML recipes, checked before anything is built.",
@@ -69,21 +69,22 @@ def build_app() -> typer.Typer:
             typer.echo(context.get_help())
             raise typer.Exit
 
-    commands: tuple[tuple[str, Callable[..., AnyRequest]], ...] = (
-        *((name, training_command(method)) for name, method in methods.of_commands().items()),
-        ("eval", evaluate.evaluate),
-        ("export", export.export),
-        ("chat", chat.chat),
-        ("check", check.check),
-        ("bench", bench.bench),
-        ("runs", runs.runs),
-        ("compare", runs.compare),
-        ("sweep", sweep.sweep),
-        ("doctor", doctor.doctor),
-    )
-    for name, command in commands:
-        app.command(name, context_settings=_PLAIN_HELP)(command)
-    app.add_typer(recipes.build_app(_PLAIN_HELP), name="recipes")
+    commands: dict[str, Callable[..., AnyRequest]] = {
+        **{name: training_command(method) for name, method in methods.of_commands().items()},
+        "eval": evaluate.evaluate,
+        "export": export.export,
+        "chat": chat.chat,
+        "check": check.check,
+        "bench": bench.bench,
+        "runs": runs.runs,
+        "compare": runs.compare,
+        "sweep": sweep.sweep,
+        "doctor": doctor.doctor,
+    }
+    for name in [only] if only in commands else commands:
+        app.command(name, context_settings=_PLAIN_HELP)(commands[name])
+    if only not in commands:
+        app.add_typer(recipes.build_app(_PLAIN_HELP), name="recipes")
     return app
 
 
@@ -140,7 +141,7 @@ def _main(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> AnyRequest | _Answer | int:
     """The request; or the answer to a usage error; or a status when everything is printed already (help, version)."""
-    command = typer.main.get_command(build_app())
+    command = typer.main.get_command(build_app(words[0] if words else None))
     names = getattr(command, "commands", {})
     if words and not words[0].startswith("-") and words[0] not in names:
         return _Answer(int(ExitCode.RECIPE), (usage.unknown_command(words[0], names),))
