@@ -71,14 +71,31 @@ class BitLinear(TrainedQuantizedLinear):
         self.rms_norm: InputNorm | None = None
         self._ternary: Ternary | None = None
         self._made_of: tuple[int, int] | None = None
+        self._is_told = False
 
     @property
     def ternary(self) -> Ternary:
-        """What the masters are rounded to; made again when an optimizer, or anyone else, has written to them."""
+        """What the masters are rounded to.
+
+        Torch does not count what kernels of optimizers write (its own fused ones, and those of others): its count of
+        writes alone would leave the model as it was before training. So weights that are trained are rounded every
+        time, unless :meth:`written` has been called, as it then is after each writing.
+        """
         now = (self.weight._version, self.weight.data_ptr())
-        if self._ternary is None or self._made_of != now:
+        kept = self._is_told or not self.weight.requires_grad
+        if self._ternary is None or self._made_of != now or not kept:
             self._ternary, self._made_of = round_weight(self.weight, backend=self.backend), now
         return self._ternary
+
+    def written(self) -> None:
+        """Says that the masters may be others; from the first call on that is always said."""
+        self._ternary, self._is_told = None, True
+
+    def train(self, mode: bool = True) -> BitLinear:
+        """As ever; where what is evaluated are other weights than those that are trained, they are exchanged then."""
+        self._ternary = None
+        super().train(mode)
+        return self
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """(..., I) -> (..., O), in autocast's dtype or x's."""
@@ -236,6 +253,13 @@ def declaration(model: nn.Module) -> JsonObject:
     found: JsonObject = {"quant_method": _METHOD, "linear_class": "autobitlinear", "modules_to_not_convert": plain}
     norms = {module.eps for module in model.modules() if isinstance(module, InputNorm)}
     return {**found, "use_rms_norm": True, "rms_norm_eps": norms.pop()} if norms else found
+
+
+def written(model: nn.Module) -> None:
+    """Says of every layer that its masters may be others, from the first call on each time that they are."""
+    for module in model.modules():
+        if isinstance(module, BitLinear):
+            module.written()
 
 
 def set_share(model: nn.Module, share: float) -> None:

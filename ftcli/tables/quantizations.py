@@ -55,6 +55,8 @@ class QuantizedTraining:
         more_bytes: A function of a :class:`ftcli.facts.shape.Linear`: bytes that a layer holds beside its masters.
         finish: A function of a model that is whole, of whether the kernels may be used, and of the recipe's section,
             that puts in what its layers share and notes in its config how its weights are to be read.
+        written: A function of a model that is called whenever its weights may have been written to: between two calls
+            its layers may keep what they were quantised to.
         share: A function of a model and of how far its values go from exact (0) to quantised (1) in training.
         reads: Settings of the section that have no effect on frozen weights.
     """
@@ -63,6 +65,7 @@ class QuantizedTraining:
     of_packed: str
     more_bytes: str
     finish: str
+    written: str
     share: str
     reads: tuple[str, ...] = ()
 
@@ -147,6 +150,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 of_packed="ftcli.model.bitnet:masters_of",
                 more_bytes="ftcli.facts.quantization:ternary_bytes",
                 finish="ftcli.model.bitnet:finish",
+                written="ftcli.model.bitnet:written",
                 share="ftcli.model.bitnet:set_share",
                 reads=("lambda_warmup_steps", "use_rms_norm"),
             ),

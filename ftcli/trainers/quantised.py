@@ -1,4 +1,4 @@
-"""How training goes from exact to quantised weights and activations, step by step."""
+"""Training of weights that are quantised in every pass: when they are quantised anew, and how far."""
 
 from __future__ import annotations
 
@@ -33,8 +33,33 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
         self._set_share(self._model, min(state.global_step / self._steps, 1.0))
 
 
-def warm_up(trainer: Trainer, settings: QuantizationConfig) -> None:
-    """Has ``trainer`` warm up where the recipe asks for it and the method trains quantised weights."""
+class Anew(TrainerCallback):  # type: ignore[misc]
+    """Tells a model after each step that its weights are others, so that they are quantised once a step.
+
+    And before the first micro-batch of one, since a run that goes on has loaded them.
+    """
+
+    def __init__(self, model: nn.Module, written: Callable[[nn.Module], None]) -> None:
+        self._model, self._written = model, written
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Weights may have been loaded, or put back."""
+        self._written(self._model)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The optimizer has written."""
+        self._written(self._model)
+
+
+def train_quantised(trainer: Trainer, settings: QuantizationConfig, *, trained: bool) -> None:
+    """Has ``trainer`` do what the method needs for base weights that are ``trained``: nothing for most methods."""
     training = quantizations.row(settings.method).training
-    if training is not None and settings.lambda_warmup_steps:
+    if training is None or not trained:
+        return
+    trainer.add_callback(Anew(trainer.model, code_of(training.written)))
+    if settings.lambda_warmup_steps:
         trainer.add_callback(WarmUp(trainer.model, settings.lambda_warmup_steps, code_of(training.share)))

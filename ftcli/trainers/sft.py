@@ -36,7 +36,7 @@ from ftcli.trainers.base import NO_SAVING, RunTrainerMixin
 from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
-from ftcli.trainers.quantised import warm_up
+from ftcli.trainers.quantised import train_quantised
 from ftcli.trainers.scaling import use_loss_scaling
 from ftcli.trainers.together import COUNTS_KEY, TogetherMixin, host_counts, sequence_part
 from ftcli.trainers.view import TrainedView
@@ -254,6 +254,6 @@ def build_sft_trainer(
     trainer.epochs = epochs
     trainer.stack, trainer.graphs = use_stack(job, model)
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
-    warm_up(trainer, job.recipe.quantization)
+    train_quantised(trainer, job.recipe.quantization, trained=job.recipe.lora is None)
     trainer.bind(hooks, train, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])
     return trainer

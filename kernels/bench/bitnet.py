@@ -42,43 +42,20 @@ AIM = 1.14
 
 #: Of many rows, and of few.
 TILES = (
-    *(
-        ProductTile(m, n, k, warps, stages)
-        for m, n, k, warps, stages in (
-            (128, 256, 128, 8, 3),
-            (128, 256, 128, 8, 4),
-            (256, 128, 128, 8, 3),
-            (256, 128, 128, 8, 4),
-            (128, 256, 64, 8, 5),
-            (128, 128, 128, 4, 3),
-            (128, 128, 128, 8, 4),
-        )
-    ),
-    *(
-        ProductTile(m, n, k, warps, stages, described=True, programs_stay=stay)
-        for m, n, k, warps, stages, stay in (
-            (128, 256, 128, 8, 3, True),
-            (128, 256, 128, 8, 4, True),
-            (128, 256, 128, 8, 4, False),
-            (256, 128, 128, 8, 3, True),
-            (256, 128, 128, 8, 4, True),
-            (128, 128, 128, 8, 5, True),
-            (128, 128, 128, 4, 3, False),
-            (128, 128, 128, 4, 4, True),
-            (128, 256, 64, 8, 6, True),
-        )
-    ),
+    ProductTile(128, 256, 128, 8, 3),
+    ProductTile(128, 128, 128, 4, 3),
+    ProductTile(128, 256, 128, 8, 4, described=True),
+    ProductTile(128, 128, 128, 4, 3, described=True),
+    ProductTile(128, 128, 64, 4, 6, described=True),
+    ProductTile(256, 64, 128, 4, 3, described=True),
+    ProductTile(64, 128, 128, 4, 4, described=True),
 )
-FEW_TILES = tuple(
-    ProductTile(m, n, k, warps, stages)
-    for m, n, k, warps, stages in (
-        (64, 128, 128, 4, 4),
-        (64, 64, 128, 4, 5),
-        (16, 32, 256, 4, 5),
-        (16, 64, 256, 4, 4),
-        (16, 64, 128, 4, 6),
-        (32, 32, 256, 4, 5),
-    )
+FEW_TILES = (
+    ProductTile(64, 128, 128, 4, 4),
+    ProductTile(64, 64, 128, 4, 5),
+    ProductTile(16, 32, 256, 4, 5),
+    ProductTile(16, 64, 256, 4, 4),
+    ProductTile(32, 32, 256, 4, 5),
 )
 
 
@@ -184,7 +161,8 @@ def main() -> None:
     if "tiles" in options.part:
         tiles(clock, rows, shapes, TILES[:1] if options.tiny else TILES)
     if "few" in options.part:
-        tiles(clock, 8, shapes, FEW_TILES)
+        for few in (8, 64):
+            tiles(clock, few, shapes, FEW_TILES)
 
 
 if __name__ == "__main__":

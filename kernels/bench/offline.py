@@ -118,7 +118,7 @@ def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Cal
     ternary, scale = torch.zeros((inner, hidden), dtype=torch.int8), torch.ones(())
     yield "masters to int8", lambda: ternary_kernels.ternarise_triton(torch.empty((inner, hidden)))
     yield "int8 dequantised", lambda: ternary_kernels.dequantize_triton(ternary, scale, dtype)
-    tiles = {"few": int8_product.FEW, "many": int8_product.MANY}
+    tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED
     for name, tile in tiles.items():

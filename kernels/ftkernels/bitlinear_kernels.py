@@ -24,8 +24,9 @@ _ROUNDING = tl.constexpr(12582912.0)
 
 @triton.jit
 def _steps(absmax):
-    """(step, 1 / step) of rows with these largest magnitudes."""
-    absmax = tl.maximum(absmax, _SMALLEST)
+    """(step, 1 / step) of rows with these largest magnitudes (``_magnitude``)."""
+    absmax = absmax.to(tl.float32, bitcast=True)
+    absmax = tl.where(absmax < _SMALLEST, _SMALLEST, absmax)  # which leaves NaN as it is
     return tl.div_rn(absmax, tl.full(absmax.shape, 127.0, tl.float32)), tl.div_rn(
         tl.full(absmax.shape, 127.0, tl.float32), absmax
     )
@@ -33,14 +34,15 @@ def _steps(absmax):
 
 @triton.jit
 def _magnitude(x):
-    """|x|, infinite where x is NaN, which a maximum would pass over: a diverged model would have finite losses."""
-    return tl.where(x == x, tl.abs(x), float("inf"))
+    """The bits of |x|. As whole numbers they are in the order of the numbers, and NaN is the largest: a maximum of
+    numbers passes NaN over, and a diverged model would have finite losses.
+    """
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _rounded(x, inverse):
-    scaled = x * inverse[:, None]
-    scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -128.0), 127.0), 0.0)  # NaN is in the step
+    scaled = tl.minimum(tl.maximum(x * inverse[:, None], -128.0), 127.0)
     return (scaled + _ROUNDING) - _ROUNDING
 
 
@@ -61,7 +63,7 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, step_ptr, N, BLOCK: tl.constex
     """One row a program, a block of columns at a time: once for the step and once for the values."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)[None, :]
-    size = tl.full((1, BLOCK), 0.0, tl.float32)
+    size = tl.full((1, BLOCK), 0, tl.int32)
     for first in range(0, N, BLOCK):
         x = tl.load(x_ptr + row * x_stride + first + cols, mask=first + cols < N, other=0.0).to(tl.float32)
         size = tl.maximum(size, _magnitude(x))

@@ -1,15 +1,14 @@
 """The product of int8 rows and int8 weights on tensor cores, with its scales: (q tᵀ) * step * scale + bias.
 
 Two kernels give the same bits. One reads by addresses, on every GPU with int8 products, for any sizes. The other has
-the GPU copy whole tiles by descriptors, on capability 9.0, where rows begin at multiples of 16 bytes; its programs
-go on from tile to tile, so that the next tile is read while the last one is written. Sums are whole numbers, so tiles
-change nothing; scales are multiplied in one order, and nothing is contracted into fused multiply-adds.
+the GPU copy whole tiles by descriptors, on capability 9.0, where rows begin at multiples of 16 bytes. Sums are whole
+numbers, so tiles change nothing; scales are multiplied in one order, and nothing is contracted into fused
+multiply-adds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ _GROUP = 8
 class ProductTile:
     """Rows, columns and depth of a tile, warps of a program, and stages of its loop.
 
-    ``described``: it is copied by descriptors. ``programs_stay``: there are as many programs as multiprocessors.
+    ``described``: it is copied by descriptors.
     """
 
     rows: int
@@ -39,14 +38,15 @@ class ProductTile:
     warps: int
     stages: int
     described: bool = False
-    programs_stay: bool = False
 
 
-#: For few rows, as in generation; for many; and for many where there are descriptors. Compiled for capability 9.0
-#: without spilling registers, not timed: `python kernels/bench/bitnet.py --part tiles` does that.
+#: For rows of single tokens, for few, for many, and for many where there are descriptors. Measured on one H200 (torch
+#: 2.11, Triton 3.6, 2026-11-22, `kernels/bench/bitnet.py --part tiles few`). With tiles of 128 x 128 two programs share
+#: a multiprocessor, and one multiplies while the other writes: 10% faster than 128 x 256.
+FEWEST = ProductTile(16, 32, 256, 4, 5)
 FEW = ProductTile(64, 128, 128, 4, 4)
-MANY = ProductTile(128, 256, 128, 8, 3)
-MANY_DESCRIBED = ProductTile(128, 256, 128, 8, 3, described=True, programs_stay=True)
+MANY = ProductTile(128, 128, 128, 4, 3)
+MANY_DESCRIBED = ProductTile(128, 128, 128, 4, 3, described=True)
 
 
 @triton.jit
@@ -125,29 +125,21 @@ def _described_kernel(
     GROUP: tl.constexpr,
 ):
     """Beyond the end tiles are read as zeros and not written: what copies them knows the sizes."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
-    scale = tl.load(scale_ptr)
-    written = tl.program_id(0) - tl.num_programs(0)  # a count of its own, so that reading ahead does not wait for it
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        at_m, at_n = _place(tile, tiles_m, tiles_n, GROUP)
-        at_m *= BLOCK_M
-        at_n *= BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-        for start in range(0, K, BLOCK_K):
-            total = tl.dot(q_tiles.load([at_m, start]), t_tiles.load([at_n, start]).T, total, out_dtype=tl.int32)
-        written += tl.num_programs(0)
-        at_m, at_n = _place(written, tiles_m, tiles_n, GROUP)
-        at_m *= BLOCK_M
-        at_n *= BLOCK_N
-        m = at_m + tl.arange(0, BLOCK_M)
-        step = tl.load(step_ptr + m, mask=m < M, other=0.0)
-        # By halves, which leaves shared memory for a stage more.
-        left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        n = at_n + tl.arange(0, HALF)
-        out_tiles.store([at_m, at_n], _scaled(left, step, scale, bias_ptr, n, N, BIAS).to(out_tiles.dtype))
-        n += HALF
-        out_tiles.store([at_m, at_n + HALF], _scaled(right, step, scale, bias_ptr, n, N, BIAS).to(out_tiles.dtype))
+    at_m, at_n = _place(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    at_m *= BLOCK_M
+    at_n *= BLOCK_N
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for start in range(0, K, BLOCK_K):
+        total = tl.dot(q_tiles.load([at_m, start]), t_tiles.load([at_n, start]).T, total, out_dtype=tl.int32)
+    m = at_m + tl.arange(0, BLOCK_M)
+    step, scale = tl.load(step_ptr + m, mask=m < M, other=0.0), tl.load(scale_ptr)
+    # By halves, which leaves shared memory for a second program.
+    left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    n = at_n + tl.arange(0, HALF)
+    out_tiles.store([at_m, at_n], _scaled(left, step, scale, bias_ptr, n, N, BIAS).to(out_tiles.dtype))
+    n += HALF
+    out_tiles.store([at_m, at_n + HALF], _scaled(right, step, scale, bias_ptr, n, N, BIAS).to(out_tiles.dtype))
 
 
 def int8_product(
@@ -170,8 +162,7 @@ def int8_product(
         return out.to(dtype)
     q, ternary = q.contiguous(), ternary.contiguous()
     tile = tile or _tile_for(q, ternary, out)
-    tiles = triton.cdiv(count, tile.rows) * triton.cdiv(outer, tile.columns)
-    grid = (min(tiles, _multiprocessors(q.device)) if tile.programs_stay else tiles,)
+    grid = (triton.cdiv(count, tile.rows) * triton.cdiv(outer, tile.columns),)
     shared: dict[str, Any] = {
         "BIAS": bias is not None,
         "BLOCK_M": tile.rows,
@@ -200,7 +191,7 @@ def int8_product(
 
 def _tile_for(q: Tensor, ternary: Tensor, out: Tensor) -> ProductTile:
     if q.shape[0] <= 256 or interpreting():
-        return FEW
+        return FEWEST if q.shape[0] <= FEWEST.rows and not interpreting() else FEW
     capability = gpu_of(q.device).capability
     hopper = capability is not None and capability[0] == 9  # later GPUs have less shared memory, or other products
     return MANY_DESCRIBED if hopper and describable(q, ternary, out) else MANY
@@ -211,14 +202,3 @@ def describable(*tensors: Tensor) -> bool:
     return all(
         each.data_ptr() % _ALIGNED == 0 and each.stride(0) * each.element_size() % _ALIGNED == 0 for each in tensors
     )
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # so that the interpreter's programs, too, go on from tile to tile
-    return _ask_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@cache
-def _ask_multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)

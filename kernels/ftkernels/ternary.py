@@ -71,10 +71,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if not x.shape[1]:
         return wide.to(torch.int8), wide.new_full((x.shape[0],), SMALLEST / 127)
     absmax = wide.abs().amax(1).clamp(min=SMALLEST)
-    # 127.0 / absmax would be the rounded reciprocal times 127, rounded again.
-    inverse = torch.full_like(absmax, 127.0) / absmax
-    q = (wide * inverse[:, None]).round_().clamp_(-128, 127)
-    return q.to(torch.int8), absmax / 127.0
+    # A number divided by a tensor, or a tensor by a number, is a product with the rounded reciprocal (on a GPU both).
+    most = torch.full_like(absmax, 127.0)
+    q = (wide * (most / absmax)[:, None]).round_().clamp_(-128, 127)
+    return q.to(torch.int8), absmax / most
 
 
 def remaster(ternary: Tensor, scale: float) -> Tensor:

@@ -35,7 +35,7 @@ def _sum_kernel(w_ptr, part_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round_kernel(w_ptr, part_ptr, t_ptr, scale_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    mean = (tl.sum(tl.load(part_ptr + tl.arange(0, PARTS)), axis=0) / count.to(tl.float64)).to(tl.float32)
+    mean = (tl.sum(tl.load(part_ptr + tl.arange(0, PARTS)), axis=0) / count).to(tl.float32)
     scale = tl.where(mean < _SMALLEST, _SMALLEST, mean)  # which leaves NaN as it is
     inverse = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.full((1,), 0.0, tl.float32) + scale)
     if tl.program_id(0) == 0:
@@ -44,8 +44,7 @@ def _round_kernel(w_ptr, part_ptr, t_ptr, scale_ptr, count, PARTS: tl.constexpr,
     for first in range(start, count, tl.num_programs(0).to(tl.int64) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         w = tl.load(w_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-        near = w * inverse
-        near = tl.where(near == near, tl.minimum(tl.maximum(near, -1.0), 1.0), 0.0)  # NaN is in the scale
+        near = tl.minimum(tl.maximum(w * inverse, -1.0), 1.0)
         tl.store(t_ptr + at, ((near + _ROUNDING) - _ROUNDING).to(tl.int8), mask=at < count)
 
 

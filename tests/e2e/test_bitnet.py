@@ -209,6 +209,23 @@ def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(use
     assert file["verification"]["tq2_0_relative_error"] < file["verification"]["tq2_0_allowed"]
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
+def test_what_is_trained_is_what_is_saved_under_every_optimizer(user: User, optim: str) -> None:
+    """Some write to the masters without torch's knowledge: the rounded weights of before would be trained on."""
+    data = {"eval": [{"path": "bundled:smoke-eval", "max_rows": 2}]}
+    change = {**SCRATCH, "data": data, "checkpoint": {"every_steps": None}}
+    found = {}
+    for name, wanted in (("plain", "adamw_torch"), ("run", optim)):
+        recipe = without_lora(
+            user.recipe(name, **change, train={"max_steps": 3, "learning_rate": 1e-2, "optim": wanted})
+        )
+        found[name] = user.done("train", recipe)["eval"]["loss"]
+    again = user.done("eval", recipe, "--run", str(user.folder / "run"))["run"]
+    assert again["loss"] == pytest.approx(found["run"], abs=1e-5)
+    if optim == "adamw_torch_fused":
+        assert user.losses("run") == pytest.approx(user.losses("plain"), abs=1e-3)
+
+
 def test_a_packed_export_is_trained_on_from_the_same_ternary_values(user: User) -> None:
     small = {**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 32))}
     recipe = without_lora(user.recipe("run", **{**SCRATCH, "model": small}, data={"eval": []}, train={"max_steps": 1}))
