@@ -19,6 +19,8 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
+from ftcli.generation.requests import Stops
+from ftcli.generation.stopping import Stopping
 from ftcli.model.bitnet import finish
 from ftcli.model.checkpoint import read_config
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
@@ -134,7 +136,7 @@ def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path
         "plan": DtypePlan("float32", None, "float32", False, "a test"),
         "device": cpu,
         "reporter": SilentReporter(),
-        "stops": (),
+        "stopping": Stopping(Stops(frozenset()), None),
         "max_length": 512,
     }
     found = complete(fresh, full, GenerateConfig(max_new_tokens=512, overflow="sliding"), **options)
