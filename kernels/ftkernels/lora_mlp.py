@@ -255,7 +255,6 @@ class _Unit(torch.autograd.Function):
                 wants=[wants_z, *wants],
                 entered=formed.x,
             )
-            down.side.join(down.d_weight)
         d_z, d_norm = grads.of_inputs(ctx.z_dtype, ctx.z_shape, norm_weight, wants_z=wants_z)
         return None, d_z, d_norm, *grads.both, down.d_a, down.d_weight
 
@@ -278,16 +277,12 @@ def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _UnitGrads:
-    """dgate beside dup (M, 2F), dxa (M, 2K) or None, and dA and dW of down or None. dW is made on ``side``, out of
-    ``reads``.
-    """
+    """dgate beside dup (M, 2F), dxa (M, 2K) or None, and dA and dW of down or None."""
 
     d_both: Tensor
     dxa: Tensor | None
     d_a: Tensor | None
     d_weight: Tensor | None
-    side: Side
-    reads: tuple[Tensor | None, ...]
 
 
 def _unit_backward(
@@ -323,10 +318,10 @@ def _unit_backward(
     grads: list[Tensor | None] = [None, None]
     if want_a and h is not None and dha is not None:
         a_grads(outer, dha, h, None, None, grads, [True])
-    d_weight, dy, side = None, spec.handed.dy, Side(dh.device)
+    d_weight, dy = None, spec.handed.dy
     if want_w and h is not None and dy is not None:
-        d_weight, spec.handed.dy = weight_grads(outer, dy, h, [True, False], side)[0], None
-    return _UnitGrads(d_both, dxa, grads[0], d_weight, side, (dy, h))
+        d_weight, spec.handed.dy = weight_grads(outer, dy, h, [True, False])[0], None
+    return _UnitGrads(d_both, dxa, grads[0], d_weight)
 
 
 class _Down(torch.autograd.Function):
@@ -370,7 +365,7 @@ class _Down(torch.autograd.Function):
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
                     b_grads(outer, low, ctx.ha, grads, [wants_b])
             side.join(dha, grads[1])
-            d_bias = weight_grads(outer, low, low, [False, wants_bias], side)[1]
+            d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]
         if ctx.handed is not None:
             ctx.handed.dy = low
         return None, None, dh, dha, dy.to(ctx.residual_dtype) if wants_residual else None, grads[1], d_bias

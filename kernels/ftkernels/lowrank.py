@@ -213,16 +213,15 @@ def group_backward(
         low = dxa.to(plan.dtype)
         if (wants[0] or wants[1]) and not comes_second:
             dx = adapter_dx(plan, packed.a, low)
-    if any(wants_weights) and entered is None:
-        entered = enter(plan, x, norm_weight)[0]
     side = Side(dy.device)
-    weights: list[Tensor | None] = [None] * len(wants_weights)
-    if entered is not None and any(wants_weights):
-        weights = weight_grads(plan, dy, entered, wants_weights, side)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
         if comes_second and low is not None and packed.a is not None:
             add_mm_(dx, low, packed.a)
+    weights: list[Tensor | None] = [None] * len(wants_weights)
+    if any(wants_weights):
+        entered = enter(plan, x, norm_weight)[0] if entered is None else entered
+        weights = weight_grads(plan, dy, entered, wants_weights)
     if dxa is not None:
         with side.work():
             b_grads(plan, dy, xa, adapters, wants[3::2])
@@ -235,31 +234,25 @@ def group_backward(
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass
-    side.join(*adapters, *weights)
+    side.join(*adapters)
     return GroupGrads(dx, d_norm_weight, adapters, weights)
 
 
-def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool], side: Side) -> list[Tensor | None]:
+def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
     """[dW, db] of every projection, in the dtypes of what is trained. dy: (M, sum O); x: (M, I), what they read.
 
     One product where all weights are wanted, whose rows are theirs. A float32 weight gets the product as it was
     accumulated, not rounded to half precision on the way.
-
-    They are made on ``side``, and are the caller's to join: nothing in backward waits for them, and a product that has
-    no more tiles for every multiprocessor leaves room for the one after it. dy and x must outlive that. The gradients
-    lie in the main stream's memory, where they are given back.
     """
     out: list[Tensor | None] = [None] * (2 * len(plan.projections))
     trained, columns = weight_tensors(plan.projections), plan.columns()
     if all(wants[::2]):
-        joint = _weight_grad(dy, x, trained[0], side)
-        for index, part in enumerate(joint.split([p.out_features for p in plan.projections])):
-            out[2 * index] = _in_dtype(part, trained[2 * index], side)
+        for index, part in enumerate(_weight_grad(dy, x, trained[0]).split([p.out_features for p in plan.projections])):
+            out[2 * index] = part.to(_dtype(trained[2 * index]))
     else:
         for index, c in enumerate(columns):
             if wants[2 * index]:
-                part = _weight_grad(dy[:, c], x, trained[2 * index], side)
-                out[2 * index] = _in_dtype(part, trained[2 * index], side)
+                out[2 * index] = _weight_grad(dy[:, c], x, trained[2 * index]).to(_dtype(trained[2 * index]))
     for index, c in enumerate(columns):
         if wants[2 * index + 1]:
             summed = dy[:, c].sum(0, dtype=accumulate_dtype(plan.dtype))
@@ -267,21 +260,9 @@ def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool], side:
     return out
 
 
-def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None, side: Side) -> Tensor:
+def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
     """(O, I): in the products' dtype where that is the weight's, else as accumulated."""
-    same = _dtype(weight) == dy.dtype
-    dtype = dy.dtype if same else accumulate_dtype(dy.dtype)
-    product = torch.empty((dy.shape[1], x.shape[1]), dtype=dtype, device=dy.device)
-    side.fork()
-    with side.work():
-        return torch.mm(dy.t(), x, out=product) if same else mm_accurate(dy.t(), x, out=product)
-
-
-def _in_dtype(gradient: Tensor, weight: Tensor | None, side: Side) -> Tensor:
-    if gradient.dtype == _dtype(weight):
-        return gradient
-    with side.work():
-        return gradient.to(_dtype(weight))
+    return torch.mm(dy.t(), x) if _dtype(weight) == dy.dtype else mm_accurate(dy.t(), x)
 
 
 def _dtype(trained: Tensor | None) -> torch.dtype:
@@ -316,7 +297,8 @@ def b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None],
     for index, (p, columns) in enumerate(zip(plan.projections, plan.columns(), strict=True)):
         if p.b is not None and wants[index]:
             start = index * plan.rank
-            out[2 * index + 1] = product[columns, start : start + p.rank].to(p.b.dtype)
+            # Not a view: whoever keeps it would copy it then, where something waits for it.
+            out[2 * index + 1] = product[columns, start : start + p.rank].to(p.b.dtype).contiguous()
 
 
 def a_grads(

@@ -115,10 +115,14 @@ def qkv_norm_rope_forward(
 
 
 def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
-    """As ``qkv_rope.backward_tile``; both tiles have 16 rows, and the second no pipeline."""
+    """As ``qkv_rope.backward_tile``. Those with adapters have 16 rows, and the second of them no pipeline; without, heads
+    of more than 128 spill in 32 rows.
+    """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
+    if not rank:
+        return tile_for("qkv_norm_rope_backward", lambda t: padded * t.rows <= 4096)
     return tile_for(
-        "qkv_norm_rope_backward",
+        "qkv_norm_rope_backward_lora",
         lambda t: padded * (176 + 4 * rank if t.stages > 1 else 32 + 2 * rank) <= shared_memory,
     )
 

@@ -41,13 +41,6 @@ class Side:
         if device.type == "cuda":
             self._main = torch.cuda.current_stream(device)
             self._side = _stream(self._main.device_index)
-            self.fork()
-
-    def fork(self) -> None:
-        """Side work from here on waits for all that the main stream has been given so far. To be said again before the
-        side writes into memory that the main stream has just allocated: what had it before may still be read.
-        """
-        if self._main is not None:
             self._fork = self._main.record_event()
 
     @contextmanager
