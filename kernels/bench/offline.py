@@ -40,6 +40,7 @@ from ftkernels import (
     qkv_norm_rope,
     qkv_rope,
     rope,
+    row_sums,
     sampling_kernels,
     ternary_kernels,
 )
@@ -234,6 +235,8 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
             new(rows, hidden), new(rows, rank), new(hidden, rank), new(rows, hidden), triton_kernel=True
         ),
     )
+    partial = new(4, rows, 3 * rank, of=torch.float32)
+    yield "row sums", lambda: row_sums.row_sums(partial, partial[0, :, 0], dtype, triton_kernel=True)
     for name, q_heads, k_heads, size in (
         ("", 32, 8, head),
         (", heads of 192", 16, 8, 192),

@@ -21,6 +21,7 @@ from ftkernels.device import (
 )
 from ftkernels.limits import Activation
 from ftkernels.primitives import activate
+from ftkernels.row_sums import row_sums
 from ftkernels.tiles import Tile, tile_for
 
 
@@ -272,7 +273,7 @@ def glu_forward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One launch, no autograd: (h (M, F), ha (M, KD) in the accumulation dtype or None).
+    """One launch, no autograd: (h (M, F), ha (M, KD) or None).
 
     gate, up: (M, F), last stride 1, of one dtype.
     """
@@ -302,7 +303,7 @@ def glu_forward(
             )
     elif down is not None:
         ha.zero_()
-    return rounded(h, gate.dtype), None if down is None else ha.sum(0)
+    return rounded(h, gate.dtype), None if down is None else row_sums(ha, None, gate.dtype, triton_kernel=True).low
 
 
 def glu_backward(
@@ -317,8 +318,8 @@ def glu_backward(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa (M, 2 * K) in the accumulation dtype or
-    None).
+    """One launch, no autograd: (dgate beside dup (M, 2 * F), h or None, dxa or None: its partial sums (P, M, 2 * K)
+    in the accumulation dtype, for ``ftkernels.row_sums``).
 
     gate, up: (M, F), last stride 1; dh: (M, F) contiguous and the caller's own, since **h is written over it**;
     dya: (M, KD) ``dy @ B_down``, with ``lowrank.a_down``. ``out``: (M, 2 * F) contiguous memory for the first result;
@@ -362,5 +363,5 @@ def glu_backward(
     return (
         rounded(out, gate.dtype),
         rounded(h, dh.dtype) if want_h else None,
-        None if lowrank is None else dxa.sum(0),
+        None if lowrank is None else dxa,
     )

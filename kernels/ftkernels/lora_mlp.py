@@ -52,6 +52,7 @@ from ftkernels.projection import (
     project_reference,
     weight_tensors,
 )
+from ftkernels.row_sums import RowSums
 from ftkernels.side_stream import Side
 
 ResidualMode = Literal["none", "add", "return"]
@@ -200,7 +201,7 @@ def _unit_forward(spec: _Spec, formed: _Inner, second: Packed) -> tuple[Tensor, 
         low = _low_rank(formed.packed, second, formed.xa)
         h, ha = glu_forward(gate, up, spec.activation, low)
         if low is not None and low.a_down is not None:
-            return h, None if ha is None else ha.to(inner.dtype)
+            return h, ha
         return h, project(outer, second, h)
     h = glu_forward(gate, up, spec.activation)[0] if inner.triton else glu_reference(gate, up, spec.activation)
     return h, project(outer, second, h)
@@ -277,7 +278,7 @@ def _recall(ctx: Any) -> tuple[_Inner, Tensor | None, Packed, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _UnitGrads:
-    """dgate beside dup (M, 2F), dxa (M, 2K) or None, and dA and dW of down or None."""
+    """dgate beside dup (M, 2F), dxa's partial sums (P, M, 2K) or None, and dA and dW of down or None."""
 
     d_both: Tensor
     dxa: Tensor | None
@@ -317,7 +318,7 @@ def _unit_backward(
             d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
     grads: list[Tensor | None] = [None, None]
     if want_a and h is not None and dha is not None:
-        a_grads(outer, dha, h, None, None, grads, [True])
+        a_grads(outer, RowSums(dha, None), h, None, grads, [True])
     d_weight, dy = None, spec.handed.dy
     if want_w and h is not None and dy is not None:
         d_weight, spec.handed.dy = weight_grads(outer, dy, h, [True, False])[0], None

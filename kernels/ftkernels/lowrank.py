@@ -39,6 +39,7 @@ from ftkernels.limits import WIDEST_NORM_ROW
 from ftkernels.lowrank_plan import Packed, Plan, pack
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import dense, joint_matrix, multiplies, weight_tensors
+from ftkernels.row_sums import RowSums, row_sums
 from ftkernels.side_stream import Side
 
 
@@ -198,35 +199,35 @@ def group_backward(
 ) -> GroupGrads:
     """Everything behind dy (M, sum O) in ``plan.dtype``, which is not written.
 
-    x: (M, I) as saved: before the norm when there is one. dxa: (M, P * K) float32, computed here when None.
+    x: (M, I) as saved: before the norm when there is one. dxa: its partial sums for ``ftkernels.row_sums``, or None:
+    computed here.
     d_pass: (M, I) gradient of the residual that left beside the group, added to dx. ``wants``: for x, the norm weight,
     a and b of every projection, then weight and bias of every projection. entered: what the projections read, where
     the caller has just formed it again.
     """
-    dx = d_norm_weight = low = None
+    dx = d_norm_weight = sums = None
     wants, wants_weights = wants[: 2 + 2 * len(plan.projections)], wants[2 + 2 * len(plan.projections) :]
     # An fp8 product cannot accumulate onto the adapters' share, so their thin GEMM does onto it.
     comes_second = plan.fp8 is not None and not plan.drops
     adapters: list[Tensor | None] = [None] * (2 * len(plan.projections))
     if packed.a is not None and packed.b is not None:
-        dxa = adapter_input_grad(plan, packed.b, dy) if dxa is None else dxa
-        low = dxa.to(plan.dtype)
+        dxa = adapter_input_grad(plan, packed.b, dy)[None] if dxa is None else dxa
+        sums = row_sums(dxa, None if plan.drops else rstd, plan.dtype, triton_kernel=plan.triton)
         if (wants[0] or wants[1]) and not comes_second:
-            dx = adapter_dx(plan, packed.a, low)
+            dx = adapter_dx(plan, packed.a, sums.low)
     side = Side(dy.device)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
-        if comes_second and low is not None and packed.a is not None:
-            add_mm_(dx, low, packed.a)
+        if comes_second and sums is not None and packed.a is not None:
+            add_mm_(dx, sums.low, packed.a)
     weights: list[Tensor | None] = [None] * len(wants_weights)
     if any(wants_weights):
         entered = enter(plan, x, norm_weight)[0] if entered is None else entered
         weights = weight_grads(plan, dy, entered, wants_weights)
-    if dxa is not None:
+    if sums is not None:
         with side.work():
             b_grads(plan, dy, xa, adapters, wants[3::2])
-            plain = norm_weight is None or rstd is None
-            a_grads(plan, low if plain and low is not None else dxa, x, norm_weight, rstd, adapters, wants[2::2])
+            a_grads(plan, sums, x, norm_weight, adapters, wants[2::2])
     if wants[0] or wants[1]:
         assert dx is not None
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
@@ -303,31 +304,26 @@ def b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None],
 
 def a_grads(
     plan: Plan,
-    dxa: Tensor,
+    dxa: RowSums,
     x: Tensor,
     norm_weight: Tensor | None,
-    rstd: Tensor | None,
     out: list[Tensor | None],
     wants: Sequence[bool],
 ) -> None:
     """dA of every projection. Behind a norm from the norm's own input, unless dropout needs the output itself."""
     if not any(wants):
         return
-    behind_norm = norm_weight is not None and rstd is not None
     if plan.drops:
         inputs, _ = enter(plan, x, norm_weight)
         parts = [
-            mm_accurate(dxa[:, plan.ranks(i)].to(plan.dtype).t(), _dropped(plan, i, inputs))
-            for i in range(len(plan.projections))
+            mm_accurate(dxa.low[:, plan.ranks(i)].t(), _dropped(plan, i, inputs)) for i in range(len(plan.projections))
         ]
         product = torch.cat(parts)
-    elif behind_norm and rstd is not None and norm_weight is not None:
-        scaled = torch.empty(dxa.shape, dtype=plan.dtype, device=dxa.device)
-        torch.mul(dxa, rstd[:, None], out=scaled)  # in dxa's dtype, rounded once
-        product = mm_accurate(scaled.t(), x.to(plan.dtype))
+    elif dxa.scaled is not None and norm_weight is not None:
+        product = mm_accurate(dxa.scaled.t(), x.to(plan.dtype))
         product *= norm_weight.to(product.dtype) + 1.0 if plan.norm_form == "gemma" else norm_weight
     else:
-        product = mm_accurate(dxa.to(plan.dtype).t(), x.to(plan.dtype))
+        product = mm_accurate(dxa.low.t(), x.to(plan.dtype))
     scalings = {p.scaling for p in plan.projections if p.a is not None}
     alike = len(scalings) == 1
     if alike and scalings != {1.0}:

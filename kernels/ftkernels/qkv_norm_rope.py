@@ -52,7 +52,9 @@ class HeadNorms:
 
 
 class HeadGrads(NamedTuple):
-    """d (M, N), dxa (M, 3 * K) in the accumulation dtype or None, and the norms' gradients (D,) in that, or None."""
+    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``; and the
+    norms' gradients (D,) in that dtype. None of what is not there or was not wanted.
+    """
 
     d: Tensor
     dxa: Tensor | None
@@ -115,8 +117,8 @@ def qkv_norm_rope_forward(
 
 
 def backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
-    """As ``qkv_rope.backward_tile``. Those with adapters have 16 rows, and the second of them no pipeline; without, heads
-    of more than 128 spill in 32 rows.
+    """As ``qkv_rope.backward_tile``. Those with adapters have 16 rows, and the second of them no pipeline; without,
+    heads of more than 128 spill in 32 rows.
     """
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     if not rank:
@@ -178,4 +180,4 @@ def qkv_norm_rope_backward(
                 **_constants(rotary, norms, b, dtype, tile),
             )
     dw_q, dw_k = dw.sum(0) if want_dw else (None, None)
-    return HeadGrads(rounded(out, dtype), None if b is None else dxa.sum(0), dw_q, dw_k)
+    return HeadGrads(rounded(out, dtype), None if b is None else dxa, dw_q, dw_k)

@@ -318,7 +318,9 @@ def qkv_rope_backward(
     *,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d (M, N) in ``dtype``, dxa (M, 3 * K) in the accumulation dtype or None) from dq, dk, dv (B, heads, S, D)."""
+    """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K) in the accumulation dtype, for
+    ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
+    """
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     batch, _, seq_len, head_dim = dq.shape
     count = batch * seq_len
@@ -351,4 +353,4 @@ def qkv_rope_backward(
                 triton.cdiv(rotary.k_heads, splits),
                 **_constants(head_dim, b, dtype, tile),
             )
-    return rounded(out, dtype), None if b is None else dxa.sum(0)
+    return rounded(out, dtype), None if b is None else dxa
