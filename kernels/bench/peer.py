@@ -13,6 +13,7 @@ the median step, tokens/s and the peak of torch's allocator as one JSON line. `-
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 from importlib import import_module
@@ -53,7 +54,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, *, aut
 
 
 def main() -> None:
-    """Times some steps after the first two."""
+    """Times some steps after the first two, in each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--model", help="in place of the recipe's model.name_or_path")
@@ -63,9 +64,20 @@ def main() -> None:
     parser.add_argument("--pure-bf16", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--runs", type=int, default=1)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if given.pure_bf16 else torch.float32
+    for _ in range(given.runs):
+        print(json.dumps(run(given, device, dtype)), flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def run(given: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """One run, with a model of its own: what is printed."""
     settings = [] if given.model is None else [f"model.name_or_path={given.model}"]
     model = build(given.recipe, settings, liger=not given.plain, dtype=dtype, device=device)
     if given.checkpointing:
@@ -89,7 +101,7 @@ def main() -> None:
         ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(events[1:]))
         found |= {"step_ms": ms, "tokens_per_second": 1000 * given.batch * given.seq / ms}
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    print(json.dumps(found), flush=True)
+    return found
 
 
 if __name__ == "__main__":
