@@ -73,7 +73,7 @@ def fit(
         context.stop.interruptible if context.group is None else not_interruptible,
         keep_best=evaluates and recipe.checkpoint.keep_best,
         stopping=_stopping(recipe) if evaluates else None,
-        completions=_completions(context, recipe).write,
+        completions=_completions(context, recipe).write if context.leads else None,
     )
     schedule = Schedule(
         log_every=recipe.logging.every_steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
+    from ftcli.run.group import Group
     from ftcli.trainers.parity import Parity
 
 
@@ -46,9 +48,11 @@ class GrpoResult:
     seconds: float
 
 
-def train_grpo(loaded: LoadedRecipe, session: Session) -> GrpoResult | CompleteRun:
-    """GRPO on the recipe's prompts into its run directory; held-out tasks are scored before and after."""
-    with checked_run(loaded, session, "grpo") as context:
+def train_grpo(loaded: LoadedRecipe, session: Session, group: Group | None = None) -> GrpoResult | CompleteRun:
+    """GRPO on the recipe's prompts into its run directory, as one of the ranks of ``group`` where there are several;
+    held-out tasks are scored before and after, by rank 0.
+    """
+    with checked_run(loaded, session, "grpo", group) as context:
         if context is None:
             return complete_result(loaded.recipe, session)
         return _train(session, context)
@@ -61,50 +65,60 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     from ftcli.pipeline import build
     from ftcli.trainers.graphed import why_not_graphed
     from ftcli.trainers.grpo import build_grpo_trainer
+    from ftcli.trainers.sharing import of_leader
+    from ftcli.trainers.together import numbers_agreed
 
-    started, grpo = time.perf_counter(), context.recipe.grpo
+    started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
     assert grpo is not None  # preflight refuses such a recipe (FT260)
     judges = judges_of(context.recipe)
-    with context.phase("preparing data"):
+    with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         prompts = _prompts(job, grpo)
         evaluator = Evaluator(job, [], judges)
         evaluator.read_tasks()
     with context.phase("loading the model"):
-        model = build.build_trainable(job)
+        with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
+            model = build.build_trainable(job)
         tokens = _as_tokens(job, prompts[: build.LOOKED_AT])
         kernels = build.put_on_kernels(job, model, tokens)
         batches = build.laid_out(job, model, tokens)
         graphs = why_not_graphed(job, model) or "on"
         built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
         add_to_manifest(context, built)
-    keep_inputs(context, build.inputs_of(job, model))
-    if context.opened.resume_step:
-        before = tasks_before(began_in(context.opened))
-    else:
-        before = _tasks(context, evaluator, model, "before")
-        write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
-    Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
+        if group is not None:
+            train = job.recipe.train
+            group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
+    before: Mapping[str, TaskResult] = {}
+    if context.leads:
+        keep_inputs(context, build.inputs_of(job, model))
+        if context.opened.resume_step:
+            before = tasks_before(began_in(context.opened))
+        else:
+            before = _tasks(context, evaluator, model, "before")
+            write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
+        Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
 
     def evaluate(step: int) -> dict[str, float]:
-        now = evaluator.tasks(model)
-        write_tasks(context.directory, before, now, step)
-        return _scores(now)
+        now = evaluator.tasks(model) if context.leads else {}
+        if context.leads:
+            write_tasks(context.directory, before, now, step)
+        return dict(of_leader(group, "tasks", _scores(now)))
 
     def agreement(parity: Parity) -> None:
-        session.reporter.info(parity.summary())
+        session.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
         add_to_manifest(context, Agreement(parity))
 
     fitted = fit(
         context,
         job,
         model,
-        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch, agreement),
+        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch, agreement, group),
         evaluate if job.recipe.eval.tasks else None,
         Rows(len(prompts), "prompts"),
     )
-    after = _tasks(context, evaluator, model, "after")
-    write_tasks(context.directory, before, after)
+    after = _tasks(context, evaluator, model, "after") if context.leads else {}
+    if context.leads:
+        write_tasks(context.directory, before, after)
     if after:
         scores = {f"eval_{name}": score for name, score in _scores(after).items()}
         context.write_line({"step": fitted.summary.steps, **scores})

@@ -99,6 +99,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             run="ftcli.pipeline.reinforcement:train_grpo",
             memory="ftcli.preflight.memory.methods:grpo",
             dry="ftcli.pipeline.dry_rewards:dry_rewards",
+            on_ranks=True,
             section="grpo",
             rules="ftcli.preflight.checks.grpo:check",
             row_rules="ftcli.preflight.checks.grpo:check_rows",
@@ -114,7 +115,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     # Completions would be sampled under noise as well; rows are grouped by prompt.
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
-                    "launch.num_processes": (1,),
+                    "launch.engine": ("auto", "single", "ddp"),
                     "launch.context_parallel_size": (1,),
                 }
             ),

@@ -33,21 +33,22 @@ from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.said import newest, packed, restore
-from ftcli.trainers.sft import config_kept, training_arguments, use_one_gpu
-from ftcli.trainers.spans import Spans
+from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_one_gpu
+from ftcli.trainers.sharing import SharingMixin
+from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.trainers.stagnation import Stagnation
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.run.group import Group
+
 
 #: The column of the data set that says which row a prompt is.
 _ROW = "ftcli_row"
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"
-#: The parts of a step whose time is told; what is left is collating, padding, logging.
-ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_probs", "training", "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Before:
     tokens: int
 
 
-class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
+class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer over rendered prompts, so that sampling sees the same text as evaluation and serving."""
 
     plan: DtypePlan
@@ -102,7 +103,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self.phase = FORWARD
         self._sampled_at = self.state.global_step
         # Equal rewards leave rounding in the advantages, which a division by no spread at all makes larger.
-        output["advantages"] = output["advantages"].masked_fill(self._own_rows(self._alike), 0.0)
+        output["advantages"] = output["advantages"].masked_fill(self._alike, 0.0)
         # TRL's is of the whole batch where rewards are scaled by the deviation of the batch.
         self._metrics["train"]["frac_reward_zero_std"][-1] = float(self._alike.float().mean())
         return output
@@ -114,11 +115,12 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         log-probabilities where the engine knows them all.
         """
         self.spans.enter(ROLLOUT)
-        found = self.rollouts.complete(prompt_ids, self.state.global_step)
+        own = self.own_rows(len(prompt_ids))
+        found = self.completed(self.rollouts.complete(prompt_ids, self.state.global_step, own))
         self.spans.enter(None)
-        self.spans.count(ROLLOUT, sum(len(one.tokens) for one in found))
-        known = all(len(one.logprobs) == len(one.tokens) for one in found)
-        return [one.tokens for one in found], [one.logprobs for one in found] if known else None
+        self.spans.count(ROLLOUT, sum(len(tokens) for tokens, _ in found))
+        known = all(len(log_probs) == len(tokens) for tokens, log_probs in found)
+        return [tokens for tokens, _ in found], [log_probs for _, log_probs in found] if known else None
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self.spans.enter(REWARDS)
@@ -145,16 +147,12 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
 
     def _count_failures(self) -> None:
         """Adds up over ranks what rewards have failed on. Raises FtcliError FT456 where that is too much."""
-        noted = self.failures.newest()
-        counts = torch.tensor(list(noted.values()), device=self.accelerator.device)
-        for name, (judged, failed) in zip(noted, self.accelerator.reduce(counts).tolist(), strict=True):
+        told = self.told(self.failures.newest())
+        for name in self.reward_func_names:
+            noted = [each[name] for each in told if name in each]
+            judged, failed = (sum(one[at] for one in noted) for at in (0, 1))
             self._metrics["train"][f"rewards/{name}/failed"].append(failed / max(judged, 1))
-            self.failures.add(name, judged, failed)
-
-    def _own_rows(self, rows: Tensor) -> Tensor:
-        """The rows of this process among those of all."""
-        count = rows.shape[0] // self.accelerator.num_processes
-        return rows[self.accelerator.process_index * count :][:count]
+            self.failures.add(name, judged, failed, next((one[2] for one in noted if one[2]), None))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL; completions are kept for people to look at, each batch of them once."""
@@ -179,8 +177,8 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self.spans.begin_step(self.state.global_step + 1)
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         self._before = _Before(
-            self._step,  # type: ignore[has-type]
-            self._buffered_inputs,  # type: ignore[has-type]
+            self._step,
+            self._buffered_inputs,
             metrics,
             self.failures.state(),
             self.state.num_input_tokens_seen,
@@ -265,7 +263,7 @@ class GrpoTrainer(RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[mi
         self.spans.enter(TRAINING)
         with compute_context(self.accelerator.device, self.plan.compute, self.plan.autocast):
             loss: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self.watch("the loss", loss)
+        self.watch_loss(loss)
         self.phase = BACKWARD
         return loss
 
@@ -299,19 +297,23 @@ def build_grpo_trainer(
     hooks: TrainerHooks,
     scratch_dir: str,
     tell_parity: Callable[[Parity], None],
+    group: Group | None = None,
 ) -> GrpoTrainer:
     """A trainer over ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
     Args:
         tell_parity: Called before the first step with what :func:`check_parity` found.
+        group: The ranks that train together; None for one process.
 
     Raises FtcliError as :func:`build_rewards`.
     """
     columns = columns_of([one.prompt for one in asked])
     rewards = build_rewards(grpo.rewards, columns)
     failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
-    args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops))
     train = job.recipe.train
+    shared = {} if group is None else {"steps_per_generation": train.gradient_accumulation_steps * group.size}
+    with own_ranks():
+        args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops), **shared)
     use_checkpointing(
         model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
     )
@@ -324,7 +326,7 @@ def build_grpo_trainer(
             train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], _ROW: list(range(len(asked)))}),
             processing_class=job.tokenizer,
         )
-    trainer.failures = failures
+    trainer.group, trainer.failures = group, failures
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
     trainer.stagnation = Stagnation(grpo.early_stopping)

@@ -28,6 +28,12 @@ class Reward:
     judge: Judge
     answer: str | None = None
 
+    @property
+    def becomes(self) -> str:
+        """What becomes of a completion that it cannot judge, in words."""
+        instead = self.judge.on_error
+        return "is left out" if instead == "skip" else f"gets the score {instead}"
+
     def scores(
         self,
         prompts: Sequence[str],
@@ -93,26 +99,28 @@ class RewardFailures:
     reporter: Reporter
     _batches: dict[str, deque[Counted]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
-    _newest: dict[str, Counted] = field(default_factory=dict)
+    _newest: dict[str, tuple[int, int, str | None]] = field(default_factory=dict)
 
     def note(self, reward: Reward, scores: Scores) -> None:
-        """Notes this rank's completions; the first failure of a reward is told as FT457."""
-        self._newest[reward.name] = (len(scores.values), len(scores.failed))
-        if scores.failed and reward.name not in self._told:
-            self._told.add(reward.name)
-            self.reporter.finding(_first_failure(reward, scores))
+        """Notes this rank's completions."""
+        example = f"{scores.example}; the completion {reward.becomes}" if scores.failed else None
+        self._newest[reward.name] = (len(scores.values), len(scores.failed), example)
 
-    def newest(self) -> dict[str, Counted]:
-        """What was noted since the last call, by reward."""
+    def newest(self) -> dict[str, tuple[int, int, str | None]]:
+        """What was noted since the last call, by reward: completions, failures, and the first of them in words."""
         found, self._newest = self._newest, {}
         return found
 
-    def add(self, reward: str, judged: int, failed: int) -> None:
-        """Counts a batch of a reward, over all ranks.
+    def add(self, reward: str, judged: int, failed: int, example: str | None = None) -> None:
+        """Counts a batch of a reward, over all ranks. The first failure is told as FT457.
 
         Raises:
             FtcliError: FT456 (exit 4) where it fails on more than the share that the recipe lets pass.
         """
+        if example is not None and reward not in self._told:
+            self._told.add(reward)
+            help = f"this is said once; metrics.jsonl has the share as rewards/{reward}/failed"
+            self.reporter.finding(Finding("FT457", example, help=help, severity="warning"))
         batches = self._batches.setdefault(reward, deque())
         batches.append((judged, failed))
         while sum(count for count, _ in batches) - batches[0][0] >= WINDOW:
@@ -137,14 +145,3 @@ class RewardFailures:
         self._batches = {
             name: deque((int(count), int(failed)) for count, failed in batches) for name, batches in state.items()
         }
-
-
-def _first_failure(reward: Reward, scores: Scores) -> Finding:
-    instead = reward.judge.on_error
-    becomes = "is left out" if instead == "skip" else f"gets the score {instead}"
-    return Finding(
-        "FT457",
-        f"{scores.example}; the completion {becomes}",
-        help=f"this is said once; metrics.jsonl has the share as rewards/{reward.name}/failed",
-        severity="warning",
-    )

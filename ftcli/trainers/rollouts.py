@@ -36,10 +36,12 @@ class Rollouts:
         self._step = -1
         self._in_step = 0
 
-    def complete(self, prompts: Sequence[Sequence[int]], step: int) -> list[Completion]:
-        """One completion for each prompt, its stop token included. Equal neighbours are computed once.
+    def complete(self, prompts: Sequence[Sequence[int]], step: int, own: slice | None = None) -> list[Completion]:
+        """One completion for each of the ``own`` prompts, all of them where it is None, its stop token included. Equal
+        neighbours are computed once.
 
         Args:
+            prompts: All of the step: what is drawn for one does not depend on who draws it.
             step: Of training; with the run's seed and the row's place it decides what is drawn.
 
         Raises:
@@ -47,15 +49,16 @@ class Rollouts:
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step
-        seed = self._job.recipe.run.seed
-        seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))])
+        seed, part = self._job.recipe.run.seed, slice(None) if own is None else own
+        seeds = iter([row_seed(seed, step, self._in_step, row) for row in range(len(prompts))][part])
+        mine = prompts[part]
         limit = self._grpo.max_completion_length
         requests = [
-            Request(prompt, limit, tuple(next(seeds) for _ in same)) for prompt, same in groupby(map(tuple, prompts))
+            Request(prompt, limit, tuple(next(seeds) for _ in same)) for prompt, same in groupby(map(tuple, mine))
         ]
         grpo = self._grpo
         sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
-        opened = self._open(min(len(prompts), MOST_ROWS))
+        opened = self._open(min(len(mine), MOST_ROWS))
         stopping = Stopping(Stops(frozenset(self._job.stops)), None)
         completions = opened.generator.complete(requests, sampling, stopping)
         return [one for each in completions for one in each]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.completions import Completion
 
-#: TRL 1.16's GRPOTrainer._logs: for each name a deque as long as a generation batch; ``rewards`` is a map of such.
-Logs = Mapping[str, Any]
 
+def newest(logs: JsonMap) -> list[Completion]:
+    """The completions of the newest generation batch, with their rewards and advantages.
 
-def newest(logs: Logs) -> list[Completion]:
-    """The completions of the newest generation batch, with their rewards and advantages."""
+    Args:
+        logs: TRL 1.16's GRPOTrainer._logs: for each name a deque as long as a generation batch; ``rewards`` is a map of
+            such.
+    """
     rewards = logs["rewards"]
     return [
         Completion(prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage))
@@ -23,13 +24,13 @@ def newest(logs: Logs) -> list[Completion]:
     ]
 
 
-def packed(logs: Logs) -> dict[str, Any]:
+def packed(logs: JsonMap) -> JsonObject:
     """The same as plain lists, for a checkpoint."""
     plain = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
     return {**plain, "rewards": {name: list(values) for name, values in logs["rewards"].items()}}
 
 
-def restore(logs: Logs, saved: Mapping[str, Any]) -> None:
+def restore(logs: JsonMap, saved: JsonMap) -> None:
     """Puts back what :func:`packed` returned."""
     for name in ("prompt", "completion", "advantages"):
         logs[name].extend(saved[name])

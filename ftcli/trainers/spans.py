@@ -9,6 +9,9 @@ from itertools import pairwise
 
 import torch
 
+#: The parts of a step whose time is told; what is left is collating, padding, logging.
+ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_probs", "training", "optimizer"
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -52,6 +55,10 @@ class Spans:
         """Tokens that went through ``part`` in this step."""
         if self._steps:
             self._steps[-1].tokens[part] += tokens
+
+    def counted(self, part: str) -> int:
+        """What :meth:`count` has counted in this step."""
+        return self._steps[-1].tokens[part] if self._steps else 0
 
     def forget_after(self, number: int) -> None:
         """Drops the steps after ``number``, which failed."""

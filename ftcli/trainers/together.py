@@ -29,7 +29,7 @@ _NORM = "the gradient norm"
 #: Ranks that train the same weights compute the same gradient norm; other kinds of GPU may round it differently.
 _DRIFT = 1e-3
 #: Multiplies the recipe's seed, so that neighbouring seeds, steps and ranks have nothing in common.
-_SPREAD = 1_000_003
+SPREAD = 1_000_003
 
 
 def host_counts(batch: Mapping[str, Tensor], supervised: Tensor, blank: bool) -> list[int]:
@@ -78,7 +78,8 @@ class TogetherMixin:
         """This rank's batches of one step, and the supervised tokens of all ranks' batches, by which the loss is
         divided."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        counts = [batch.pop(COUNTS_KEY, (0,) * _COUNTS) if isinstance(batch, dict) else () for batch in batches]
+        nothing = (0,) * _COUNTS
+        counts = [batch.pop(COUNTS_KEY, nothing) if isinstance(batch, dict) else nothing for batch in batches]
         group = self.group
         if group is None or not self.reduces or not batches:
             return batches, items
@@ -97,8 +98,8 @@ class TogetherMixin:
         continued draws the same."""
         super().begin_step()  # type: ignore[misc]
         if self.group is not None:
-            step = self.args.seed * _SPREAD + self.state.global_step  # type: ignore[attr-defined]
-            torch.manual_seed((step * _SPREAD + self.group.rank) % 2**63)
+            step = self.args.seed * SPREAD + self.state.global_step  # type: ignore[attr-defined]
+            torch.manual_seed((step * SPREAD + self.group.rank) % 2**63)
 
     def count_tokens(self, mask: Tensor, computed: int = 0) -> None:
         """As its base for one process. The tokens of a group are counted on the host, when their step is whole."""

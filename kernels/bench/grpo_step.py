@@ -44,8 +44,9 @@ from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 from ftcli.trainers.bench import StepTimer
-from ftcli.trainers.grpo import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, GrpoTrainer, build_grpo_trainer
+from ftcli.trainers.grpo import GrpoTrainer, build_grpo_trainer
 from ftcli.trainers.hooks import TrainerHooks
+from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -159,9 +160,9 @@ class Apart:
         self._rollouts = rollouts
         self.peak = 0
 
-    def complete(self, prompts: Sequence[Sequence[int]], step: int) -> list[Completion]:
+    def complete(self, prompts: Sequence[Sequence[int]], step: int, own: slice | None = None) -> list[Completion]:
         """As the rollouts."""
-        found: list[Completion] = self._rollouts.complete(prompts, step)
+        found: list[Completion] = self._rollouts.complete(prompts, step, own)
         if torch.cuda.is_available():
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()

@@ -45,8 +45,9 @@ def start_ranks(
     *words: str,
     prepared: Mapping[int, tuple[Preparation, ...]] | None = None,
     environment: Mapping[str, str] | None = None,
+    command: str = "train",
 ) -> Ranks:
-    """Starts `ftcli train` as ``count`` ranks, some of them prepared, as ftcli does, or as the launcher does that has
+    """Starts the command as ``count`` ranks, some of them prepared, as ftcli does, or as the launcher does that has
     set ``environment``.
     """
     folder = drills.folder / f"ranks-{sum(1 for _ in drills.folder.glob('ranks-*'))}"
@@ -62,7 +63,7 @@ def start_ranks(
         }
         started.append(
             drills.server.start(
-                *("train", recipe, "--offline", *words),
+                *(command, recipe, "--offline", *words),
                 cwd=drills.folder,
                 preparations=(prepared or {}).get(rank, ()),
                 environment=place,
@@ -71,8 +72,8 @@ def start_ranks(
     return Ranks(tuple(started), folder)
 
 
-def run_ranks(drills: Drills, recipe: str, count: int, *words: str) -> Ranks:
+def run_ranks(drills: Drills, recipe: str, count: int, *words: str, command: str = "train") -> Ranks:
     """Trains to the end."""
-    ranks = start_ranks(drills, recipe, count, *words)
+    ranks = start_ranks(drills, recipe, count, *words, command=command)
     assert ranks.ended() == [0] * count, ranks.said
     return ranks

@@ -139,12 +139,14 @@ def test_the_first_failure_is_told_with_its_row_and_once(tmp_path: Path) -> None
 
     body = "def score(completions, **kw): return [float('nan') if c == 'x' else 1.0 for c in completions]"
     (reward,) = build({"file": user_file(tmp_path, body), "on_error": -1})
-    failures = RewardFailures(0.5, Told())
+    failures = RewardFailures(0.9, Told())
     for _ in range(2):
         scores = reward.scores(["p"] * 3, ["a", "x", "x"], {}, [Origin("d.jsonl", row) for row in (4, 4, 5)])
         assert scores.values == [1.0, -1.0, -1.0]
         failures.note(reward, scores)
-        assert failures.newest() == {"score": (3, 2)}
+        (noted,) = failures.newest().values()
+        assert noted[:2] == (3, 2)
+        failures.add("score", *noted)
     (finding,) = told
     assert (finding.code, finding.severity) == ("FT457", "warning")
     assert "for completion 2 to d.jsonl:4: 'x'; the completion gets the score -1" in finding.message

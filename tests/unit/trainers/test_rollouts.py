@@ -56,6 +56,8 @@ def test_the_seed_the_step_and_the_place_decide(model: Any) -> None:
     assert tokens(one, PROMPTS, 4) == tokens(rollouts(model), PROMPTS, 4) != found
     alone = tokens(rollouts(model), PROMPTS[:1], 3)
     assert alone == found[:1]
+    part = [one.tokens for one in rollouts(model).complete(PROMPTS, 3, slice(3, 6))]
+    assert part == found[3:6], "what a rank draws of all is what one process draws"
 
 
 def test_equal_neighbours_are_computed_once(model: Any) -> None:
