@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftcli.config.training import GrpoStoppingConfig
 from ftcli.plain import JsonObject
@@ -79,7 +78,7 @@ class Stagnation:
         best = {"value": self.best.value, "step": self.best.step, "worse": self.best.worse}
         return {"rewards": list(self.rewards), "best": best, "low": self.low, "entropy": self.entropy}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Goes on from what :meth:`state` returned."""
         self.rewards, self.best = list(state["rewards"]), Best(**state["best"])
         self.low, self.entropy = state["low"], state["entropy"]
