@@ -208,6 +208,11 @@ class GrpoConfig(Section):
         default="group", description="Over what the advantages' deviation is taken."
     )
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
+    steps_per_generation: Count | None = Field(
+        default=None,
+        description="Micro-batches that one set of completions is made for; `train.gradient_accumulation_steps` when "
+        "absent. A multiple of it: several optimizer steps learn from one set, each from a part.",
+    )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions without a stop token out of the loss."
     )
@@ -226,6 +231,10 @@ class GrpoConfig(Section):
         description="Logging steps whose completions stay in completions/. Of more, every second goes, then every "
         "fourth: those that stay are spread over the run.",
     )
+
+    def micro_batches(self, accumulation: int) -> int:
+        """Those that one set of completions is made for, with ``train.gradient_accumulation_steps``."""
+        return self.steps_per_generation or accumulation
 
 
 class CheckpointConfig(Section):

@@ -59,7 +59,8 @@ def batch(recipe: Recipe) -> str:
     if shared > 1:
         parts += f", each row on {shared} processes"
     if recipe.grpo is not None and recipe.grpo.num_generations:
-        each = recipe.grpo.num_generations
-        return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt"
+        each, steps = recipe.grpo.num_generations, recipe.grpo.micro_batches(accumulated) // accumulated
+        made = "" if steps == 1 else f", {size * accumulated * ranks * steps:,} made at a time"
+        return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt{made}"
     unit = "packed rows" if recipe.data.packing else "rows"
     return f"{size * accumulated * ranks:,} {unit} a step ({parts})"

@@ -373,6 +373,7 @@ def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence
         "importance_sampling_level": grpo.importance_sampling_level,
         "scale_rewards": grpo.scale_rewards,
         "num_iterations": grpo.num_iterations,
+        "steps_per_generation": grpo.steps_per_generation,
         "mask_truncated_completions": grpo.mask_truncated_completions,
         "reward_weights": [reward.weight for reward in rewards],
         "generation_kwargs": {"eos_token_id": list(stops)},

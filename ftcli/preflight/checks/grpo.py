@@ -72,19 +72,31 @@ def _batch(context: Context, grpo: GrpoConfig) -> Findings:
     # TRL 1.16, GRPOConfig.__post_init__: one generation batch serves steps_per_generation micro-batches, which is the
     # accumulation unless set, and must hold whole groups.
     train, group = context.recipe.train, grpo.num_generations
-    rows, steps = train.per_device_train_batch_size, train.gradient_accumulation_steps
+    rows, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
     processes = context.recipe.launch.num_processes
+    steps, own = grpo.micro_batches(accumulation), grpo.steps_per_generation is not None
+    key = "grpo.steps_per_generation" if own else "train.gradient_accumulation_steps"
+    if own and steps % accumulation:
+        yield context.error(
+            "FT261",
+            key,
+            f"{key} {steps} is no multiple of train.gradient_accumulation_steps {accumulation}: an optimizer step "
+            "would learn from completions of two policies",
+            help=f"use {key}: {accumulation * -(-steps // accumulation)}",
+        )
+        return
     batch = rows * steps * processes
     if batch % group == 0:
         return
     spread = f"{rows} × {steps}" + (f" × {processes} processes" if processes > 1 else "")
-    fitting = next(s for s in range(steps + 1, steps + group + 1) if rows * s * processes % group == 0)
+    by = accumulation if own else 1
+    fitting = next(s for s in range(steps + by, steps + by * group + 1, by) if rows * s * processes % group == 0)
     yield context.error(
         "FT261",
         "grpo.num_generations",
         f"grpo.num_generations {group} does not divide the generation batch of {batch} completions ({spread}: "
-        "per_device_train_batch_size × gradient_accumulation_steps)",
-        help=f"use train.gradient_accumulation_steps: {fitting}"
+        f"per_device_train_batch_size × {key.rpartition('.')[2]})",
+        help=f"use {key}: {fitting}"
         + (f", or grpo.num_generations: {_divisor(batch, group)}" if _divisor(batch, group) else ""),
     )
 
@@ -148,7 +160,9 @@ def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.warning("FT279", path, message, help="add `reward: {}` or `entropy: {}`, or remove it")
     if stops.reward is not None and steps is not None:
         window, patience = stops.reward.window, stops.reward.patience
-        needed = window * (1 + patience) * grpo.num_iterations
+        train = context.recipe.train
+        sets = grpo.micro_batches(train.gradient_accumulation_steps) // train.gradient_accumulation_steps
+        needed = window * (1 + patience) * grpo.num_iterations * max(1, sets)
         if needed > steps:
             yield context.warning(
                 "FT279",

@@ -123,12 +123,15 @@ def _host_has_room_for(setup: Setup) -> bool:
 
 def smaller_batches(setup: Setup) -> Iterator[Settings]:
     """Smaller batches, with more accumulation in return: an optimizer step sees the same rows."""
-    rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
+    rows, accumulation, grpo = setup.rows, setup.recipe.train.gradient_accumulation_steps, setup.recipe.grpo
     for smaller in _divisors_below(rows):
-        yield {
+        changes: Settings = {
             "train.per_device_train_batch_size": smaller,
             "train.gradient_accumulation_steps": accumulation * (rows // smaller),
         }
+        if grpo is not None and grpo.steps_per_generation is not None:
+            changes = {**changes, "grpo.steps_per_generation": grpo.steps_per_generation * (rows // smaller)}
+        yield changes
 
 
 def _divisors_below(number: int) -> list[int]:

@@ -13,7 +13,7 @@ def supervised(setup: Setup) -> MethodMemory:
 
 
 def grpo(setup: Setup) -> MethodMemory:
-    """All completions of an optimizer step are generated at once; the loss takes log-probabilities from hidden states.
+    """All completions of a generation batch are made at once; the loss takes log-probabilities from hidden states.
 
     Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
     """
@@ -23,7 +23,7 @@ def grpo(setup: Setup) -> MethodMemory:
         return supervised(setup)
     seq_len = settings.max_prompt_length + settings.max_completion_length
     second = recipe.lora is None and settings.beta > 0
-    completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=_loss_bytes(setup, train.per_device_train_batch_size * settings.max_completion_length),

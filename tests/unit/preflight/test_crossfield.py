@@ -217,20 +217,27 @@ def test_grpo_needs_its_section(context: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "group", "fine"),
-    [(8, 1, 8, True), (2, 4, 8, True), (1, 1, 8, False), (3, 4, 8, False), (6, 1, 4, False)],
-)
+    ("rows", "steps", "group", "made_for", "fine"),
+    [
+        (8, 1, 8, None, True), (2, 4, 8, None, True), (1, 1, 8, None, False), (3, 4, 8, None, False),
+        (6, 1, 4, None, False), (2, 2, 8, 4, True), (2, 2, 8, 6, False), (3, 1, 8, 6, False), (6, 1, 4, 2, True),
+    ],
+)  # fmt: skip
 def test_whole_groups_in_a_generation_batch_as_trl_counts(
-    rows: int, steps: int, group: int, fine: bool, context: Callable[..., Any], tmp_path: Path
+    rows: int, steps: int, group: int, made_for: int | None, fine: bool, context: Callable[..., Any], tmp_path: Path
 ) -> None:
     from trl import GRPOConfig
 
-    sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "num_generations": group}
+    sizes = {
+        "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "num_generations": group,
+        "steps_per_generation": made_for,
+    }  # fmt: skip
     recipe = context(
         GRPO,
         f"train.per_device_train_batch_size={rows}",
         f"train.gradient_accumulation_steps={steps}",
         f"grpo.num_generations={group}",
+        f"grpo.steps_per_generation={'null' if made_for is None else made_for}",
     )
     findings = list(grpo.check(recipe))
     assert codes(findings) == ([] if fine else ["FT261"])
@@ -239,8 +246,14 @@ def test_whole_groups_in_a_generation_batch_as_trl_counts(
         return
     with pytest.raises(ValueError, match="divisible"):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **sizes)
-    suggested = int(findings[0].help.split("gradient_accumulation_steps: ")[1].split(",")[0])
+    key = "gradient_accumulation_steps" if made_for is None else "steps_per_generation"
+    suggested = int(findings[0].help.split(f"{key}: ")[1].split(",")[0])
     assert rows * suggested % group == 0
+
+
+def test_no_optimizer_step_learns_from_completions_of_two_policies(context: Callable[..., Any]) -> None:
+    (finding,) = grpo.check(context(GRPO, "train.gradient_accumulation_steps=4", "grpo.steps_per_generation=6"))
+    assert (finding.code, finding.help) == ("FT261", "use grpo.steps_per_generation: 8")
 
 
 @pytest.mark.parametrize(

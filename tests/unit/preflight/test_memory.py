@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.facts.device import GPUS
 from ftcli.facts.trained import trained_parameters
+from ftcli.preflight.memory.candidates import smaller_batches
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from tests.estimates import Case, setup_of
 
@@ -254,6 +255,10 @@ def test_evaluation_is_its_own_phase_and_only_where_there_is_something_to_evalua
     assert set(merging.parts) == {"weights", "adapters", "runtime"}
 
 
+#: Completions for two optimizer steps, each of which learns from a half.
+TWO_OF_FOUR = ("train.gradient_accumulation_steps=2", "grpo.steps_per_generation=4")
+
+
 def generation_bytes(estimate: MemoryEstimate) -> int:
     return estimate.parts["generation"] + estimate.parts["key-value cache"]
 
@@ -264,6 +269,18 @@ def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) 
     assert cache < estimate.parts["key-value cache"] < 1.3 * cache
     halved = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "train.gradient_accumulation_steps=2")
     assert halved.estimate(work="grpo").parts["key-value cache"] < estimate.parts["key-value cache"]
+    halved_by = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
+    assert halved_by.estimate(work="grpo").parts["key-value cache"] == estimate.parts["key-value cache"]
+
+
+def test_smaller_batches_make_as_many_completions(case: Callable[..., Case]) -> None:
+    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
+    proposed = next(iter(smaller_batches(setup_of(made.recipe, made.facts, "h100", "grpo"))))
+    assert proposed == {
+        "train.per_device_train_batch_size": 4,
+        "train.gradient_accumulation_steps": 4,
+        "grpo.steps_per_generation": 8,
+    }
 
 
 def test_what_generates_is_kept_and_weights_are_merged_where_memory_has_room(case: Callable[..., Case]) -> None:
