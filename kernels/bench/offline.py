@@ -237,6 +237,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
     )
     partial = new(4, rows, 3 * rank, of=torch.float32)
     yield "row sums", lambda: row_sums.row_sums(partial, partial[0, :, 0], dtype, triton_kernel=True)
+    yield "column sums", lambda: row_sums.column_sums(new(528, hidden, of=torch.float32))
     for name, q_heads, k_heads, size in (
         ("", 32, 8, head),
         (", heads of 192", 16, 8, 192),

@@ -19,6 +19,7 @@ from ftkernels.device import (
 )
 from ftkernels.fp8_kernels import quantized_rows
 from ftkernels.limits import NormForm
+from ftkernels.row_sums import column_sums
 from ftkernels.rows import as_rows
 from ftkernels.tiles import Tile
 
@@ -259,7 +260,7 @@ def norm_backward(
                 BLOCK=block,
                 num_warps=warps,
             )
-    return rounded(dx, dx_dtype), partial.sum(0) if want_dw else None
+    return rounded(dx, dx_dtype), column_sums(partial) if want_dw else None
 
 
 def norm_forward_torch(

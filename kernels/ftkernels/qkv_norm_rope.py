@@ -38,6 +38,7 @@ from ftkernels.limits import NormForm
 from ftkernels.qkv_norm_rope_kernels import backward_kernel, forward_kernel
 from ftkernels.qkv_rope import FEW_ROWS, Rotary
 from ftkernels.rope import rotation_arguments
+from ftkernels.row_sums import column_sums
 from ftkernels.tiles import Tile, tile_for
 
 
@@ -150,7 +151,7 @@ def qkv_norm_rope_backward(
     acc = accumulate_dtype(dtype)
     out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
     dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
-    dw = torch.empty((blocks * splits if want_dw else 0, 2, head_dim), dtype=acc, device=dq.device)
+    dw = torch.empty((blocks * splits if want_dw else 0, 2 * head_dim), dtype=acc, device=dq.device)
     if count:
         with on_device_of(dq):
             backward_kernel[(blocks, splits)](
@@ -179,5 +180,5 @@ def qkv_norm_rope_backward(
                 WANT_DW=want_dw,
                 **_constants(rotary, norms, b, dtype, tile),
             )
-    dw_q, dw_k = dw.sum(0) if want_dw else (None, None)
+    dw_q, dw_k = column_sums(dw).split(head_dim) if want_dw else (None, None)
     return HeadGrads(rounded(out, dtype), None if b is None else dxa, dw_q, dw_k)

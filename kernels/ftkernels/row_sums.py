@@ -1,12 +1,13 @@
-"""The gradients of ``x @ A.T`` for each projection, from the partial sums that kernels leave, as products read them.
+"""What becomes of the partial sums that the programs of a kernel leave: added up in a fixed order, in one launch.
 
-Legend: P programs that each summed a part of the columns, M rows, W = projections * padded rank.
+``row_sums`` is of the gradients of ``x @ A.T`` for each projection, which products read. Legend: P programs that each
+summed a part of the columns, M rows, W = projections * padded rank.
 
     dxa = sum over the programs                       float32, in their order
     low = round(dxa),   scaled = round(dxa * rstd)    in the products' dtype; ``scaled`` where a norm is in front
 
-One launch in place of a sum, two casts and a product of a few hundred kilobytes each: in micro-batches of few tokens
-what they take is their launches.
+It takes the place of a sum, two casts and a product of a few hundred kilobytes each: in micro-batches of few tokens
+what they take is their launches. ``column_sums`` is of the gradients of norms.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 from ftkernels.device import on_device_of, rounded, store_dtype, triton_dtype
 
 _BLOCK = 1024
+#: Rows and columns that a program of ``column_sums`` reads at once.
+_ROWS, _COLUMNS = 128, 32
 
 
 class RowSums(NamedTuple):
@@ -77,3 +80,33 @@ def row_sums(partial: Tensor, rstd: Tensor | None, dtype: torch.dtype, *, triton
                 num_warps=4,
             )
     return RowSums(rounded(low, dtype), None if rstd is None else rounded(scaled, dtype))
+
+
+@triton.jit
+def _columns_kernel(x_ptr, out_ptr, rows, W, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.full((ROWS, COLUMNS), 0.0, ACC)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * W + columns[None, :]
+        total += tl.load(x_ptr + at, mask=(row < rows)[:, None] & (columns < W)[None, :], other=0.0)
+    tl.store(out_ptr + columns, tl.sum(total, axis=0), mask=columns < W)
+
+
+def column_sums(partial: Tensor) -> Tensor:
+    """(P, W), contiguous, float32 (float64) -> (W,), by the kernel."""
+    rows, width = partial.shape
+    out = torch.empty(width, dtype=partial.dtype, device=partial.device)
+    if width:
+        with on_device_of(partial):
+            _columns_kernel[(triton.cdiv(width, _COLUMNS),)](
+                partial,
+                out,
+                rows,
+                width,
+                ACC=triton_dtype(partial.dtype),
+                ROWS=_ROWS,
+                COLUMNS=_COLUMNS,
+                num_warps=4,
+            )
+    return out

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.row_sums import row_sums
+from ftkernels.row_sums import column_sums, row_sums
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 16), (4, 37, 48), (7, 130, 32), (3, 0, 16)], ids=str)
@@ -28,3 +28,13 @@ def test_sums_are_rounded_once(
         assert (value.dtype, value.shape) == (dtype, truth.shape)
         bound = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
         assert tools.relative(value, truth) <= bound
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 40), (528, 33), (300, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_columns_are_added_up(device: str, tools: Any, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    partial = torch.randn(shape, device=device, dtype=dtype)
+    found = column_sums(partial)
+    assert (found.dtype, found.shape) == (dtype, shape[1:])
+    assert tools.relative(found, partial.double().sum(0)) <= (1e-12 if dtype == torch.float64 else 1e-6)
+    assert torch.equal(found, column_sums(partial))
