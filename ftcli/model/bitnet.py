@@ -7,17 +7,23 @@ and generation always have the quantised ones, which is what a saved model has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize, round_weight
+from ftkernels.device import choose_backend
+from ftkernels.glu import glu
+from ftkernels.limits import Activation
 from ftkernels.rms_norm import rms_norm_reference
 from ftkernels.ternary import Ternary, remaster, ternarise
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
+from ftcli.facts.execution import ACTIVATIONS
+from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _METHOD = "bitnet"
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_UNITS: Mapping[str, Activation] = MappingProxyType({**ACTIVATIONS, "relu2": "relu2"})
 #: transformers' own, where its config names none.
 INPUT_NORM_EPS = 1e-6
 
@@ -149,6 +157,35 @@ class RoundingNorm(nn.Module):
         return quantize(norm(x), backend=first.backend)
 
 
+class RoundedMlp(nn.Module):
+    """A gated MLP whose unit is one kernel where the kernels run, and transformers' own elsewhere and in a warm-up.
+
+    Autocast on a GPU takes squares in float32, which would keep two tensors of that for BitNet's squared ReLU. It has
+    the layers of the module that it stands for, under the same names.
+    """
+
+    def __init__(self, mlp: nn.Module, activation: Activation) -> None:
+        super().__init__()
+        for name, child in mlp.named_children():
+            self.add_module(name, child)
+        self._activation: Activation = activation
+        self.train(mlp.training)
+
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """(..., H) -> (..., H)."""
+        layers: Any = self
+        gate, up = layers.gate_proj(x), layers.up_proj(x)
+        first: BitLinear = layers.gate_proj
+        if first.mixes or not choose_backend(gate.device, first.backend).is_triton:
+            hidden = layers.act_fn(gate) * up
+        else:
+            hidden = glu(gate, up, self._activation, backend=first.backend)
+        if "ffn_sub_norm" in self._modules:
+            hidden = layers.ffn_sub_norm(hidden)
+        out: Tensor = layers.down_proj(hidden)
+        return out
+
+
 class TernaryLinear(QuantizedLinear):
     """A frozen linear layer of ternary values, a byte each, which adapters are trained on. The gradient flows to x."""
 
@@ -229,8 +266,13 @@ def finish(model: PreTrainedModel, *, kernels: bool, settings: QuantizationConfi
             module.rms_norm = InputNorm(ones, INPUT_NORM_EPS, trained=True)
     family = family_of(model.config.get_text_config().model_type)
     if family is not None:
+        unit = _UNITS.get(str(activation_of(model.config.get_text_config().to_dict(), family)))
         for layer in decoder_layers(model):
             _share_rows(layer, family)
+            mlp: Any = layer.mlp if hasattr(layer, "mlp") else None
+            parts = [getattr(mlp, name, None) for name in _GATED]
+            if unit is not None and all(isinstance(part, BitLinear) for part in parts):
+                layer.mlp = RoundedMlp(mlp, unit)
     model.config.quantization_config = {**declaration(model), "quantization_mode": "online"}
 
 

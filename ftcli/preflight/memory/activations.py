@@ -20,7 +20,8 @@ attention, sdpa  c(2Q + 2Q) + 4n: query, repeated key and value, output, log-sum
                  The output is the input of o as well and counted once, unless PEFT's cast made a copy.
 attention, eager c(Q + 2Q) for query and repeated key and value; scores n·S·(4 + c) for the softmax in float32 and its
                  cast (4 alone when c = 4), and n·S·c more for the tanh of capped scores.
-gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs.
+gated MLP        c·3I: gate, activation, up; the input of down is counted with the linear inputs. Autocast on a GPU
+                 squares in float32: c·2I + 8I for a squared ReLU. BitNet's is one kernel there: c·2I.
 ===============  ===================================================================================================
 
 Rotary embeddings and residual additions keep nothing. :mod:`~.checkpointing` says what checkpointing leaves of all
@@ -53,6 +54,7 @@ class Setting:
         dora: Adapters are DoRA's.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
+        squares_widened: The MLP's activation is squared by torch under autocast on a GPU.
         own_norms: Each of these layers has a norm of its own before it rounds (``quantization.use_rms_norm``).
         softcap: Attention scores are capped.
         padded: Rows of a batch may differ in length.
@@ -71,6 +73,7 @@ class Setting:
     dora: bool = False
     rounds: Literal["no", "apart", "in norms"] = "no"
     own_norms: bool = False
+    squares_widened: bool = False
 
 
 Term = Callable[[ModelShape, Setting], float]
@@ -216,6 +219,10 @@ def _attention_eager(shape: ModelShape, setting: Setting) -> float:
 
 
 def _mlp(shape: ModelShape, setting: Setting) -> float:
+    if setting.rounds == "in norms":
+        return setting.bytes_compute * 2 * shape.intermediate_size
+    if setting.squares_widened:
+        return (setting.bytes_compute * 2 + 8) * shape.intermediate_size
     return setting.bytes_compute * 3 * shape.intermediate_size
 
 

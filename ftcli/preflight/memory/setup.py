@@ -228,6 +228,7 @@ class Setup:
             softcap=bool(self.facts.attn_logit_softcapping),
             padded=padded,
             rounds=self.rounds,
+            squares_widened=self.plan.autocast and self.device.kind == "cuda" and self.facts.activation == "relu2",
             own_norms=self.rounds != "no" and self.recipe.quantization.use_rms_norm,
         )
 

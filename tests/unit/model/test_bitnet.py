@@ -209,6 +209,21 @@ def test_a_frozen_layer_passes_gradients_on_and_notices_lost_state() -> None:
         layer.check_state()
 
 
+def test_the_gated_unit_on_the_kernels_is_transformers_own(saved: Path) -> None:
+    model = built(saved, trained=True)
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp, bitnet.RoundedMlp)
+    found = []
+    for backend in ("torch", "triton"):
+        mlp.gate_proj.backend = backend  # in the interpreter
+        x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = mlp(x)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+    for one, two in zip(*found, strict=True):
+        assert float((one - two).norm()) <= 2e-3 * float(one.norm())  # a rounding may go the other way
+
+
 def test_layers_behind_one_norm_share_its_rounded_output(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = built(saved, trained=True), []
     plain = bitnet.norm_quantize
