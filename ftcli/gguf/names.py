@@ -13,6 +13,15 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.tables.families import Family
 from ftcli.tables.gguf import Architecture
 
+#: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
+STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"
+SHARED_GATE = ".mlp.shared_expert_gate.weight"
+_EXPERTS = re.compile(r".*?layers\.(\d+)\.mlp\.experts\.(gate_up_proj:gate|gate_up_proj:up|down_proj)")
+_STACKS = {
+    "gate_up_proj:gate": "ffn_gate_exps",
+    "gate_up_proj:up": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+}
 _OUTER = {"embed_tokens": "token_embd", "norm": "output_norm"}
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -29,6 +38,11 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 _NORMS = {
     "pre": {"post_attention_layernorm": "ffn_norm"},
@@ -61,8 +75,11 @@ class Names:
         return {stored: name for name, stored in self.stored.items()}
 
 
-def names_of(names: Sequence[str], family: Family, architecture: Architecture) -> Names:
+def names_of(names: Sequence[str], family: Family | None, architecture: Architecture) -> Names:
     """How the tensors of a model are called in a file.
+
+    Args:
+        family: How its layers are built; None: as Llama's are.
 
     Raises:
         FtcliError: FT756 for a tensor that llama.cpp has no place for.
@@ -79,9 +96,12 @@ def names_of(names: Sequence[str], family: Family, architecture: Architecture) -
     return Names(stored, left_out)
 
 
-def _stored_name(name: str, family: Family, architecture: Architecture) -> str | None:
+def _stored_name(name: str, family: Family | None, architecture: Architecture) -> str | None:
     if name.endswith("lm_head.weight"):
         return None if architecture.tied else "output.weight"
+    stack = _EXPERTS.fullmatch(name)
+    if stack is not None:
+        return f"blk.{stack[1]}.{_STACKS[stack[2]]}.weight"
     match = _BACKBONE.fullmatch(name)
     if match is None:
         return None
@@ -91,7 +111,7 @@ def _stored_name(name: str, family: Family, architecture: Architecture) -> str |
     if layer is None:
         outer = _OUTER.get(module)
         return outer and f"{outer}.{leaf}"
-    inner = {**_LAYER, **_NORMS[family.block]}.get(module)
+    inner = {**_LAYER, **_NORMS["pre" if family is None else family.block]}.get(module)
     return inner and f"blk.{layer}.{inner}.{leaf}"
 
 
@@ -115,6 +135,8 @@ def to_file(stored: str, tensor: Tensor, heads: Mapping[str, int], architecture:
 def from_file(stored: str, value: Tensor, heads: Mapping[str, int], architecture: Architecture) -> Tensor:
     """A tensor of a file in float32 as transformers computes with it. Written apart from :func:`to_file`."""
     part = stored.split(".")[-2]
+    if part == "ffn_gate_inp_shexp":
+        return value[None]
     if architecture.shifted and part.endswith("norm"):
         return value - 1.0
     if architecture.permuted and part in heads:

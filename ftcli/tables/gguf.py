@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class Architecture:
         sections: It wants rope sections of text, height, width.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
         activation: The MLP's, by transformers' name.
+        experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), or
+            by that brought to a sum of one (``normalised``). None: it has none.
+        own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
     """
 
@@ -41,6 +45,8 @@ class Architecture:
     sections: bool = False
     head_dim: bool = True
     activation: str = "silu"
+    experts: Literal["raw", "normalised"] | None = None
+    own_head: bool = False
     only_in: str | None = None
 
 
@@ -62,6 +68,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
         "qwen3_vl_text": Architecture("qwen3vl", sections=True),
         "phi3": Architecture("phi3", biases=(), head_dim=False),
+        "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, experts="normalised"),
+        "qwen2_moe": Architecture("qwen2moe", head_dim=False, experts="raw", own_head=True),
+        "qwen3_moe": Architecture("qwen3moe", experts="normalised"),
         "bitnet": Architecture("bitnet", tied=True, biases=(), head_dim=False),
     }
 )

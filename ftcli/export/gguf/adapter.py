@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ftcli.export.gguf.experts import whole_of
 from ftcli.export.gguf.file import Planned, write_file
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.verify import Wanted
@@ -68,7 +69,7 @@ def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
 
 
 def _pairs(wanted: Wanted) -> dict[str, _Pair]:
-    weights = wanted.weights
+    weights = whole_of(wanted.weights)
     assert isinstance(weights, MergedWeights)  # there is an adapter
     found: dict[str, _Pair] = {}
     for weight, change in weights.changes.items():
@@ -111,7 +112,7 @@ def _changes(wanted: Wanted, found: Mapping[str, Tensor], alpha: float) -> dict[
 
 
 def _compare(wanted: Wanted, changes: Mapping[str, Update]) -> tuple[list[str], float]:
-    weights = wanted.weights
+    weights = whole_of(wanted.weights)
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)
     again = MergedWeights(weights.base, changes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ftcli.export.gguf.metadata import config_changes, rotary
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import from_file
+from ftcli.gguf.names import GATE, UP, from_file
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def reader_of(
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
 
     def read(weight: str) -> Tensor:
+        halves = [f"{weight}{part}" for part in (GATE, UP)]
+        if halves[0] in names:
+            return torch.cat([read(half) for half in halves], dim=1)
         stored = names.get(weight)
         if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
             stored = "token_embd.weight"

@@ -38,11 +38,12 @@ def stored_bytes(shape: Sequence[int], ggml: str) -> int:
 
 
 def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
-    """The type of one tensor in a file of type ``wanted``: vectors stay in float32, as llama.cpp wants them.
+    """The type of one tensor in a file of type ``wanted``: vectors, and the choice among experts, stay in float32, as
+    llama.cpp wants them.
 
     Rows that are no multiple of a block are in float16; so are, in ternary types, embedding and head.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or ".ffn_gate_inp." in stored:
         return "F32"
     row = TYPES[wanted]
     if row.outer is not None and stored in ("token_embd.weight", "output.weight"):

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 #: A value of a file: unsigned 32-bit for an int, 32-bit for a float.
 Value: TypeAlias = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 
+#: A config's names of what files say of experts.
+_EXPERTS_SAID = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 #: Kinds of rope scaling that the metadata can say; llama3's and LongRoPE's factors are tensors.
@@ -75,11 +82,28 @@ def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Descrip
         values["attention.sliding_window_pattern"] = windowed
     elif architecture.name == "phi3":
         values["attention.sliding_window"] = 0  # it wants the key, and applies none
+    if architecture.experts:
+        values |= _experts(c, architecture)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(c, key, None):
             values[key] = float(getattr(c, key))
     rotation, tensors = _rotation(config, architecture)
     return Description({**values, **rotation}, tensors, warnings)
+
+
+def _experts(c: Any, architecture: Architecture) -> dict[str, Value]:
+    """How many experts there are, how many are chosen and how wide they are."""
+    if getattr(c, "mlp_only_layers", None) or getattr(c, "decoder_sparse_step", 1) != 1:
+        raise no_place(f"not every layer has experts, and in llama.cpp's {architecture.name} every layer does")
+    if getattr(c, "norm_topk_prob", True) != (architecture.experts == "normalised"):
+        raise no_place(f"norm_topk_prob is {c.norm_topk_prob}, and llama.cpp's {architecture.name} computes the other")
+    count = getattr(c, "num_local_experts", None) or c.num_experts
+    values: dict[str, Value] = {"expert_count": int(count), "expert_used_count": int(c.num_experts_per_tok)}
+    widths = {
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    }
+    return values | {key: int(getattr(c, name)) for key, name in widths.items() if hasattr(c, name)}
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -132,6 +156,8 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
     activation = activation_of(config)
     if activation != architecture.activation:
         raise no_place(f"its activation is {activation}, in llama.cpp {architecture.activation}")
+    if architecture.own_head and c.tie_word_embeddings:
+        raise no_place(f"its head is its embedding, and llama.cpp's {architecture.name} wants one of its own")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
     if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):
@@ -247,6 +273,9 @@ def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
         pattern = values["attention.sliding_window_pattern"]
         changes["layer_types"] = [_SLIDING if sliding else _FULL for sliding in pattern]
         changes["sliding_window"] = values["attention.sliding_window"] or None
+    if architecture.experts:
+        changes["norm_topk_prob"] = architecture.experts == "normalised"
+    changes |= {name: values[key] for key, name in _EXPERTS_SAID.items() if key in values}
     changes["rope_parameters"] = _rope_said(values)
     return changes
 

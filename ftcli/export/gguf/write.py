@@ -14,6 +14,7 @@ from ftcli.errors import Finding
 from ftcli.export.clean.ask import fits
 from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
+from ftcli.export.gguf.experts import SplitExperts
 from ftcli.export.gguf.file import Planned, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
 from ftcli.export.gguf.provenance import provenance_of
@@ -115,7 +116,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
     config = source_config(source, offline=offline)
     text: Any = config.get_text_config()
     family, architecture = family_of(text.model_type), architecture_of(text.model_type, activation_of(text))
-    if family is None or architecture is None:
+    if architecture is None:
         raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
     description = _described(metadata_of(text, architecture), architecture)
     rounded = rounded_layers(config)
@@ -123,7 +124,8 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         raise no_place("ternary types are for ternary weights, which quantization.method: bitnet trains")
     stored = source_weights(source, offline=offline)
     weights = TernaryWeights(stored, rounded) if rounded else stored
-    names = names_of(weights.names, family, architecture)
+    in_file = SplitExperts(weights) if architecture.experts else weights
+    names = names_of(in_file.names, family, architecture)
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
@@ -143,7 +145,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         config,
         architecture,
         names,
-        weights,
+        in_file,
         heads,
         description.tensors,
         description.values,

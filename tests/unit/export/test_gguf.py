@@ -19,6 +19,7 @@ from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf import adapter as adapter_file
+from ftcli.export.gguf import experts as experts_format
 from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.write import Prepared, prepare, write_type
@@ -33,11 +34,17 @@ from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
 
 gguf = pytest.importorskip("gguf")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
+    pytest.mark.filterwarnings(
+        "ignore:The following (rank|alpha)_pattern keys"
+    ),  # PEFT's own patterns, of stacks of experts
+]
 
 #: Checkpoints whose language model stands in the table, by their own ``model_type``.
 MULTIMODAL = {"qwen2_vl_text": "qwen2_vl", "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
-TIED = {"tie_word_embeddings": True}
+#: What llama.cpp builds of a family, where small models are otherwise.
+AS_BUILT: dict[str, dict[str, Any]] = {"bitnet": {"tie_word_embeddings": True}, "qwen3_moe": {"norm_topk_prob": True}}
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
@@ -61,9 +68,11 @@ def adapt(folder: Path, model: Any, **options: Any) -> Trained:
     return Trained(folder / "base", run)
 
 
-def export(made: Trained, *types: str, heard: Heard | None = None, lora: bool = False) -> ExportResult:
+def export(
+    made: Trained, *types: str, heard: Heard | None = None, lora: bool = False, force: bool = False
+) -> ExportResult:
     settings = ExportConfig.model_validate({"gguf": {"types": types, "lora_adapter": lora}})
-    (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings)
+    (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings, force=force)
     return result
 
 
@@ -74,13 +83,14 @@ def prepared_of(made: Trained, clean: CleanProcess) -> Prepared:
 
 @pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3"])
 def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) -> None:
-    built = build(MULTIMODAL.get(model_type, model_type)) if model_type != "bitnet" else changed("bitnet", **TIED)
+    shape = AS_BUILT.get(model_type)
+    built = changed(model_type, **shape) if shape else build(MULTIMODAL.get(model_type, model_type))
     made, heard = adapt(tmp_path, built), Heard()
     result = export(made, "f32", "q8_0", heard=heard)
     facts = result.verification.facts
     assert facts["f32_relative_error"] < 1e-5
     assert facts["f32_top1_agreement"] == 1.0
-    assert 1e-4 < facts["q8_0_relative_error"] < 0.05
+    assert 1e-4 < facts["q8_0_relative_error"] < 0.1
     assert {path.name for path in result.path.iterdir()} >= {"run-F32.gguf", "run-Q8_0.gguf"}
     windows = [finding for finding in heard.findings if "window" in finding.message]
     assert bool(windows) == (model_type in ("mistral", "phi3"))
@@ -195,6 +205,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "its activation is gelu": ("llama", {"hidden_act": "gelu"}),
     "no place for lm_head": ("gemma", {"tie_word_embeddings": False}),
+    "norm_topk_prob is False": ("qwen3_moe", {}),
+    "norm_topk_prob is True": ("qwen2_moe", {"norm_topk_prob": True}),
+    "not every layer has experts": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "its head is its embedding": ("qwen2_moe", {"tie_word_embeddings": True}),
 }
 
 
@@ -221,6 +235,38 @@ def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_p
         stored = load_file(made.run.adapter_dir / "adapter_model.safetensors")
         b = stored["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
         assert torch.equal(file.read("blk.0.attn_q.weight.lora_b"), b)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_adapted_experts_are_merged_into_three_stacks(family: str, tmp_path: Path) -> None:
+    """Gate and up are one tensor in transformers, and two in the file."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    made = adapt(tmp_path, build(family), target_modules=["q_proj"], target_parameters=experts)
+    result = export(made, "f32")
+    assert result.verification.facts["f32_relative_error"] < 1e-5
+    file, (merged,) = (
+        ReadFile(result.path / "run-F32.gguf"),
+        export_run(made.run, ["safetensors"], reporter=Heard(), offline=True),
+    )
+    plain = load_file(merged.path / "model.safetensors")
+    (name,) = (n for n in plain if "layers.1." in n and n.endswith(("experts.2.up_proj.weight", "experts.2.w3.weight")))
+    assert torch.equal(file.read("blk.1.ffn_up_exps.weight")[2], plain[name])
+    with pytest.raises(FtcliError, match="no weight of its own for the adapter of"):
+        export(made, "f32", lora=True, force=True)
+
+
+def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up have one shape: only the numbers tell them apart."""
+    made = adapt(tmp_path, build("mixtral"))
+    monkeypatch.setattr(experts_format.SplitExperts, "read", lambda self, name: swapped(self, name))
+    with pytest.raises(FtcliError, match="logits differ"):
+        export(made, "f32")
+
+
+def swapped(weights: Any, name: str) -> torch.Tensor:
+    plain, _, half = name.partition(":")
+    tensor: torch.Tensor = weights.whole.read(plain)
+    return tensor.chunk(2, dim=1)[half == "gate"].contiguous() if half else tensor
 
 
 @pytest.mark.parametrize("variant", ["dora", "head trained whole"])
