@@ -311,9 +311,10 @@ def build_grpo_trainer(
     rewards = build_rewards(grpo.rewards, columns)
     failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
     train = job.recipe.train
-    shared = {} if group is None else {"steps_per_generation": train.gradient_accumulation_steps * group.size}
+    batches = grpo.micro_batches(train.gradient_accumulation_steps) * (1 if group is None else group.size)
     with own_ranks():
-        args = GRPOConfig(**training_arguments(job, scratch_dir), **_grpo_arguments(grpo, rewards, job.stops), **shared)
+        settings = _grpo_arguments(grpo, rewards, job.stops)
+        args = GRPOConfig(**training_arguments(job, scratch_dir), **settings, steps_per_generation=batches)
     use_checkpointing(
         model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
     )
@@ -373,7 +374,6 @@ def _grpo_arguments(grpo: GrpoConfig, rewards: Sequence[Reward], stops: Sequence
         "importance_sampling_level": grpo.importance_sampling_level,
         "scale_rewards": grpo.scale_rewards,
         "num_iterations": grpo.num_iterations,
-        "steps_per_generation": grpo.steps_per_generation,
         "mask_truncated_completions": grpo.mask_truncated_completions,
         "reward_weights": [reward.weight for reward in rewards],
         "generation_kwargs": {"eos_token_id": list(stops)},
