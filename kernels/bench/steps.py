@@ -56,6 +56,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "short-512": Case("llama3.1-8b", 1, 512, steps=16),
         "short-1024": Case("llama3.1-8b", 1, 1024, steps=16),
         "short-2048": Case("llama3.1-8b", 1, 2048, steps=16),
+        "short-2048-fused": Case("llama3.1-8b", 1, 2048, (*Case.settings, "train.optim=adamw_torch_fused"), 16),
         "gemma2-1024": Case("gemma2-9b", 1, 1024, steps=16),
         "nf4-2048": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=true", "lora.r=16"), 16),
         "nf4-offload": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=offload", "lora.r=16"), 16),
