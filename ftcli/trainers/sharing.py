@@ -89,6 +89,19 @@ class SharingMixin(TogetherMixin):
             return inputs
         return self._at_hand(self._buffered_inputs)[self.group.rank]
 
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """As its base, which asks how many micro-batches a step has: where completions serve one step, their
+        log-probabilities are those of the training pass.
+        """
+        args = self.args  # type: ignore[attr-defined]
+        own = args.gradient_accumulation_steps
+        args.gradient_accumulation_steps = own if self.group is None else own * self.group.size
+        try:
+            found: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            args.gradient_accumulation_steps = own
+        return found
+
     def _at_hand(self, batches: Sequence[dict[str, Tensor]]) -> Sequence[dict[str, Tensor]]:
         """The micro-batches of all ranks that are computed now."""
         size = 1 if self.group is None else self.group.size

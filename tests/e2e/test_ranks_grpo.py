@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
@@ -47,6 +48,9 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
     alone = drills.whole("grpo", **twice(change))
     run_ranks(drills, drills.recipe("two", **change), 2, command="grpo")
     assert drills.metrics("two") == drills.metrics(alone)
+    if "num_iterations" in grpo:  # one pass: no log-probabilities but those of training, and no passes for them
+        said = (drills.folder / "two" / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(line).get("seconds/log_probs", 0) for line in said} == {0}
     assert any(line.get("reward_std", 0) > 0 and line.get("grad_norm", 0) > 0 for line in drills.metrics("two"))
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
     assert drills.checkpoints("two") == drills.checkpoints(alone)
@@ -56,6 +60,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
         assert len(said[0]) == 16
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_on_two_ranks_goes_on_as_it_was_also_on_one(drills: Drills) -> None:
     """After the first of two passes over the same completions; only one rank is told."""
     whole = drills.whole("grpo", **twice(CHANGE))
