@@ -61,6 +61,23 @@ def test_two_ranks_are_one_process_that_accumulates_twice(grpo: dict[str, Any], 
 
 
 @pytest.mark.long
+def test_completions_for_several_steps_and_early_stops_are_the_same_on_two_ranks(drills: Drills) -> None:
+    stops = {"entropy": {"min_entropy": 90.0, "patience": 3}}
+    grpo = {**CHANGE["grpo"], "num_iterations": 1, "beta": 0.0, "early_stopping": stops}
+    train = {**CHANGE["train"], "max_steps": 6}
+    two, one = ({**CHANGE, "train": train, "grpo": {**grpo, "steps_per_generation": count}} for count in (2, 4))
+    alone = drills.whole("grpo", **twice(one))
+    run_ranks(drills, drills.recipe("two", **two), 2, command="grpo")
+    assert drills.metrics("two") == drills.metrics(alone)
+    assert drills.metrics("two")[-1]["step"] == 3
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+    for step in (1, 3):
+        said = [Completions(run / "completions").read(step) for run in (drills.folder / "two", alone)]
+        assert said[0] == said[1]
+        assert len(said[0]) == 32
+
+
+@pytest.mark.long
 def test_a_run_that_is_stopped_on_two_ranks_goes_on_as_it_was_also_on_one(drills: Drills) -> None:
     """After the first of two passes over the same completions; only one rank is told."""
     whole = drills.whole("grpo", **twice(CHANGE))
