@@ -13,6 +13,10 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonObject
 
 
+#: Elements that are dequantised at once.
+_PIECE = 1 << 24
+
+
 class ReadFile:
     """A file as the gguf library's reader finds it.
 
@@ -49,8 +53,17 @@ class ReadFile:
         import gguf
 
         tensor = self._tensors[name]
-        values = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
-        return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
+        shape, stored = self.shape(name), np.asarray(tensor.data)
+        if len(shape) < 2:
+            values = gguf.quants.dequantize(stored, tensor.tensor_type)
+            return torch.from_numpy(np.array(values, np.float32)).view(shape)
+        found = torch.empty(shape, dtype=torch.float32)
+        rows, into = stored.reshape(-1, stored.shape[-1]), found.view(-1, shape[-1])
+        step = max(1, _PIECE // shape[-1])  # the library takes three times the memory of what it makes
+        for first in range(0, len(rows), step):
+            piece = gguf.quants.dequantize(rows[first : first + step], tensor.tensor_type)
+            into[first : first + step] = torch.from_numpy(np.array(piece, np.float32)).view(-1, shape[-1])
+        return found
 
 
 def require_library() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ftcli.config import ExportConfig, QuantizationConfig
 from ftcli.errors import FtcliError
+from ftcli.export import safetensors as merged_format
 from ftcli.export.clean import ask
 from ftcli.export.tensorfile import TensorFile, computed, copied, write_shards
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 from ftcli.run.directory import RunDirectory
+from ftcli.run.signals import StopRequested, stoppable
 from tests.quantised import load, packed_state
 from tests.small_models import MULTIMODAL, build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -302,6 +307,39 @@ def test_the_disk_is_asked_before_anything_is_written(
         export_run(made.run, ["adapter", "safetensors"], reporter=Heard(), offline=True)
     assert code(caught) == "FT724"
     assert not made.run.export_dir.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_of_writing_leaves_nothing(
+    number: int, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, seen = trained(), []
+
+    def interrupted(folder: Path, planned: Any, size: int) -> None:
+        seen.append(folder)
+        write_shards(folder, planned[:3], size)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    monkeypatch.setattr(merged_format, "write_shards", interrupted)
+    begin = time.monotonic()
+    with pytest.raises(StopRequested) as caught, stoppable("exporting"):
+        exported(made.run)
+    assert time.monotonic() - begin < 50
+    assert int(caught.value.exit_code) == (75 if number == signal.SIGTERM else 130)
+    assert seen[0].parent == made.run.export_dir
+    assert not list(made.run.export_dir.iterdir())
+    monkeypatch.undo()
+    assert exported(made.run).path.is_dir()
+
+
+def test_what_a_killed_export_has_written_half_is_replaced(trained: Callable[..., Trained]) -> None:
+    made = trained()
+    half = made.run.export_dir / ".tmp-safetensors"
+    half.mkdir(parents=True)
+    (half / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    exported(made.run)
+    assert [path.name for path in made.run.export_dir.iterdir()] == ["safetensors"]
 
 
 def test_shards_are_read_by_the_library_and_copied_byte_for_byte(tmp_path: Path) -> None:
