@@ -12,7 +12,6 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonObject
 
-
 #: Elements that are dequantised at once.
 _PIECE = 1 << 24
 
