@@ -18,6 +18,7 @@ class ExportFormat:
             for a format that recipes may name and that is not supported yet.
         needs_adapter: It holds an adapter, so a full fine-tune has nothing for it.
         merges: It adds a run's adapter to the base model, which must be there in full precision.
+        whole: It holds the whole model in memory; others hold a weight or a layer at a time.
         llama_cpp: llama.cpp serves it, which does not build every family.
         masters: It can hold a model whose weights are rounded in every product: as masters that say so, or rounded.
             Others would hold the masters as plain weights, which are another model.
@@ -30,6 +31,7 @@ class ExportFormat:
     write: str | None = None
     needs_adapter: bool = False
     merges: bool = False
+    whole: bool = False
     llama_cpp: bool = False
     masters: bool = False
     of_quantized: tuple[str, ...] = ()
@@ -69,8 +71,10 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             package=_GGUF,
             size="ftcli.export.gguf.size:ollama_bytes",
         ),
-        "bitnet": ExportFormat("ftcli.export.bitnet:write", merges=True, masters=True, of_quantized=("bitnet",)),
-        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8),
+        "bitnet": ExportFormat(
+            "ftcli.export.bitnet:write", merges=True, whole=True, masters=True, of_quantized=("bitnet",)
+        ),
+        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, whole=True, package=_FP8),
     }
 )
 

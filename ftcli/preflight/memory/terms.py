@@ -28,7 +28,7 @@ from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.generation import Generator, generation, made_once
 from ftcli.preflight.memory.setup import Generation, Setup
 from ftcli.preflight.memory.workspaces import cublas_bytes
-from ftcli.tables import code_of, optimizers, policies
+from ftcli.tables import code_of, exports, optimizers, policies
 from ftcli.tables.policies import Policy
 
 #: A part of a run with a peak of its own. What a trainer is doing goes by the same names.
@@ -218,12 +218,23 @@ def _kept(setup: Setup, layer: Held, whole: Held) -> int:
 
 
 def _weights(setup: Setup, settled: Settled) -> int:
-    """The base model; export merges into it in full precision."""
+    """The base model; of what export merges, or reads again, there is only one weight or layer at a time."""
     if setup.work == "export":
-        return setup.shape.parameters * setup.plan.parameter_bytes
+        return _exported(setup)
     stored, element = setup.recipe.quantization, setup.plan.parameter_bytes
     layers, trained = settled.dequantized_layers, setup.recipe.lora is None
     return weight_bytes(stored, setup.shape, element, dequantized_layers=layers, trained=trained)
+
+
+def _exported(setup: Setup) -> int:
+    """The whole model for a format that holds it; else the largest table as it is stored and in float32, or a weight
+    that is merged (as it is stored, s B A, that times s, the sum rounded), or a layer in float32.
+    """
+    shape = setup.shape
+    if any(exports.row(name).whole for name in setup.recipe.export.formats):
+        return shape.parameters * setup.plan.parameter_bytes
+    table, sizes = shape.vocab_size * shape.hidden_size, [linear.parameters for linear in shape.linears]
+    return max(6 * table, 14 * max(sizes), 4 * sum(sizes))
 
 
 def _dequantized(setup: Setup, settled: Settled) -> int:

@@ -255,6 +255,15 @@ def test_evaluation_is_its_own_phase_and_only_where_there_is_something_to_evalua
     assert set(merging.parts) == {"weights", "adapters", "runtime"}
 
 
+def test_what_export_merges_is_there_weight_by_weight(case: Callable[..., Case]) -> None:
+    large = case("meta-llama/Llama-3.1-8B", LORA + ROWS).estimate(work="export")
+    table, layer = 128256 * 4096, 218_103_808
+    assert large.parts["weights"] == max(6 * table, 14 * 14336 * 4096, 4 * layer)
+    ternary = "quantization: {method: bitnet}\nexport: {formats: [bitnet]}\n"
+    whole = case("google/gemma-2-2b", ternary + ROWS).estimate(work="export")
+    assert whole.parts["weights"] > 4 * 2.5e9
+
+
 #: Completions for two optimizer steps, each of which learns from a half.
 TWO_OF_FOUR = ("train.gradient_accumulation_steps=2", "grpo.steps_per_generation=4")
 
