@@ -383,7 +383,7 @@ def test_too_little_memory_is_said_before_merging(
     assert error.exit_code is ExitCode.PREFLIGHT
 
 
-@pytest.mark.parametrize("damage", ["truncated", "nan", "empty", "dora", "no json", "wrong shape"])
+@pytest.mark.parametrize("damage", ["truncated", "nan", "empty", "dora", "pissa", "resized", "no json", "wrong shape"])
 @pytest.mark.parametrize("name", ["adapter", "safetensors"])
 def test_a_damaged_adapter_is_ft742(trained: Callable[..., Trained], damage: str, name: str) -> None:
     made = trained()
@@ -398,6 +398,10 @@ def test_a_damaged_adapter_is_ft742(trained: Callable[..., Trained], damage: str
         weights.unlink()
     elif damage == "dora":
         edit_json(config, use_dora=True)
+    elif damage == "pissa":
+        edit_json(config, init_lora_weights="pissa")
+    elif damage == "resized":
+        save_file({**tensors, "base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}, weights)
     elif damage == "wrong shape":
         save_file({**tensors, first: torch.zeros(4, 7)}, weights)
     else:
