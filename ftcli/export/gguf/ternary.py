@@ -18,6 +18,7 @@ from ftcli.export.bitnet import load_masters
 from ftcli.export.probe import Probe, compare_logits, logits
 from ftcli.export.weights import Weights
 from ftcli.facts.quantization import stores_masters
+from ftcli.gguf.names import no_place
 from ftcli.model.checkpoint import hollow
 
 if TYPE_CHECKING:
@@ -54,10 +55,15 @@ class TernaryWeights:
 
 
 def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
-    """Names of the weights that are rounded in every product; empty for a model of plain weights."""
+    """Names of the weights that are rounded in every product; empty for a model of plain weights.
+
+    Raises FtcliError FT756 where these layers have norms of their own.
+    """
     said: Any = config.to_dict()
     if not stores_masters(said):
         return frozenset()
+    if said["quantization_config"].get("use_rms_norm"):
+        raise no_place("llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)")
     plain = set(said["quantization_config"].get("modules_to_not_convert") or ())
     linears = [name for name, module in hollow(config).named_modules() if isinstance(module, nn.Linear)]
     return frozenset(f"{name}.weight" for name in linears if name not in plain)

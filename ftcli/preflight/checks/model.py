@@ -167,14 +167,17 @@ def _random_base(context: Context, facts: ModelFacts) -> Findings:
 def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
     """What `export` will refuse of a family that llama.cpp does not build, or ftcli does not know how."""
     asked = [name for name in context.recipe.export.formats if exports.row(name).llama_cpp]
-    if context.work in ("train", "export") and asked and architecture_of(facts.text_type) is None:
+    if context.work not in ("train", "export") or not asked:
+        return
+    reason = None
+    if architecture_of(facts.text_type) is None:
+        reason = f"ftcli does not know how llama.cpp builds a model_type {facts.text_type}"
+    elif context.recipe.quantization.use_rms_norm and context.recipe.lora is None:
+        reason = "llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)"
+    if reason is not None:
         tell = context.error if context.command == "export" else context.note
-        yield tell(
-            "FT756",
-            "export.formats",
-            f"{asked[0]}: ftcli does not know how llama.cpp builds a model_type {facts.text_type}",
-            help="export safetensors, which transformers and vLLM serve",
-        )
+        help = "export safetensors, which transformers and vLLM serve"
+        yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=help)
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:

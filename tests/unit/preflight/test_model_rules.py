@@ -110,6 +110,12 @@ def test_a_model_that_was_trained_rounded_is_not_warmed_up(name: str, findings: 
     assert findings(name, method % 0) == []
 
 
+def test_gguf_has_no_norms_of_single_layers(findings: Callable[..., list[Any]]) -> None:
+    recipe = "quantization: {method: bitnet, use_rms_norm: %s}\nexport: {formats: [gguf]}\n"
+    for setting, codes in (("true", ["FT756"]), ("false", [])):
+        assert [f.code for f in findings("meta-llama/Llama-3.1-8B", recipe % setting) if f.code == "FT756"] == codes
+
+
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
