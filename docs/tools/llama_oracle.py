@@ -9,8 +9,9 @@ then, with ftcli's Python, which asks that environment's for each file and print
 
     python docs/tools/llama_oracle.py --python oracle/bin/python BASE ADAPTER FILE.gguf ...
 
-BASE is the model's folder and ADAPTER PEFT's (or ``-`` for none). Compared are the tokens of fixed texts and the logits
-of fixed prompts of 40 tokens, or as many as the file says that the model takes.
+BASE is the model's folder and ADAPTER PEFT's (or ``-`` for none; of a model of ternary weights BASE is the run's
+``model/``, whose activations transformers rounds as training did). Compared are the tokens of fixed texts and
+the logits of fixed prompts of 40 tokens, or as many as the file says that the model takes.
 """
 
 from __future__ import annotations

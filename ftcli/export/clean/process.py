@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.request import Answer, Request
+from ftcli.export.clean.request import ANSWER, Answer, Request
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
@@ -137,7 +137,8 @@ def ask_once(request: Request, sent: Mapping[str, Tensor]) -> Answer:
 def _listen(stream: IO[str] | None, said: queue.SimpleQueue[str | None]) -> None:
     assert stream is not None  # a pipe
     for line in stream:
-        said.put(line)
+        if line.startswith(ANSWER):
+            said.put(line.removeprefix(ANSWER))
     said.put(None)
 
 

@@ -20,10 +20,11 @@ def serve() -> None:
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     from ftcli.export.clean.answering import answered
+    from ftcli.export.clean.request import ANSWER
 
     while True:
         asked: dict[str, Any] = json.loads(lines.get())
-        answers.write(json.dumps(answered(**asked)) + "\n")
+        answers.write(f"{ANSWER}{json.dumps(answered(**asked))}\n")
         answers.flush()
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ftcli.plain import JsonMap
 
+#: What a line on stdout begins with that is an answer: a machine's own start-up files may print there, too.
+ANSWER = "ftcli: "
 #: Names of what a request sends beside it: the probe, (rows, tokens) both, padded on the right.
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 #: A prompt (1, tokens) that is gone on with.

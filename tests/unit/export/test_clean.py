@@ -28,6 +28,7 @@ from tests.unit.export.test_export import code, export, failure
 ENDS = {
     "was ended by signal 9, as systems do that run out of memory": "import os; os.kill(os.getpid(), 9)",
     "ended with status 1: no torch here": "raise SystemExit('no torch here')",
+    "ended with status 0": "print('something that is no answer')",
     "did not answer within 1 s": "import time; time.sleep(60)",
 }
 
