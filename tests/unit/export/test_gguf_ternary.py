@@ -173,6 +173,11 @@ def test_files_of_other_weights_and_models_are_refused(tmp_path: Path) -> None:
         loaded(folder, trained=True)
     (folder / "config.json").write_text(json.dumps(values))
     whole = (folder / "m.gguf").read_bytes()
+    at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
+    assert whole[at] == 35  # TQ2_0; 36 is bitnet.cpp's I2_S
+    (folder / "m.gguf").write_bytes(whole[:at] + bytes([36]) + whole[at + 1 :])
+    with pytest.raises(FtcliError, match="I2_S"):
+        loaded(folder, trained=True)
     for damaged in (whole[: len(whole) // 2], b"GGUF" + bytes(40), whole[:200], b""):
         (folder / "m.gguf").write_bytes(damaged)
         with pytest.raises(FtcliError, match="FT323"):
