@@ -191,6 +191,11 @@ class GrpoConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
     top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample among the k likeliest; 0 is off.")
+    stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
+        default=(),
+        description="Texts that end a completion, beside the tokens that end a turn. They are trained; what rewards "
+        "see ends before them. `eval.generate.stop_strings` is that of `eval.tasks`.",
+    )
     beta: Annotated[float, Field(ge=0, le=1e6)] = Field(
         default=0.0, description="KL penalty against the base model; 0 loads no reference."
     )

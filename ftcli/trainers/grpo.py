@@ -37,6 +37,7 @@ from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_o
 from ftcli.trainers.sharing import SharingMixin
 from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.trainers.stagnation import Stagnation
+from ftcli.trainers.stops import StopStringsMixin
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,7 +65,7 @@ class _Before:
     tokens: int
 
 
-class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, GRPOTrainer):  # type: ignore[misc]
+class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, GRPOTrainer):  # type: ignore[misc]
     """TRL's trainer over rendered prompts, so that sampling sees the same text as evaluation and serving."""
 
     plan: DtypePlan
@@ -332,6 +333,7 @@ def build_grpo_trainer(
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
     trainer.stagnation = Stagnation(grpo.early_stopping)
     trainer.rollouts = Rollouts(trainer.accelerator.unwrap_model(trainer.model), job, grpo)
+    trainer.stop_strings, trainer.stopping = grpo.stop_strings, trainer.rollouts.stopping
     trainer.batches, trainer.pad_token_id = job.batches(model), job.pad_token_id
     trainer.stack, trainer.graphs = use_stack(job, model)
     trainer.aux_loss_enabled = False  # as in supervised training (FT318)

@@ -31,6 +31,10 @@ class Rollouts:
         self._model = model
         self._job = job
         self._grpo = grpo
+        #: What ends a completion.
+        self.stopping = Stopping(
+            Stops(frozenset(job.stops), grpo.stop_strings), job.tokenizer if grpo.stop_strings else None
+        )
         self._opened: Opened | None = None
         self._told = False
         self._step = -1
@@ -59,8 +63,7 @@ class Rollouts:
         grpo = self._grpo
         sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
         opened = self._open(min(len(mine), MOST_ROWS))
-        stopping = Stopping(Stops(frozenset(self._job.stops)), None)
-        completions = opened.generator.complete(requests, sampling, stopping)
+        completions = opened.generator.complete(requests, sampling, self.stopping)
         return [one for each in completions for one in each]
 
     def _open(self, rows: int) -> Opened:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
 
 GRPO: dict[str, Any] = {
@@ -87,6 +88,7 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
         ({"grpo": {**GRPO, "top_k": 20}}, "FT277", "grpo.top_k: 20 cuts tokens off"),
         ({"grpo": {**GRPO, "loss_type": "cispo"}}, "FT276", "which is not set"),
         ({"grpo": {**GRPO, "loss_type": "sapo", "epsilon": 0.1}}, "FT276", "grpo.epsilon is not read"),
+        ({"grpo": {**GRPO, "stop_strings": ["7"], "mask_truncated_completions": True}}, "FT281", "loss"),
         ({"train": {"train_sampling_strategy": "group_by_length"}}, "FT250", "not supported by GRPO"),
         (
             {"train": {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"min_lr": 0.0, "max_lr": 1.0}},
@@ -183,3 +185,22 @@ def test_a_reward_that_fails_on_some_completions(user: User) -> None:
     none = user.recipe("n", train=train, grpo={**grpo, "reward_failures": {"max_fraction": 0.0}}, data=DATA)
     status, document = user.run("grpo", none)
     assert (status, document["findings"][-1]["code"]) == (4, "FT456")
+
+
+def test_stop_strings_end_completions_and_rewards_see_what_stands_before(user: User) -> None:
+    said, lines = [], []
+    for name, more in (("free", {}), ("stopped", {"stop_strings": ["7", "3 "]})):
+        grpo = {**GRPO, **more, "rewards": [{"use": "length", "max_chars": 2}]}
+        train = {"max_steps": 1, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+        recipe = user.recipe(name, train=train, grpo=grpo, data=DATA)
+        user.done("grpo", recipe)
+        said.append(Completions(user.folder / name / "completions").read(1))
+        lines.append(next(line for line in user.metrics(name) if "loss" in line))
+    free, stopped = ([one.text for one in each] for each in said)
+    wanted = [text[: min((at for s in ("7", "3 ") if (at := text.find(s)) >= 0), default=len(text))] for text in free]
+    assert stopped == wanted != free
+    for one in said[1]:
+        assert one.rewards["length"] == float(len(one.text.strip()) <= 2)
+    clipped = [line["completions/clipped_ratio"] for line in lines]
+    assert clipped[1] <= clipped[0], "what a text has ended is not cut off"
+    assert lines[1]["completions/mean_terminated_length"] >= 1

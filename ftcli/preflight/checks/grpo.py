@@ -16,7 +16,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276, FT277, FT279; FT451, FT452 for files."""
+    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276 to FT281; FT451, FT452 for files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return
@@ -40,6 +40,7 @@ def check(context: Context) -> Findings:
         )
     yield from _clips(context, grpo)
     yield from _sampling(context, grpo)
+    yield from _stops(context, grpo)
     yield from _early_stopping(context, grpo)
     if not grpo.rewards:
         yield context.error(
@@ -188,6 +189,18 @@ def _sampling(context: Context, grpo: GrpoConfig) -> Findings:
                 "know nothing of it: ratios and gradients would be those of another policy",
                 help=f"remove grpo.{name}; grpo.temperature counts in both",
             )
+
+
+def _stops(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT281. TRL 1.16, GRPOTrainer._generate_and_score_completions: whole is what ends with a token."""
+    if grpo.stop_strings and grpo.mask_truncated_completions:
+        yield context.error(
+            "FT281",
+            "grpo.stop_strings",
+            "grpo.mask_truncated_completions would leave every completion that a text of grpo.stop_strings ends out of "
+            "the loss",
+            help="remove one of them",
+        )
 
 
 def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:

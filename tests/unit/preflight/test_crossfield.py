@@ -334,3 +334,12 @@ def test_a_rounding_warm_up_that_outlasts_training_is_told(context: Callable[...
     assert finding.severity == "warning"
     rest = crossfield.check(context("", method, "quantization.lambda_warmup_steps=8", "train.max_steps=9"))
     assert "FT268" not in codes(rest)
+
+
+@pytest.mark.parametrize("launch", ["{engine: fsdp, num_processes: 2}", "{num_processes: 2, context_parallel_size: 2}"])
+def test_grpo_shares_neither_the_model_nor_rows(launch: str, context: Callable[..., Any]) -> None:
+    made = context(f"data: {{train: [d.jsonl]}}\ngrpo: {{}}\nlaunch: {launch}\n", command="grpo")
+    said = [finding.message for finding in support.check(made) if finding.code == "FT250"]
+    assert any("not supported by GRPO" in message for message in said), said
+    ready = context("data: {train: [d.jsonl]}\ngrpo: {}\nlaunch: {num_processes: 2}\n", command="grpo")
+    assert [finding.code for finding in support.check(ready)] == []
