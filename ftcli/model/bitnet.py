@@ -101,7 +101,8 @@ class BitLinear(TrainedQuantizedLinear):
 
     def train(self, mode: bool = True) -> BitLinear:
         """As ever; where what is evaluated are other weights than those that are trained, they are exchanged then."""
-        self._ternary = None
+        if mode != self.training:  # trainers say it before every micro-batch
+            self._ternary = None
         super().train(mode)
         return self
 

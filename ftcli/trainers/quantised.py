@@ -54,6 +54,12 @@ class Anew(TrainerCallback):  # type: ignore[misc]
         """The optimizer has written."""
         self._written(self._model)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What is evaluated and saved may be an average of the weights."""
+        self._written(self._model)
+
 
 def train_quantised(trainer: Trainer, settings: QuantizationConfig, *, trained: bool) -> None:
     """Has ``trainer`` do what the method needs for base weights that are ``trained``: nothing for most methods."""

@@ -21,6 +21,7 @@ from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import Stops
 from ftcli.generation.stopping import Stopping
+from ftcli.model import bitnet
 from ftcli.model.bitnet import finish
 from ftcli.model.checkpoint import read_config
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
@@ -211,6 +212,22 @@ def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(use
     assert (status, document["findings"][-1]["code"]) == (3, "FT756")  # llama.cpp has no such norms
     checked = user.run("check", recipe, *rounded)[1]
     assert "FT756" in [finding["code"] for finding in checked["findings"]]
+
+
+def test_masters_are_rounded_once_a_step_whatever_is_accumulated(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    plain = bitnet.round_weight
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(bitnet, "round_weight", counted)
+    small = {**SCRATCH["model"], "name_or_path": str(one_layer(user.folder, 32))}
+    train = {"max_steps": 3, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+    recipe = without_lora(user.recipe("run", **{**SCRATCH, "model": small}, data={"eval": []}, train=train))
+    user.done("train", recipe)
+    assert 3 * 7 <= len(made) <= 5 * 7  # and for the checks before
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "muon"])
