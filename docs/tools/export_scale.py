@@ -36,10 +36,10 @@ RANK = 16
 SHARD_BYTES = 4 * 10**9
 
 
-def write_base(name: str, folder: Path) -> None:
-    """Random weights of a model's shape, with the tokenizer of bytes."""
+def write_base(name: str, layers: int | None, folder: Path) -> None:
+    """Random weights of a model's shape, or of its first layers, with the tokenizer of bytes."""
     facts = read_facts(ModelConfig(name_or_path=name), offline=True, origins=Origins(MapNode(None, {})))
-    config = config_of(facts.raw)
+    config = config_of(facts.raw, layers)
     model = hollow(config, dtype=torch.bfloat16)
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(1)
@@ -105,11 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
+    parser.add_argument("--layers", type=int, help="so many layers in place of the model's")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--formats", nargs="*", default=["safetensors", "gguf"])
     asked = parser.parse_args()
     if not (asked.folder / "base").is_dir():
-        write_base(asked.model, asked.folder / "base")
+        write_base(asked.model, asked.layers, asked.folder / "base")
     run = asked.folder / f"run-{asked.quantization}"
     if not run.is_dir():
         write_run(asked.folder / "base", run, asked.quantization)
