@@ -94,7 +94,7 @@ def export(run: Path, name: str) -> dict[str, object]:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
     told: dict[str, object] = {"format": name, "seconds": round(time.monotonic() - begin), "status": done.returncode}
     told["max_rss_gib"] = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 2)
-    document = json.loads(done.stdout)
+    document = json.loads(done.stdout or "{}")  # one that was killed says nothing
     exports = document.get("exports") or document.get("result", {}).get("exports") or []
     told["verification"] = exports[0]["verification"] if exports else document.get("findings")
     return told

@@ -113,15 +113,18 @@ def _compare_tensors(file: ReadFile, wanted: Wanted) -> list[str]:
     problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
     problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
     for name, stored in wanted.names.stored.items():
-        if stored in file.names:
-            tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
-            found = _unordered(file.read(stored), stored, wanted)
-            problem = _difference(found, tensor, file.type_name(stored))
-            problems += [f"{stored} {problem}"] if problem else []
+        problem = _compare_tensor(file, name, stored, wanted) if stored in file.names else None
+        problems += [f"{stored} {problem}"] if problem else []
     for stored, factor in wanted.factors.items():
         if stored in file.names and not torch.equal(file.read(stored), factor):
             problems.append(f"{stored} is another")
     return problems
+
+
+def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: Wanted) -> str | None:
+    """What is wrong with one tensor. A function of its own: what it has read is gone before the next is read."""
+    tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
+    return _difference(_unordered(file.read(stored), stored, wanted), tensor, file.type_name(stored))
 
 
 def _unordered(found: Tensor, stored: str, wanted: Wanted) -> Tensor:
@@ -134,15 +137,15 @@ def _unordered(found: Tensor, stored: str, wanted: Wanted) -> Tensor:
 def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
     if found.shape != want.shape:
         return f"has shape {tuple(found.shape)} instead of {tuple(want.shape)}"
-    if not bool(torch.isfinite(found).all()):
-        return "holds NaN or infinity"
     row = next((each for each in TYPES.values() if each.ggml == ggml and each.quantized_by is None), None)
-    if row is None:  # made by llama-quantize, whose error is its own
-        return None
     if found.dim() < 2:
         found, want = found[None], want[None]
     rows = max(1, (1 << 22) // want.shape[-1])
     for got, wished in zip(torch.split(found, rows), torch.split(want, rows), strict=True):
+        if not bool(torch.isfinite(got).all()):
+            return "holds NaN or infinity"
+        if row is None:  # made by llama-quantize, whose error is its own
+            continue
         scale = wished.abs()
         if row.block > 1 and not row.ternary:
             scale = scale.reshape(-1, row.block).amax(-1, keepdim=True).expand(-1, row.block).reshape(wished.shape)
