@@ -156,7 +156,8 @@ def bench_text(result: BenchResult) -> str:
     if several is not None:
         together = f"{several.tokens_per_second_in_all:,.0f} tokens/s on {several.gpus} GPUs"
         share_alone = several.share_of_single_gpus
-        alone = "which share each row" if share_alone is None else f"{share_alone:.1%} of what they achieve each alone"
+        whole = "which share each row or the weights"
+        alone = whole if share_alone is None else f"{share_alone:.1%} of what they achieve each alone"
         head = f"{together}, {alone}; on each {head}"
     return "\n".join([head, _computed(result.measured.computing), *peaks, "", result_text(result)])
 

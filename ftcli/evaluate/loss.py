@@ -18,7 +18,8 @@ from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.share import Sums, summed_over_ranks
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import compute_context, head_of, hidden_states, next_token_loss
+from ftcli.model.backbone import compute_context, loss_of, root_of
+from ftcli.model.rows import put_away
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ def evaluate_loss(
 
     Raises:
         FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
-            that does not fit is halved, with the warning FT764.
+            that does not fit is halved, with the warning FT764, unless other ranks compute with this one's weights.
     """
-    lengths = [len(tokens.input_ids) for tokens in sequences]
+    lengths, in_step = [len(tokens.input_ids) for tokens in sequences], root_of(model) is not None
     groups = _groups(lengths, layout, pack_length)
 
     def step(chosen: Sequence[list[int]]) -> tuple[float, int, int]:
@@ -99,7 +100,10 @@ def evaluate_loss(
 
     def run(mine: Sequence[list[int]]) -> Iterator[tuple[Sequence[list[int]], Sums]]:
         with reporter.progress(sum(len(places) for places in mine), "evaluating") as progress:
-            for chosen, sums in in_batches(mine, batch_size, step, where=where, reporter=reporter, what="evaluation"):
+            batches = in_batches(
+                mine, batch_size, step, where=where, reporter=reporter, what="evaluation", halves=not in_step
+            )
+            for chosen, sums in batches:
                 yield chosen, sums
                 progress.advance(sum(len(places) for places in chosen))
 
@@ -108,12 +112,13 @@ def evaluate_loss(
     model.eval()
     try:
         if group is not None:
-            total, correct, count = summed_over_ranks(group, groups, batch_size, run)
+            total, correct, count = summed_over_ranks(group, groups, batch_size, run, in_step=in_step)
         else:
             for _, sums in run(groups):
                 total, correct, count = total + sums[0], correct + sums[1], count + sums[2]
     finally:
         model.train(was_training)
+    put_away(model)
     return _result(total, correct, count, len(lengths))
 
 
@@ -157,7 +162,7 @@ def _to_the_left(padded: dict[str, Tensor]) -> dict[str, Tensor]:
 def _sums(model: PreTrainedModel | PeftModel, batch: dict[str, Tensor]) -> tuple[float, int, int]:
     """Summed loss, right tokens and tokens of one batch."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    found = next_token_loss(hidden_states(model, inputs), head_of(model), batch["labels"])
+    found = loss_of(model, inputs, batch["labels"])
     correct = 0 if found.correct is None else int(found.correct)
     return float(found.loss), correct, int(found.count)
 

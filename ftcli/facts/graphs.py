@@ -6,6 +6,7 @@ from ftcli.config import Recipe
 from ftcli.facts.execution import Execution, Part
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
+from ftcli.facts.spreading import spreads
 from ftcli.tables import policies
 
 #: Operations of one layer in a micro-batch above which the GPU takes longer than the host needs to launch its kernels:
@@ -39,6 +40,8 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     train, lora = recipe.train, recipe.lora
     if execution.layers.code != "fused":
         return "the layers are not on Triton kernels"
+    if spreads(recipe):
+        return "the weights are spread over ranks, which put them together layer by layer"
     if not train.cuda_graphs:
         return "train.cuda_graphs: false"
     if policies.row(train.checkpointing).on_host:

@@ -9,6 +9,7 @@ from ftkernels.projection import FrozenWeight, Packed, Projection
 from torch import Tensor, nn
 
 from ftcli.facts.execution import DORA
+from ftcli.model.joint import JoinedLinear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 
@@ -50,7 +51,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
             return "the weight is stored transposed"
         if len(layer.active_adapters) > 1:
             return "several adapters are active at once"
-    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear | DequantizedLinear):
+    if type(base) is not nn.Linear and not isinstance(base, QuantizedLinear | DequantizedLinear | JoinedLinear):
         return f"its base is a {type(base).__name__}, not a plain linear layer"
     if isinstance(base, QuantizedLinear) and base.rounds_input:
         return f"its {base.method} products round activations to int8, which the fused layers do not"

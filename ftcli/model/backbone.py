@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 #: Where a batch holds the positions that bear loss, if it does: :func:`supervised_positions`.
 SUPERVISED = "supervised"
 
+#: Where a model keeps what is called in its place.
+_ROOT = "_ftcli_sharded_root"
+
 #: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
 #: is checked when a model is built: :mod:`ftcli.model.headcheck`.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -305,16 +308,54 @@ def forward_loss(
     """
     not_for_layers = ("labels", "targets", "attention_mask", SUPERVISED)
     inputs = {key: value for key, value in batch.items() if key not in not_for_layers}
-    states = hidden_states(model, inputs, stack, sequence=sequence)
-    labels = batch["labels"] if sequence is None else batch["targets"]
-    return next_token_loss(
-        states,
-        head_of(model),
-        labels,
-        num_items=num_items,
-        supervised=batch.get(SUPERVISED),
-        shifted=sequence is not None,
-    )
+    supervised = batch.get(SUPERVISED)
+    if sequence is None:
+        return loss_of(model, inputs, batch["labels"], num_items=num_items, supervised=supervised, stack=stack)
+    states, head = hidden_states(model, inputs, stack, sequence=sequence), head_of(model)
+    return next_token_loss(states, head, batch["targets"], num_items=num_items, supervised=supervised, shifted=True)
+
+
+def loss_of(
+    model: PreTrainedModel | PeftModel,
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    *,
+    num_items: Tensor | int | None = None,
+    supervised: Tensor | None = None,
+    stack: DecoderStack | None = None,
+) -> TokenLoss:
+    """:func:`next_token_loss` of the :func:`hidden_states` of ``inputs``; where the model's weights are spread over
+    ranks, in which all take part, by its root.
+    """
+    root = root_of(model)
+    if root is None:
+        return whole_loss(model, inputs, labels, num_items=num_items, supervised=supervised, stack=stack)
+    return TokenLoss(*root(inputs, labels, num_items, supervised))
+
+
+def whole_loss(
+    model: PreTrainedModel | PeftModel,
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    *,
+    num_items: Tensor | int | None = None,
+    supervised: Tensor | None = None,
+    stack: DecoderStack | None = None,
+) -> TokenLoss:
+    """:func:`loss_of` a model whose embedding, last norm and head this process has whole."""
+    states = hidden_states(model, inputs, stack)
+    return next_token_loss(states, head_of(model), labels, num_items=num_items, supervised=supervised)
+
+
+def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
+    """What is called in place of a model whose weights are spread over ranks (:mod:`ftcli.model.sharded`), or None."""
+    found: nn.Module | None = vars(base_of(model)).get(_ROOT)
+    return found
+
+
+def set_root(base: PreTrainedModel, root: nn.Module) -> None:
+    """Has :func:`loss_of` call ``root``."""
+    object.__setattr__(base, _ROOT, root)  # not a submodule: it holds the model itself
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weigh
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, unreadable
+from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable
 from ftcli.model.selfcheck import Tolerance
 
 #: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
@@ -29,6 +29,7 @@ class Fp8Linear(QuantizedLinear):
     """
 
     method = "fp8"
+    spread = ("data", "transposed")
     tolerance = FP8_TOLERANCE
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, name: str) -> None:
@@ -42,6 +43,18 @@ class Fp8Linear(QuantizedLinear):
             layer.hold(weight)
         return partial(_part, layers)
 
+    @classmethod
+    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
+        """As the base class says, and as :meth:`join`. Scales are neighbours as they are, and not spread."""
+        weights = join_fp8([layer.frozen_weight() for layer in layers])
+        if weights[0].data.shape[1] % 4 or sum(int(w.shape[0]) for w in weights) % 4:
+            return  # can_be_told
+        rows, columns = joint([w.data for w in weights], 0), joint([w.transposed for w in weights], 1)
+        for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
+            layer.hold(weight)
+            layer.share("data", rows, index)
+            layer.share("transposed", columns, index)
+
     def hold(self, weight: Fp8Weight) -> None:
         """Takes ``weight``'s tensors for its state."""
         for name in _STATE:
@@ -49,7 +62,7 @@ class Fp8Linear(QuantizedLinear):
 
     def frozen_weight(self) -> Fp8Weight:
         """As the base class says; nothing is copied."""
-        parts = [self._buffers.get(name) for name in _STATE]
+        parts = [self.state(name) for name in _STATE]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
             missing = [name for name, part in zip(_STATE, parts, strict=True) if part is None]

@@ -22,6 +22,7 @@ from ftcli.model.checkpoint import (
     read_config,
     usable_attention,
 )
+from ftcli.model.parts import Parts, keep_parts
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
@@ -44,6 +45,7 @@ def load_model(
     quantization: QuantizationConfig | None = None,
     dequantized_layers: int = 0,
     trained: bool = False,
+    parts: Parts | None = None,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 
@@ -53,6 +55,7 @@ def load_model(
         trained: The base weights are trained, by a quantisation that can.
         source: Folder to load weights from instead of the recipe's (a full fine-tune's ``model/``).
         num_layers: Build only this many layers (benchmarks of random weights).
+        parts: What to keep of each layer, where the weights are spread over ranks.
 
     Raises:
         FtcliError: FT323 when the weights cannot be loaded, or do not make the model of its config; FT305 when no model
@@ -63,12 +66,16 @@ def load_model(
     dtype = getattr(torch, plan.parameter)
     attention = own_attention(model, facts.attn_logit_softcapping)
     holding = None
-    if quantization is not None and quantizations.row(quantization.method).quantize is not None:
-        holding = Holding(quantization, dtype, device, dequantized_layers, trained)
+    quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
+    if quantization is not None and (quantizes or (parts is not None and model.init != "random")):
+        holding = Holding(quantization, dtype, device, dequantized_layers, trained, parts=parts)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
-        return _finished(_random_model(config, dtype, attention, device, seed, holding), holding, model)
+        drawn = _random_model(config, dtype, attention, device, seed, holding)
+        if holding is None and parts is not None:  # drawn whole, as in one process
+            keep_parts(drawn, parts)
+        return _finished(drawn, holding, model)
     name, revision = source or source_of(model.name_or_path), model.revision if source is None else None
     try:
         if holding is not None:

@@ -26,6 +26,7 @@ class NF4Linear(QuantizedLinear):
     """
 
     method = "nf4"
+    spread = ("packed", "absmax")
 
     def __init__(self, weight: NF4Weight, bias: Tensor | None, name: str) -> None:
         super().__init__(int(weight.shape[1]), int(weight.shape[0]), bias, name)
@@ -46,11 +47,10 @@ class NF4Linear(QuantizedLinear):
 
     def frozen_weight(self) -> NF4Weight:
         """As the base class says; nothing is copied."""
-        state = self._buffers
         names = ("packed", "absmax", "table") + (
             ("nested_absmax", "nested_table", "nested_offset") if self.double_quant else ()
         )
-        parts = [state.get(name) for name in names]
+        parts = [self.state(name) for name in names]
         missing = [name for name, part in zip(names, parts, strict=True) if part is None]
         if missing:
             raise self.state_lost(f"{', '.join(missing)} gone")

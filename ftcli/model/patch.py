@@ -64,10 +64,12 @@ class Patch:
             self._restore.pop()()
 
 
-def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
+def patch(model: PreTrainedModel | PeftModel, kernels: Kernels, *, joins: bool = True) -> Patch:
     """Puts what it can of ``model`` on the kernels.
 
     Args:
+        joins: Whether weights are there to be looked at, and to be laid one behind the other where they read the same
+            input. Those that are spread over ranks are neither.
         kernels: ``off`` changes nothing; ``reference`` uses the plain torch versions; ``auto`` uses the Triton kernels
             where they run, and leaves the rest as transformers built it; ``triton`` makes a layer that is left an
             error.
@@ -77,7 +79,8 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
             a packed weight without its state.
     """
     base = base_of(model)
-    check_weights(base)
+    if joins:
+        check_weights(base)
     done = Patch([])
     if kernels == "off":
         return done
@@ -88,7 +91,7 @@ def patch(model: PreTrainedModel | PeftModel, kernels: Kernels) -> Patch:
             raise _required([entry])
         done.table.append(entry)
         return done
-    _patch_layers(base, choice, done, "torch" if kernels == "reference" else "auto")
+    _patch_layers(base, choice, done, "torch" if kernels == "reference" else "auto", joins=joins)
     if kernels == "triton" and done.off:
         off = done.off
         done.undo()
@@ -104,7 +107,9 @@ def _choose(base: PreTrainedModel, kernels: Kernels) -> LayerChoice:
     return choose_layers(config.model_type, activation, kernels, device=str(device), gpu=gpu)
 
 
-def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backend: BackendName) -> None:
+def _patch_layers(
+    base: PreTrainedModel, choice: LayerChoice, done: Patch, backend: BackendName, *, joins: bool
+) -> None:
     config = base.config.get_text_config()
     family = family_of(config.model_type)
     assert family is not None  # the layers were chosen by it
@@ -119,7 +124,8 @@ def _patch_layers(base: PreTrainedModel, choice: LayerChoice, done: Patch, backe
         if reason is not None:
             done.table.append(LayerKernel(name, "transformers", on=False, reason=reason))
             continue
-        _join(layer, done)
+        if joins:
+            _join(layer, done)
         fused = FusedDecoderLayer(layer, family, choice.activation, backend)
         _swap(backbone, name, layer, fused, done)
         done.table.append(LayerKernel(name, "fused layer", on=True, reason=f"{config.model_type}, {backend}"))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
 from ftkernels.lora_linear import lora_linear
@@ -36,12 +37,12 @@ class StoredWeight:
     @property
     def device(self) -> torch.device:
         """Where the stored bytes are."""
-        return next(self._layer.buffers()).device
+        return next(chain(self._layer.buffers(), self._layer.parameters())).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored bytes."""
-        return next(self._layer.buffers()).dtype
+        """Of the stored bytes. PEFT gives new adapters this dtype for a moment, which rounds them."""
+        return self._layer.stored_dtype or next(self._layer.buffers()).dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -69,6 +70,32 @@ class StoredWeight:
         )
 
 
+def can_be_told(tensor: Tensor) -> bool:
+    """Whether :func:`as_told` can take a tensor: one of bytes has rows of a multiple of four."""
+    return tensor.element_size() > 1 or tensor.shape[-1] % 4 == 0
+
+
+def as_told(tensor: Tensor) -> Tensor:
+    """What torch is told of a tensor that it is to spread: of one of bytes, that it is of a quarter as many float32.
+
+    torch 2.11 spreads no integers (pytorch#177844). And it copies bfloat16 by way of float32, which makes one NaN of
+    all, so that bytes do not survive as bfloat16 (bitsandbytes#1945); float32 is copied as it is.
+    """
+    return tensor.contiguous() if tensor.element_size() > 1 else tensor.contiguous().view(torch.float32)
+
+
+class SharedTensor(Protocol):
+    """Tensors that are one parameter: :class:`ftcli.model.joint.Joint`."""
+
+    def part(self, index: int) -> Tensor:
+        """One of them, as a view."""
+        ...
+
+    def part_bytes(self, index: int) -> int:
+        """Its bytes."""
+        ...
+
+
 class QuantizedLinear(nn.Linear, ABC):
     """A frozen linear layer (O, I) without a floating weight. Subclasses hold their state in buffers.
 
@@ -78,9 +105,12 @@ class QuantizedLinear(nn.Linear, ABC):
         tolerance: How far the start-up self-check lets a model with such layers be off; None: as any other model.
         layer_name: Where in the model the layer is.
         bias: A frozen parameter, or None.
+        stored_dtype: Of the first tensor of the state, once that is in no buffer any more.
+        spread: Names of the tensors of the state that are spread over the ranks of a run; the others are small.
     """
 
     method: ClassVar[str]
+    spread: ClassVar[tuple[str, ...]] = ()
     rounds_input: ClassVar[bool] = False
     tolerance: ClassVar[Tolerance | None] = None
 
@@ -89,6 +119,9 @@ class QuantizedLinear(nn.Linear, ABC):
         self.in_features = in_features
         self.out_features = out_features
         self.layer_name = name
+        self.stored_dtype: torch.dtype | None = None
+        self._stored: dict[str, torch.dtype] = {}  # of what lies in a parameter, by its name
+        self._shared: dict[str, tuple[SharedTensor, int]] = {}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @abstractmethod
@@ -97,6 +130,43 @@ class QuantizedLinear(nn.Linear, ABC):
 
         Raises:
             FtcliError: FT331 when state is missing or does not fit, naming the layer and the shapes.
+        """
+
+    def as_parameters(self) -> None:
+        """Puts the large tensors of the state into frozen parameters, which torch can spread over ranks, as
+        :func:`as_told` says. What cannot be told so stays a buffer.
+        """
+        self.stored_dtype = self.weight.dtype
+        for name in self.spread:
+            buffer = self._buffers.get(name)
+            if buffer is not None and can_be_told(buffer):
+                del self._buffers[name]
+                self._stored[name] = buffer.dtype
+                self.register_parameter(name, nn.Parameter(as_told(buffer), requires_grad=False))
+
+    def state(self, name: str) -> Tensor | None:
+        """A tensor of the state in its own dtype: from its buffer or, once weights are spread, from its parameter or
+        from one that it shares with its neighbours.
+        """
+        if name in self._shared:
+            joint, index = self._shared[name]
+            return joint.part(index)
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return self._buffers.get(name)
+        dtype = self._stored[name]
+        return parameter if parameter.dtype == dtype else parameter.view(dtype)
+
+    def share(self, name: str, joint: SharedTensor, index: int) -> None:
+        """Has a tensor of the state be one of those that are ``joint``."""
+        self.stored_dtype = self.weight.dtype
+        self._buffers.pop(name, None)
+        self._shared[name] = joint, index
+
+    @classmethod
+    def join_spread(cls, layers: Sequence[Self], joint: Callable[[Sequence[Tensor], int], SharedTensor]) -> None:
+        """:meth:`join` for weights that are about to be spread: ``joint`` makes one parameter of tensors, joined along
+        a dimension (:class:`ftcli.model.joint.Joint`). By default nothing, as there.
         """
 
     def check_state(self) -> None:
@@ -120,7 +190,9 @@ class QuantizedLinear(nn.Linear, ABC):
     @property
     def stored_bytes(self) -> int:
         """Bytes of all that is stored in place of the weight."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+        own = (parameter for name, parameter in self.named_parameters() if name != "bias")
+        shared = sum(joint.part_bytes(index) for joint, index in self._shared.values())
+        return shared + sum(tensor.numel() * tensor.element_size() for tensor in (*self.buffers(), *own))
 
     @property
     def weight(self) -> StoredWeight:  # type: ignore[override]  # there is no tensor: see StoredWeight

@@ -42,10 +42,14 @@ def require_saveable(model: PreTrainedModel | PeftModel) -> None:
         raise _differs("the adapter would not hold what is trained", problems)
 
 
-def save_weights(model: Any, folder: Path) -> None:
-    """Writes an adapter in PEFT's layout or a model in transformers', safetensors in either case."""
+def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+    """Writes an adapter in PEFT's layout or a model in transformers', safetensors in either case.
+
+    Args:
+        whole: All weights of a model that has only a part of them.
+    """
     if not hasattr(model, "peft_config"):
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), state_dict=None if whole is None else dict(whole))
         return
     # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
     model.save_pretrained(str(folder), save_embedding_layers=False)
@@ -55,21 +59,21 @@ def save_weights(model: Any, folder: Path) -> None:
         initial.rewrite(folder)
 
 
-def check_saved(model: PreTrainedModel | PeftModel, folder: Path) -> None:
+def check_saved(model: PreTrainedModel | PeftModel, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Reads ``folder`` again and compares it with the model: the adapter with all that was trained, a full fine-tune
-    with every weight.
+    with every weight. ``whole``: as :func:`save_weights` takes it.
 
     Raises:
         FtcliError: FT706 (exit 1) when a tensor is missing, is there unasked, or differs in a bit.
         OSError: a file cannot be read.
     """
-    wanted = _saved_form(model) if hasattr(model, "peft_config") else _weights(model)
+    wanted = _saved_form(model) if hasattr(model, "peft_config") else whole or _weights(model)
     names = set(_saved_names(folder))
     if not hasattr(model, "peft_config") and names != set(wanted):
         # transformers stores some families' weights under other names, or one file tensor for each expert.
-        wanted, found = _all_weights(model), _loaded_again(model, folder)
+        wanted, found = whole or _all_weights(model), _loaded_again(model, folder)
     else:
-        found = _stored(folder)
+        found = stored_weights(folder)
     seen: set[str] = set()
     problems: list[str] = []
     for name, tensor in found:
@@ -109,7 +113,7 @@ def _saved_names(folder: Path) -> Iterator[str]:
             yield from file.keys()
 
 
-def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and value of every stored tensor, one in memory at a time."""
     from safetensors import safe_open
 

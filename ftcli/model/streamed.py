@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.errors import first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
+from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import COMPUTED, hollow, weight_files
 from ftcli.model.gguf_weights import ternary_tensors
+from ftcli.model.parts import WHOLE, Parts, is_part, keep_parts
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
@@ -53,7 +56,8 @@ class Holding:
 
     The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
     base weights are, if the method trains them. ``recognises``: weights in full precision are no masters, so those that
-    are quantised values already are kept as these.
+    are quantised values already are kept as these. ``parts``: what this process keeps of each decoder layer, where
+    it is one of several ranks that the weights are spread over.
     """
 
     settings: QuantizationConfig
@@ -62,6 +66,7 @@ class Holding:
     dequantized_layers: int = 0
     trained: bool = False
     recognises: bool = False
+    parts: Parts | None = None
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""
@@ -104,7 +109,22 @@ def random_quantized(config: PretrainedConfig, holding: Holding, attention: str,
             full = module._parameters.pop("weight")  # the list above holds the module
             shared = {hollow: given for hollow, given in shared.items() if given is not full}
             del full
+        leave(model, name, holding)
+    if holding.parts is not None:
+        keep_parts(model, holding.parts)
     return model.eval()
+
+
+def leave(model: PreTrainedModel, name: str, holding: Holding) -> None:
+    """Lets go of what is not this rank's of the decoder layer that ``name`` is in, if the whole layer is there and not
+    among the first ones.
+    """
+    found = _DECODER_LAYER.search(name)
+    if holding.parts is None or found is None or int(found[1]) < WHOLE:
+        return
+    layer = decoder_layers(model)[int(found[1])]
+    if not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())) and not is_part(layer):
+        holding.parts.leave(layer)
 
 
 def load_quantized(
@@ -124,7 +144,8 @@ def load_quantized(
     model = _hollow(config, holding.dtype, attention)
     compute_buffers(model, holding.device)
     renaming = Renaming(model)
-    chosen = frozenset[str]() if stored_quantized else layers_to_quantize(model)
+    quantizes = quantizations.row(holding.settings.method).quantize is not None
+    chosen = frozenset[str]() if stored_quantized or not quantizes else layers_to_quantize(model)
     holding = replace(holding, recognises=gguf is not None or not stores_masters(raw, holding.settings))
     reader = packed_reader(holding.settings, raw) if gguf is None else None
     packed: dict[str, dict[str, Tensor]] = {}
@@ -136,6 +157,7 @@ def load_quantized(
             packed.setdefault(renaming.name_of(f"{layer}.weight")[0], {})[part] = tensor
             continue
         name, pattern = renaming.name_of(key)
+        _place_finished(model, name, packed, holding, reader)
         if name not in renaming.names:
             require_ignorable(model, key)
         elif pattern is not None:
@@ -144,10 +166,14 @@ def load_quantized(
             packed.setdefault(name, {})["weight"] = tensor
         else:
             _place(model, name, tensor, holding, chosen)
+            leave(model, name, holding)
     for name, parts in packed.items():
         _place_packed(model, name, parts, holding, reader)
+        leave(model, name, holding)
     _place_joined(model, renaming, holding, chosen)
     model.tie_weights()
+    if holding.parts is not None:
+        keep_parts(model, holding.parts)
     _require_complete(model)
     if reader is not None:
         try:
@@ -208,6 +234,23 @@ def _tensors(source: str, revision: str | None, offline: bool) -> Iterator[tuple
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # no dict
                 yield key, file.get_tensor(key)
+
+
+def _place_finished(
+    model: PreTrainedModel,
+    name: str,
+    packed: dict[str, dict[str, Tensor]],
+    holding: Holding,
+    reader: PackedReader | None,
+) -> None:
+    """Makes layers of packed tensors that have come before ``name``'s and are whole, so that the host need not hold
+    those of all layers. What is not whole may go on in the next file, and is judged at the end.
+    """
+    for other in [each for each in packed if each != name]:
+        with suppress(FtcliError):
+            _place_packed(model, other, packed[other], holding, reader)
+            del packed[other]
+            leave(model, other, holding)
 
 
 def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding, chosen: Collection[str]) -> None:

@@ -32,7 +32,7 @@ from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
-from ftcli.tables import code_of, quantizations, schedules
+from ftcli.tables import code_of, engines, quantizations, schedules
 
 if TYPE_CHECKING:
     from ftcli.run.group import Group
@@ -146,7 +146,8 @@ def _steps(recipe: Recipe, options: BenchOptions) -> int:
 
 
 def _begin_alone(recipe: Recipe) -> bool:
-    return recipe.launch.num_processes > 1 and recipe.launch.context_parallel_size == 1
+    launch = recipe.launch
+    return launch.num_processes > 1 and launch.context_parallel_size == 1 and not engines.row(launch.engine).spreads
 
 
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
@@ -195,6 +196,7 @@ def _measure(
     profiler = StepProfiler(job.device, last) if options.profile else None
     if group is not None:
         group.form(job.device, numbers_agreed(1, batch))
+        build.spread(job, model, group)
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
         trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch, group)
         trainer.add_callback(timer)

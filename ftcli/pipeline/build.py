@@ -14,12 +14,14 @@ from ftcli.facts.batches import Batches
 from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
+from ftcli.model.backbone import base_of
 from ftcli.model.headcheck import check_head
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
+from ftcli.model.parts import Parts, parts_of, whole_layers
 from ftcli.model.targets import freeze_other_parts, summary
 from ftcli.run.inputs import Inputs, weights_fingerprint
-from ftcli.tables import quantizations
+from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.patch import LayerKernel
     from ftcli.model.selfcheck import SelfCheck
+    from ftcli.run.group import Group
 
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
@@ -77,6 +80,7 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         job.reporter.info(f"activations: offloaded by {memory.offloaded}, {pinned} GiB of host memory")
     if weights is None:
         tell_download(job)
+    parts = None if weights is not None else _parts(job)
     model = load_model(
         recipe.model,
         job.facts,
@@ -89,10 +93,12 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         # A full fine-tune was never stored by a method that freezes the base.
         quantization=recipe.quantization if weights is None or _trains_quantized(job) else None,
         dequantized_layers=_dequantized_layers(job),
-        trained=_trains_quantized(job),
+        trained=_trains_quantized(job) or (parts is not None and not parts.joins),
+        parts=parts,
     )
     align_special_tokens(model, job.tokenizer, job.stops)
-    check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
+    with whole_layers(model):
+        check_head(model, job.tokenizer(_TEXT, add_special_tokens=False)["input_ids"], job.plan, job.device)
     return model
 
 
@@ -161,16 +167,40 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[Tokens]) -> KernelRepo
     kernels = job.recipe.model.kernels
     if job.report.setup.execution.on_kernels and job.plan.parameter != job.plan.compute:
         stream_in(model, getattr(torch, job.plan.compute))
-    applied = patch(model, kernels)
     check = None
-    if any(entry.on for entry in applied.table):
-        longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
-        batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
-        on_device = {name: value.to(job.device) for name, value in batch.items()}
-        check, applied = self_check(model, applied, kernels, on_device, job.plan)
+    with whole_layers(model):
+        applied = patch(model, kernels)
+        if any(entry.on for entry in applied.table):
+            longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
+            batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
+            on_device = {name: value.to(job.device) for name, value in batch.items()}
+            check, applied = self_check(model, applied, kernels, on_device, job.plan)
+        if parts_of(base_of(model)) is not None:
+            applied.undo()
+    if parts_of(base_of(model)) is not None:
+        applied = patch(model, kernels, joins=False)
     report = KernelReport(applied.table, check)
     job.reporter.info(report.summary())
     return report
+
+
+def spread(job: Job, model: Model, group: Group) -> None:
+    """Spreads the weights of the model, which is on the kernels, over the ranks where the engine does that."""
+    parts = _parts(job)
+    if parts is None:
+        return
+    from ftcli.model.sharded import shard
+
+    with group.exchanging():
+        shard(model, group.mesh(job.device), parts_of(base_of(model)) or parts, job.plan)
+
+
+def _parts(job: Job) -> Parts | None:
+    """What this process keeps of the weights; None where that is all of them."""
+    place = job.session.place
+    if place is None or place.size == 1 or not engines.row(job.recipe.launch.engine).spreads:
+        return None
+    return Parts(place.rank, place.size, joins=job.recipe.lora is not None)
 
 
 def _trained(tokens: Tokens) -> int:
@@ -188,7 +218,8 @@ def laid_out(job: Job, model: Model, rows: Sequence[Tokens]) -> Batches:
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):
-        check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
+        with whole_layers(model):
+            check_isolation(model, rows[:LOOKED_AT], job.plan, job.device, pad_token_id=job.pad_token_id)
     return batches
 
 

@@ -96,10 +96,11 @@ def fit(
         _tell_launches(trainer, context)
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
         with _rescued(trainer, context), trainer.evaluated_weights():
+            whole = trainer.whole_weights()
             if context.leads:
                 context.save_result(
-                    lambda folder: save_weights(model, folder),
-                    lambda folder: check_saved(model, folder),
+                    lambda folder: save_weights(model, folder, whole),
+                    lambda folder: check_saved(model, folder, whole),
                     lambda folder: job.tokenizer.save_pretrained(str(folder)),
                     lambda folder: write_card(context.directory, folder),
                 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import FtcliError
+from ftcli.facts.spreading import spreads
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import OpenedRun, RunDirectory
@@ -84,7 +85,7 @@ class HeldOut:
 
     def _answers(self) -> list[JudgedRow]:
         settings = self.evaluator.job.recipe
-        if not settings.data.eval or not settings.eval.samples or not self._leads:
+        if not settings.data.eval or not settings.eval.samples or not self._leads or spreads(settings):
             return []
         try:
             return self.evaluator.samples(self.model, settings.eval.samples)

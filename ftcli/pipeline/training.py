@@ -81,6 +81,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
                 job.recipe.train.gradient_accumulation_steps, job.recipe.train.per_device_train_batch_size
             )
             group.form(job.device, told)
+            build.spread(job, model, group)
     if context.leads:
         keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)

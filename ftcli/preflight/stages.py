@@ -43,6 +43,7 @@ from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
 from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
 from ftcli.preflight.memory.advice import Verdict, verdict_on
 from ftcli.preflight.memory.candidates import candidate
+from ftcli.preflight.memory.engine import choose_engine
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit, within_budget
 from ftcli.preflight.memory.setup import Setup
@@ -74,6 +75,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         device = with_products_tried(device, loaded.recipe.quantization)
     each = device.of_each(loaded.recipe.launch.num_processes if context.work == "train" else 1)
     setup = Setup(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method)
+    setup = choose_engine(setup)
     checkpointing = choose_checkpointing(setup)
     setup = with_graphs_that_fit(checkpointing.applied_to(setup))
     context = replace(context, recipe=setup.recipe)
@@ -83,6 +85,7 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
         [
             *machine.check(context, device, setup.plan),
             *sequence_parallel.check_model(context, setup),
+            *machine.spread(context, setup.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],

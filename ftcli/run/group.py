@@ -14,7 +14,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -22,15 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.ranks import ENDED_NAME, Place, lost_name
 from ftcli.reporting import Reporter
+from ftcli.run.guard import Guard
 from ftcli.run.meeting import meeting_point
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.run.signs import SignsOfLife
+from ftcli.run.told import as_json, is_of_connections, reasons
 
 #: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
 #: which signal it got.
@@ -93,7 +95,8 @@ class Group:
         self._host: Any = None
         self._device: Any = None
         self._reduced: torch.cuda.Event | None = None
-        self._over = False
+        self._over = self._is_cut = self._on_gpus = False
+        self._guard: Guard | None = None
         self._store = meeting_point(place, self._patience.meeting)
         self._signs = SignsOfLife(meeting_point(place, self._patience.meeting, client=True), place)
         self._signs.start()
@@ -141,7 +144,7 @@ class Group:
             self.publish(mine, {})
 
     def form(self, device: torch.device, numbers: int) -> None:
-        """Waits for all ranks and connects them. ``numbers`` is the most that :meth:`agree` is given."""
+        """Waits for all ranks and connects them, once. ``numbers`` is the most that :meth:`agree` is given."""
         self.publish(f"ready/{self.rank}", {})
         for rank in range(self.size):
             self.awaited(f"ready/{rank}")
@@ -151,10 +154,45 @@ class Group:
             "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self._patience.late)
         )
         self._host = self._device = dist.group.WORLD
-        if device.type == "cuda":
+        self._on_gpus = device.type == "cuda"
+        if self._on_gpus:
             self._device = dist.new_group(backend="nccl", timeout=_DEVICE_TIMEOUT)
             dist.all_reduce(torch.zeros(1, device=device), group=self._device)  # connects the GPUs, which takes a while
         self.agree("connected")
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All ranks as torch's engines know them, which exchange weights in the middle of a step (:meth:`exchanging`).
+        What is sent there has connections of its own: it cannot be taken for what :meth:`agree` says.
+        """
+        if self._on_gpus:
+            self._guard = Guard(self._someone_gone, self.cut)
+            self._guard.start()
+        elif self._device is self._host:
+            self._device = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience.silent))
+        return DeviceMesh.from_group(self._device, device.type)
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """A block in which the ranks need each other's weights. Raises PeerFailed or RankLost when one is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise (self._gone(error) if is_of_connections(error) else error) from None
+
+    def cut(self) -> None:
+        """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
+        if not self._on_gpus or self._is_cut:
+            return
+        self._is_cut = True
+        with contextlib.suppress(RuntimeError):
+            self._device._get_backend(torch.device("cuda")).abort()
+
+    def _someone_gone(self) -> bool:
+        try:
+            silent = max(self._signs.silent_for().values())
+            return self._has("failed") or self._killed() is not None or silent > self._patience.silent
+        except RuntimeError:  # rank 0, which holds what all have to say, is
+            return True
 
     # -- together --------------------------------------------------------------------------------------------
 
@@ -254,8 +292,8 @@ class Group:
         if self._over:
             return
         self._over = True
-        exit_code, findings = _said(error)
-        said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [_as_json(f) for f in findings]}
+        exit_code, findings = reasons(error)
+        said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [as_json(f) for f in findings]}
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failed", "", json.dumps(said))
             if self._host is not None:
@@ -274,13 +312,13 @@ class Group:
         self._signs.stop()
         if self._host is None:
             return
+        if self._guard is not None:
+            self._guard.stop()
+        if not orderly:  # what waits on the GPU for a rank that is gone would wait for ever
+            self.cut()
+            return
         with contextlib.suppress(RuntimeError):
-            if orderly:
-                dist.destroy_process_group()
-            elif self._device is not self._host:  # what waits on the GPU for a rank that is gone would wait for ever
-                backend = self._device._get_backend(torch.device("cuda"))
-                if hasattr(backend, "abort"):
-                    backend.abort()
+            dist.destroy_process_group()
 
     # -- what the others are doing ---------------------------------------------------------------------------
 
@@ -383,18 +421,3 @@ def announced(group: Group | None) -> Iterator[None]:
 def _code(where: str) -> int:
     """A number for a place, the same in all processes."""
     return int.from_bytes(where.encode()[:7].ljust(7), "big")
-
-
-def _said(error: BaseException) -> tuple[ExitCode, Sequence[Finding]]:
-    if isinstance(error, FtcliError):
-        return error.exit_code, error.findings
-    text = f"{type(error).__name__}: {first_line(error)[:300]}"
-    if is_out_of_memory(error):
-        return ExitCode.OUT_OF_MEMORY, (Finding("FT192", f"out of memory: {text}"),)
-    help = "run it again with --debug: the rank prints its traceback"
-    return ExitCode.BUG, (Finding("FT190", f"this is a bug in ftcli: {text}", help=help),)
-
-
-def _as_json(finding: Finding) -> JsonObject:
-    origin = "" if finding.origin is None else f"{finding.origin}: "
-    return {**asdict(finding), "message": f"{origin}{finding.message}", "origin": None}

@@ -15,10 +15,12 @@ class Engine:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
             work together, or None; None: not supported yet.
         processes: Most processes that it takes; None: any number.
+        spreads: Whether it spreads the weights over the processes.
     """
 
     run: str | None = None
     processes: int | None = None
+    spreads: bool = False
 
 
 TABLE: Mapping[str, Engine] = MappingProxyType(
@@ -26,7 +28,7 @@ TABLE: Mapping[str, Engine] = MappingProxyType(
         "auto": Engine("ftcli.pipeline.launch:together"),
         "single": Engine("ftcli.pipeline.launch:in_this_process", processes=1),
         "ddp": Engine("ftcli.pipeline.launch:together"),
-        "fsdp": Engine(),
+        "fsdp": Engine("ftcli.pipeline.launch:together", spreads=True),
     }
 )
 

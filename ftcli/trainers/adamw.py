@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from ftcli.facts.trained import SMALLEST_IN_8_BITS
+from ftcli.model.rows import own, own_rows, rank_of
 
 #: What the state calls the moments, and what is appended for the scales of those in 8 bits.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALES = "_scales"
+#: Between the places of parameters that ranks share: more than a model has of them.
+_RANKS_APART = 1_000_003
 
 
 class AdamW(Optimizer):
@@ -27,6 +30,8 @@ class AdamW(Optimizer):
 
     ``clip``, a scalar on the device, multiplies the gradients of the next step. ``copies`` has for a parameter the
     tensor that takes its new value in another dtype.
+
+    Of a parameter that is spread over ranks each rank keeps state for its rows, and changes those.
 
     Args:
         params: Parameters or groups of them.
@@ -67,21 +72,30 @@ class AdamW(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], place: int) -> None:
-        state = self.state[parameter]
+        state, rows = self.state[parameter], own(parameter)
         if not state:
-            state.update({"step": 0, **self._no_moments(parameter, group)})
+            state.update({"step": 0, **self._no_moments(rows, group)})
         state["step"] += 1
-        settings = self._settings(parameter, group, state["step"], place)
-        self._step(parameter, gradient, state, settings)
+        if not rows.numel():
+            return
+        settings = self._settings(parameter, group, state["step"], place + _RANKS_APART * rank_of(parameter))
+        self._step(rows, own(gradient), state, settings, self.copies.get(parameter))
 
     def _no_moments(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """What the state begins with besides ``step``."""
         made = (torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for _ in MOMENTS)
         return dict(zip(MOMENTS, made, strict=True))
 
-    def _step(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: AdamWSettings) -> None:
+    def _step(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        settings: AdamWSettings,
+        copy: Tensor | None,
+    ) -> None:
         moments = state["exp_avg"], state["exp_avg_sq"]
-        adamw_step(parameter, gradient, *moments, settings, clip=self.clip, copy=self.copies.get(parameter))
+        adamw_step(parameter, gradient, *moments, settings, clip=self.clip, copy=copy)
 
     def _settings(self, parameter: Tensor, group: dict[str, Any], step: int, place: int) -> AdamWSettings:
         return AdamWSettings(
@@ -108,7 +122,9 @@ class AdamW(Optimizer):
             if not wanted <= saved.keys() or any(saved[name].shape != parameter.shape for name in MOMENTS):
                 raise ValueError(f"state that is not of this optimizer for a parameter of {tuple(parameter.shape)}")
             moved = {
-                name: saved[name].to(parameter.device, None if saved[name].dtype == torch.uint8 else torch.float32)
+                name: own_rows(saved[name], parameter).to(
+                    parameter.device, None if saved[name].dtype == torch.uint8 else torch.float32, copy=True
+                )
                 for name in wanted
             }
             self.state[parameter] = {"step": int(saved["step"]), **moved}
@@ -133,12 +149,19 @@ class AdamW8bit(AdamW):
             found |= {name: moment.codes, f"{name}{_SCALES}": moment.scales}
         return found
 
-    def _step(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], settings: AdamWSettings) -> None:
+    def _step(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Any],
+        settings: AdamWSettings,
+        copy: Tensor | None,
+    ) -> None:
         if MOMENTS[0] + _SCALES not in state:
-            super()._step(parameter, gradient, state, settings)
+            super()._step(parameter, gradient, state, settings, copy)
             return
         m, v = (Moment8(state[name], state[f"{name}{_SCALES}"]) for name in MOMENTS)
-        adamw_step_8bit(parameter, gradient, m, v, settings, clip=self.clip, copy=self.copies.get(parameter))
+        adamw_step_8bit(parameter, gradient, m, v, settings, clip=self.clip, copy=copy)
 
     def _kept(self, saved: dict[str, Any]) -> set[str]:
         in_8_bits = any(name in saved and saved[name].dtype == torch.uint8 for name in MOMENTS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.job import Job
+from ftcli.model.backbone import root_of
 from ftcli.model.graphs import GraphRunner
 from ftcli.model.stack import DecoderStack, stack_of
 
@@ -25,7 +26,12 @@ def why_not_graphed(job: Job, model: PreTrainedModel | PeftModel) -> str | None:
 
 
 def use_stack(job: Job, model: PreTrainedModel | PeftModel) -> tuple[DecoderStack | None, GraphRunner | None]:
-    """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are."""
+    """The model's layers as one function, where all are on the kernels, and the graphs that run them, if there are.
+
+    Layers whose weights are spread over ranks are called one by one, since each has its weights in its own call alone.
+    """
+    if root_of(model) is not None:
+        return None, None
     stack = stack_of(model, getattr(torch, job.plan.compute))
     if isinstance(stack, str):
         return None, None

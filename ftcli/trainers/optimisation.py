@@ -17,6 +17,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
 from ftcli.model.initial import initial_of, load_over
+from ftcli.model.rows import own
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.muon import Group
@@ -85,8 +86,14 @@ class OptimisationMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, AdamW):
             return None
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = self.norm_of_all(
+            torch.nn.utils.get_total_norm([own(p.grad) for p in self.model.parameters() if p.grad is not None])
+        )
         optimizer.clip = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def norm_of_all(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients, from that of those which this process has."""
         return norm
 
     def _groups(self) -> list[Group]:

@@ -38,6 +38,7 @@ from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.quantised import train_quantised
 from ftcli.trainers.scaling import use_loss_scaling
+from ftcli.trainers.spread import SpreadMixin
 from ftcli.trainers.together import COUNTS_KEY, TogetherMixin, host_counts, sequence_part
 from ftcli.trainers.view import TrainedView
 from ftcli.trainers.watch import ROWS_KEY
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from ftcli.run.group import Group
 
 
-class SftTrainer(TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
+class SftTrainer(SpreadMixin, TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """TRL's trainer; the loss goes from hidden states to cross-entropy in chunks of rows.
 
     ``sequence`` is this rank's part of each row, where ranks share rows.

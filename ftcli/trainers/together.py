@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,8 @@ class TogetherMixin:
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one batch; after the last one of a step gradients and losses of all ranks."""
-        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with nullcontext() if self.group is None else self.group.exchanging():
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if self.group is None or not self.reduces:
             return loss
         self._losses.append(loss)

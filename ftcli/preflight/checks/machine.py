@@ -5,9 +5,10 @@ from __future__ import annotations
 from ftkernels.limits import version
 
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
-from ftcli.facts.execution import why_no_kernels
+from ftcli.facts.execution import Execution, why_no_kernels
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
+from ftcli.facts.spreading import spreads, why_not_spread
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import code_of, optimizers, quantizations
 from ftcli.units import gib
@@ -60,6 +61,20 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
         )
+
+
+def spread(context: Context, execution: Execution) -> Findings:
+    """FT518: what does not go with weights that are spread over GPUs."""
+    reason = why_not_spread(context.recipe, execution)
+    if context.work != "train" or not spreads(context.recipe) or reason is None:
+        return
+    key, _, said = reason.partition(": ")
+    yield context.error(
+        "FT518",
+        key,
+        f"launch.engine: fsdp does not go with {key}: {said}",
+        help="change it, or use launch.engine: ddp where the model fits each GPU",
+    )
 
 
 def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:

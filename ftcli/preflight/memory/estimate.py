@@ -110,6 +110,8 @@ def _dequantized_layers(setup: Setup) -> int:
     possible = quantizations.row(quantization.method).holds_dequantized
     if not possible or not quantization.keep_dequantized or setup.work == "export":
         return 0
+    if setup.spread_over > 1 and quantization.keep_dequantized == "auto":
+        return 0  # four times as much would have to be sent
     if quantization.keep_dequantized is True:
         return shape.num_layers
     needed, element = _added_up(setup, Settled(offloaded_of(setup))).total_bytes, setup.plan.parameter_bytes

@@ -17,6 +17,7 @@ from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
+from ftcli.facts.spreading import spreads
 from ftcli.facts.trained import Trained, trained_parameters
 from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
@@ -173,6 +174,11 @@ class Setup:
     def ranks(self) -> int:
         """Processes that train together, each on a device of its own."""
         return self.recipe.launch.num_processes if self.trains else 1
+
+    @property
+    def spread_over(self) -> int:
+        """Devices that the weights are spread over; 1 where each has all of them."""
+        return self.ranks if self.trains and spreads(self.recipe) else 1
 
     @property
     def rows(self) -> int:

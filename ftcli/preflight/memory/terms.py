@@ -27,6 +27,7 @@ from ftcli.preflight.memory.activations import Setting, norm_bytes
 from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.generation import Generator, generation, made_once
 from ftcli.preflight.memory.setup import Generation, Setup
+from ftcli.preflight.memory.spread import part_bytes, put_together_bytes, summed_bytes
 from ftcli.preflight.memory.workspaces import cublas_bytes
 from ftcli.tables import code_of, exports, optimizers, policies
 from ftcli.tables.policies import Policy
@@ -87,7 +88,13 @@ def phases_of(setup: Setup) -> tuple[Phase, ...]:
 def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
     """Every term of a run, in reading order."""
     always = phases_of(setup)
-    yield Term("weights", _weights(setup, settled), always, lasting=True)
+    spread, weights = setup.spread_over > 1, _weights(setup, settled)
+    yield Term("weights", part_bytes(setup, weights) if spread else weights, always, lasting=True)
+    if spread:
+        whole = tuple(phase for phase in always if phase != STEP)
+        yield Term("weights put together", put_together_bytes(setup, settled.dequantized_layers), whole)
+        if summed := summed_bytes(setup):
+            yield Term("gradients added up", summed, (BACKWARD, END))
     if setup.recipe.lora is not None:
         yield Term("adapters", 4 * setup.trained.elements, always, lasting=True)
     if setup.work != "export" and (workspaces := _cublas(setup)):
@@ -131,17 +138,22 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         yield Term("autocast copies", _autocast_copies(setup), phases, lasting=True)
     accumulates = recipe.train.gradient_accumulation_steps > 1
     gradients = setup.plan.gradient_bytes * trained.elements
+    share = setup.spread_over if recipe.lora is None else 1  # adapters are not spread
+    gradients //= share
     if setup.graphed:
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
         yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
     else:
-        yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
+        at_once = accumulates or share > 1  # each rank's share of a layer's is there once backward has passed it
+        yield Term("gradients", gradients, _TRAINING if at_once else (END, STEP), lasting=True)
     if setup.ranks > 1:
-        yield Term("gradients of all ranks", gradients, always, lasting=True)
+        if share == 1:
+            yield Term("gradients of all ranks", gradients, always, lasting=True)
         if setup.device.kind == "cuda":
             yield Term("NCCL", _NCCL_BYTES, always, lasting=True)
     state = optimizer_state(recipe.train.optim, trained)
     held = state.device if setup.device.kind == "cuda" else state.total  # a CPU's memory is the host's
+    held //= share
     yield Term("optimizer", held, always, lasting=True)
     if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
         yield Term("weights in training", 4 * trained.elements, (EVALUATION,))
@@ -281,7 +293,9 @@ def _cast_elements(setup: Setup) -> int:
     if setup.rounds != "no":
         return 0  # products take what the masters are rounded to
     if setup.recipe.lora is None:
-        return 0 if setup.plan.parameter == setup.plan.compute else setup.shape.linear_parameters
+        # Spread weights are cast where they are put together.
+        cast = setup.plan.parameter != setup.plan.compute and setup.spread_over == 1
+        return setup.shape.linear_parameters if cast else 0
     return setup.trained.by_autocast
 
 
@@ -331,7 +345,8 @@ def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     shape, element = setup.shape, setup.plan.compute_bytes
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
     held_apart = setup.recipe.lora is not None and setup.head_is_trained  # in float32
-    if setup.plan.parameter_bytes != element or (setup.plan.autocast and held_apart):
+    cast = setup.plan.parameter_bytes != element and setup.spread_over == 1
+    if cast or (setup.plan.autocast and held_apart):
         needed += shape.vocab_size * shape.hidden_size * element  # the head, cast
     if training and setup.head_is_trained:
         slab = 0 if setup.device.kind == "cuda" else min(shape.vocab_size, LOSS_VOCABULARY_SLAB)

@@ -35,7 +35,6 @@ def test_a_plain_grpo_recipe_has_no_findings(context: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     "setting",
     [
-        "launch.engine=fsdp",
         "model.attention=flash_attention_2",
         "model.attention=flex_attention",
         "model.attention=triton",
@@ -64,7 +63,7 @@ def test_a_format_without_its_package_is_refused_before_training(
 
 @pytest.mark.parametrize("command", ["train", "eval", "export", "bench"])
 def test_the_refusal_does_not_depend_on_the_command(command: str, context: Callable[..., Any]) -> None:
-    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "launch.engine=fsdp", command=command)))
+    assert "FT250" in codes(support.check(context("lora: {r: 8}\n", "model.attention=triton", command=command)))
 
 
 @pytest.mark.parametrize(("command", "expected"), [("eval", ["FT253"]), ("check", ["FT253"]), ("train", [])])

@@ -65,10 +65,10 @@ def test_the_report_is_plain_json(load: Callable[..., Any]) -> None:
 
 
 def test_stages_end_where_the_first_errors_are_and_tell_all_of_them(load: Callable[..., Any], tmp_path: Path) -> None:
-    crossfield = "model.attention=triton", "launch.engine=fsdp", "data.chat_template=nowhere.jinja"
+    crossfield = "model.attention=triton", "model.trust_remote_code=true", "data.chat_template=nowhere.jinja"
     beyond = "data.max_seq_len=100000", "lora.target_modules=[nothing]"
     rows = f"data.train=[{tmp_path}/none.jsonl]", f"data.eval=[{tmp_path}/neither.jsonl]"
-    assert failure(load(FINE, *crossfield, *beyond, *rows)) == (ExitCode.RECIPE, ["FT250", "FT250", "FT424"])
+    assert failure(load(FINE, *crossfield, *beyond, *rows)) == (ExitCode.RECIPE, ["FT250", "FT252", "FT424"])
     assert failure(load(FINE, *beyond, *rows)) == (ExitCode.PREFLIGHT, ["FT301", "FT311"])
     assert failure(load(FINE, *rows)) == (ExitCode.DATA, ["FT401", "FT401"])
     small = replace(GPUS["t4"], memory_bytes=2**30)

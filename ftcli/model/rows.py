@@ -1,0 +1,87 @@
+"""Tensors of which each rank has some rows: the own ones, and all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ftcli.model.backbone import base_of, decoder_layers, root_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This rank's rows, sharing their memory; a tensor that is not spread itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of ``whole`` that are this rank's of ``like``; all where that is not spread. Nothing is copied."""
+    if not isinstance(like, DTensor):
+        return whole
+    chunks, rank = torch.chunk(whole, like.device_mesh.size()), like.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def rank_of(tensor: Tensor) -> int:
+    """Which of the ranks that share ``tensor`` this one is; 0 where nobody shares it."""
+    return tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else 0
+
+
+def whole_of(tensor: Tensor, *, wanted: bool) -> Tensor | None:
+    """All rows, on the host, for a rank that wants them. All ranks call this, in the same order."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().cpu() if wanted else None
+
+
+def whole_as(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
+    """:func:`whole_of` this rank's rows of something in the shape of ``like``."""
+    if not isinstance(like, DTensor):
+        return rows.cpu() if wanted else None
+    spread = DTensor.from_local(
+        rows, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return whole_of(spread, wanted=wanted)
+
+
+def spreads_trained(model: Any) -> bool:
+    """Whether what is trained is spread over ranks, and not only what is frozen."""
+    return any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
+
+
+def put_away(model: Any) -> None:
+    """Lets go of weights that were put together, so that the model's parameters are this rank's parts."""
+    root: Any = root_of(model)
+    if root is None:
+        return
+    root.reshard()
+    layers: list[Any] = list(decoder_layers(base_of(model)))
+    for layer in layers:
+        layer.reshard()
+
+
+def whole_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
+    """All weights by name on the host, for a rank that wants them; tied ones once. All ranks call this."""
+    put_away(model)
+    found = {name: whole_of(p, wanted=wanted) for name, p in model.named_parameters()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
+
+
+def take_rows(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
+    """Gives the model its rows of weights that are stored whole.
+
+    Raises:
+        KeyError: a weight is not stored.
+        ValueError: one is stored in another shape.
+    """
+    put_away(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = stored[name]
+            if whole.shape != parameter.shape:
+                raise ValueError(f"{name} is stored with shape {tuple(whole.shape)}, not {tuple(parameter.shape)}")
+            own(parameter).copy_(own_rows(whole, parameter))

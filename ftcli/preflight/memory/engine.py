@@ -1,0 +1,32 @@
+"""``launch.engine: auto`` on several GPUs: each has the whole model where it fits one, else a part of it."""
+
+from __future__ import annotations
+
+from ftcli.facts.spreading import why_not_spread
+from ftcli.preflight.memory.candidates import candidate, policies_by_speed
+from ftcli.preflight.memory.setup import Setup
+
+_WHOLE, _SPREAD = "ddp", "fsdp"
+
+
+def choose_engine(setup: Setup) -> Setup:
+    """The setup with an engine in place of `auto`. Weights that are trained are spread, wherever they can be: nobody
+    needs all of their gradients and optimizer state.
+    """
+    recipe = setup.recipe
+    if not setup.trains or recipe.launch.engine != "auto" or recipe.launch.num_processes == 1:
+        return setup
+    can_spread = why_not_spread(recipe, setup.execution) is None
+    spreads = can_spread and (recipe.lora is None or not _fits_one(setup))
+    return setup.changed({"launch.engine": _SPREAD if spreads else _WHOLE})
+
+
+def _fits_one(setup: Setup) -> bool:
+    """Whether the whole model fits a GPU under some policy; also where that is not known."""
+    if setup.facts.shape is None:
+        return True
+    whole = setup.changed({"launch.engine": _WHOLE, "train.cuda_graphs": False, "quantization.keep_dequantized": False})
+    asked = whole.recipe.train.gradient_checkpointing
+    policies = policies_by_speed(whole.under(False)) if asked == "auto" else (asked,)
+    found = (candidate(whole.under(name)) for name in policies)
+    return any(each is None or each.level != "does not fit" for each in found)

@@ -1,0 +1,135 @@
+"""Weights that are spread over ranks (``launch.engine: fsdp``): the same run, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import merged
+from tests.e2e.ranks import run_ranks, start_ranks
+from tests.e2e.resilience import STEP, Drills, require_same_weights
+
+#: 6 held-out rows are three batches: in the last round one of two ranks has none.
+SPREAD: dict[str, Any] = {
+    "model": {"kernels": "reference"},
+    "launch": {"engine": "fsdp"},
+    "train": {"max_steps": 4, "lr_scheduler_type": "constant"},
+    "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 0},
+    "checkpoint": {"every_steps": 2},
+}
+TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
+FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
+NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
+
+
+def require_close(folder: Path, other: Path) -> None:
+    """Weights of full fine-tuning: sums of squares and of gradients are added in another order."""
+    found, wanted = (load_file(each / "model.safetensors") for each in (folder, other))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.allclose(found[name], wanted[name], rtol=1e-3, atol=2e-5), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        merged(NF4, {"train": {"gradient_checkpointing": True}}),
+        {"quantization": {"method": "fp8"}, "train": {"gradient_checkpointing": "selective"}},
+        {"train": {"gradient_checkpointing": "offload"}},
+    ],
+    ids=["nf4, layers again", "fp8, selective", "plain, offload"],
+)
+def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
+    recipe = merged(SPREAD, change)
+    alone = drills.whole(**merged(recipe, TWICE))
+    run_ranks(drills, drills.recipe("two", **recipe), 2)
+    assert drills.metrics("two") == drills.metrics(alone)
+    require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
+    assert drills.checkpoints("two") == drills.checkpoints(alone)
+
+
+def test_a_full_fine_tune_goes_on_with_another_number_of_ranks(drills: Drills) -> None:
+    change = merged(SPREAD, FULL)
+    alone = drills.whole(**merged(change, TWICE))
+    whole, recipe = drills.recipe("whole", **change), drills.recipe("r", **change)
+    run_ranks(drills, whole, 2)
+    require_close(drills.folder / "whole" / "model", alone / "model")
+    for line, other in zip(drills.metrics("whole"), drills.metrics(alone), strict=True):
+        assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-5)
+        assert line.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-5)
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", STEP, 3),)})
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGTERM)
+    ranks.drills[1].release()
+    assert ranks.ended() == [75, 75], ranks.said
+    assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
+    again = drills.folder / "again"
+    (drills.folder / "r").rename(again)
+    for name in ("two", "one"):  # from one checkpoint both ways
+        _copied(again, drills.folder / name)
+    run_ranks(drills, drills.recipe("two", **change), 2)
+    require_same_weights(drills.folder / "two" / "model", drills.folder / "whole" / "model")
+    assert drills.metrics("two") == drills.metrics("whole")
+    said = drills.run(drills.recipe("one", **change))
+    assert "1 x 2 accumulated" in said
+    require_close(drills.folder / "one" / "model", drills.folder / "whole" / "model")
+
+
+def _copied(run: Path, to: Path) -> None:
+    import shutil
+
+    shutil.copytree(run, to)
+    recipe = to / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(run.parent / "r"), str(to)))
+
+
+@pytest.mark.parametrize(
+    ("prepared", "status", "words"),
+    [
+        (("spoil", STEP, 3), 6, ("FT702", "the loss of rank 1 is nan at step 3")),
+        (("fail", STEP, "no such thing", 3), 1, ("FT190", "rank 1: this is a bug", "no such thing")),
+    ],
+    ids=["NaN", "a bug"],
+)
+def test_what_fails_on_one_rank_ends_all_of_them(
+    prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
+) -> None:
+    recipe = drills.recipe("r", **merged(merged(SPREAD, NF4), {"checkpoint": {"every_steps": 3}}))
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (prepared,)})
+    assert ranks.ended(30)[0] == status, ranks.said
+    for word in words:
+        assert word in ranks.said
+    assert ranks.said.count("error[") == 1
+    if status == 1:  # adapters are on every rank
+        assert drills.checkpoints("r") == ["step-00000002"]
+
+
+@pytest.mark.parametrize("change", [NF4, FULL], ids=["adapters", "full"])
+def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(change: dict[str, Any], drills: Drills) -> None:
+    recipe = drills.recipe("r", **merged(SPREAD, change))
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", STEP, 4),)})
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGKILL)
+    assert ranks.drills[1].wait() == -9
+    (ranks.folder / "lost-1").write_text("SIGKILL")
+    began = time.monotonic()
+    assert ranks.drills[0].wait(20) == 75, ranks.said
+    assert time.monotonic() - began < 10
+    assert "rank 1 was killed by SIGKILL" in ranks.said
+    kept = ["step-00000002"] if change is FULL else ["step-00000002", "step-00000003"]
+    assert drills.checkpoints("r") == kept
+    assert drills.status("r")["state"] == "preempted"
+
+
+def test_what_does_not_go_with_spread_weights_is_refused_by_name(drills: Drills) -> None:
+    recipe = drills.recipe("r", **merged(SPREAD, {"model": {"kernels": "off"}}))
+    ranks = start_ranks(drills, recipe, 2)
+    assert ranks.ended()[0] == 3, ranks.said
+    assert "error[FT518]" in ranks.said
+    assert "model.kernels" in ranks.said
