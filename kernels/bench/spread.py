@@ -78,6 +78,13 @@ def main() -> int:
         "start": lambda: start(out, "start-spread", qlora, spread),
         "start_ddp": lambda: start(out, "start-ddp", qlora, (*several, "--set", "launch.engine=ddp")),
         "start_one": lambda: start(out, "start-one", qlora, ("--set", "train.gradient_accumulation_steps=2")),
+        "full2b": lambda: start(
+            out,
+            "full2b",
+            asked.recipe or "recipes/gemma2-2b.yaml",
+            ("--set", "lora=null", "--set", "checkpoint.every_steps=2", "--set", "export.formats=[]", *spread),
+            3,
+        ),
         "killed": lambda: killed(out, qlora, spread),
     }
     for name in asked.only.split(","):

@@ -37,16 +37,16 @@ def put_together_bytes(setup: Setup, dequantized_layers: int) -> int:
     )
     outer = outer_elements(setup) * element
     layer = (whole - outer) // shape.num_layers
-    return outer + max(_LAYERS_AT_ONCE * layer, outer)
+    return outer + _LAYERS_AT_ONCE * layer
 
 
-def summed_bytes(setup: Setup) -> int:
-    """Gradients of trained weights that are being added up, at their most: those of embedding and head, or of layers
-    of which one is added up while the next one's are made.
+def summed_bytes(setup: Setup) -> tuple[int, int]:
+    """Gradients of trained weights that are being added up: those of layers, of which one is added up while the next
+    one's are made; and those of embedding and head, the last of a backward pass.
     """
     if setup.recipe.lora is not None:
-        return 0
+        return 0, 0
     outer, element = outer_elements(setup), setup.plan.compute_bytes
     layer = (setup.shape.parameters - outer) // setup.shape.num_layers
     each = element + _SUMMED_BYTES + _SUMMED_BYTES // setup.spread_over
-    return max(2 * layer, outer) * each
+    return 2 * layer * each, outer * each

@@ -93,8 +93,10 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
     if spread:
         whole = tuple(phase for phase in always if phase != STEP)
         yield Term("weights put together", put_together_bytes(setup, settled.dequantized_layers), whole)
-        if summed := summed_bytes(setup):
-            yield Term("gradients added up", summed, (BACKWARD, END))
+        of_layers, of_others = summed_bytes(setup)
+        if of_layers:
+            yield Term("gradients added up", of_layers, (BACKWARD,))
+            yield Term("gradients added up last", of_others, (END,))
     if setup.recipe.lora is not None:
         yield Term("adapters", 4 * setup.trained.elements, always, lasting=True)
     if setup.work != "export" and (workspaces := _cublas(setup)):
@@ -144,8 +146,7 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
         yield Term("graph buffers", _graph_buffers(setup), always, lasting=True)
     else:
-        at_once = accumulates or share > 1  # each rank's share of a layer's is there once backward has passed it
-        yield Term("gradients", gradients, _TRAINING if at_once else (END, STEP), lasting=True)
+        yield Term("gradients", gradients, _TRAINING if accumulates else (END, STEP), lasting=True)
     if setup.ranks > 1:
         if share == 1:
             yield Term("gradients of all ranks", gradients, always, lasting=True)
@@ -185,13 +186,14 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, backward)
     last = 0 if setup.wholly_graphed else workspace + int(tokens * layer.kept)
-    yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
+    embedding = _embedding_gradient(setup) if setup.spread_over == 1 else 0  # counted with what is added up
+    yield Term("last workspace", max(last, embedding), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     if not setup.own_optimizer:  # which works on one parameter after the other
         yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if setup.head_is_trained:
-        head = setup.plan.gradient_bytes * setup.shape.hidden_size * setup.shape.vocab_size
-        yield Term("head gradient", head, (BACKWARD,))
+        element = setup.plan.gradient_bytes if setup.spread_over == 1 else setup.plan.compute_bytes
+        yield Term("head gradient", element * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(setup):
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
