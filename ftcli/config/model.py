@@ -134,7 +134,8 @@ class LaunchConfig(Section):
 
     engine: Annotated[str, Word(engines.names)] = Field(
         default="auto",
-        description="How processes work together: `auto` is `ddp` where there are several.",
+        description="How processes work together. `ddp`: each has the whole model; `fsdp`: the weights are spread over "
+        "them. `auto` is `fsdp` in full fine-tuning and where the model fits no single GPU, else `ddp`.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
     context_parallel_size: Count = Field(

@@ -32,7 +32,7 @@ from ftcli.run.guard import Guard
 from ftcli.run.meeting import meeting_point
 from ftcli.run.signals import SignalName, StopRequested
 from ftcli.run.signs import SignsOfLife
-from ftcli.run.told import as_json, is_of_connections, reasons
+from ftcli.run.told import PeerFailed, RankLost, as_json, is_of_connections, reasons
 
 #: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
 #: which signal it got.
@@ -54,24 +54,6 @@ class Patience:
     told: float = 10.0
     silent: float = 60.0
     late: float = 7200.0
-
-
-class PeerFailed(FtcliError):
-    """Another rank has failed, and this one ends with it: that one's findings and exit code."""
-
-
-class RankLost(FtcliError):
-    """A rank was killed, or hangs (FT710, exit 75)."""
-
-    def __init__(self, ranks: Sequence[int], how: str) -> None:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        finding = Finding(
-            "FT710",
-            f"{who or 'a rank'} {how}: no rank can go on without it",
-            help="start the same command again: it goes on from the last checkpoint. docs/multi-gpu.md says where to "
-            "look for the reason",
-        )
-        super().__init__([finding], ExitCode.PREEMPTED)
 
 
 class Group:

@@ -1,4 +1,4 @@
-"""How a rank tells the others why it has failed."""
+"""How a rank tells the others why it has failed, and what they end with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from ftcli.run.out_of_memory import is_out_of_memory
 
 #: What torch says of connections that are closed, cut or silent, whichever library they are of.
 _OF_CONNECTIONS = ("gloo", "NCCL", "nccl", "Connection closed", "communicator")
+
+
+class PeerFailed(FtcliError):
+    """Another rank has failed, and this one ends with it: that one's findings and exit code."""
+
+
+class RankLost(FtcliError):
+    """A rank was killed, or hangs (FT710, exit 75)."""
+
+    def __init__(self, ranks: Sequence[int], how: str) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        finding = Finding(
+            "FT710",
+            f"{who or 'a rank'} {how}: no rank can go on without it",
+            help="start the same command again: it goes on from the last checkpoint. docs/multi-gpu.md says where to "
+            "look for the reason",
+        )
+        super().__init__([finding], ExitCode.PREEMPTED)
 
 
 def reasons(error: BaseException) -> tuple[ExitCode, Sequence[Finding]]:

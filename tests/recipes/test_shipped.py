@@ -20,6 +20,7 @@ PROMISED = {
     "gemma2-2b",
     "llama3.1-8b",
     "llama3.1-8b-qlora",
+    "llama3.1-70b-qlora",
     "qwen3-8b",
     "mistral-7b-grpo",
     "llama3.1-8b-grpo",

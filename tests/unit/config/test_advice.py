@@ -44,7 +44,7 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
     ("line", "told", "never"),
     [
         ("deepspeed: ds.json\n", "write `engine: ...` in section `launch`", "not have yet"),
-        ("fsdp: full_shard\n", "remove it; `launch.engine` may be auto or single or ddp", "write `engine"),
+        ("fsdp: full_shard\n", "write `engine: fsdp` in section `launch`", "remove it"),
         ("num_gpus: 2\n", "write `num_processes: ...` in section `launch`", "not have yet"),
         ("flash_attention: true\n", "`model.attention` may be auto or eager or sdpa", "write `attention"),
         ("rl: dpo\n", "`rl: dpo` (axolotl) has no counterpart here", "ftcli grpo"),
@@ -53,8 +53,8 @@ def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None
         ("load_in_4bit: true\n", "write `method: nf4` in section `quantization`", "not have yet"),
         (
             "launch: {engine: deepspeed}\n",
-            "must be one of auto, single, ddp, not text `deepspeed`",
             "did you mean `fsdp`",
+            "not have yet",
         ),
         ("export: {formats: [merged]}\n", "did you mean `safetensors`?", "did you mean `fp8`"),
     ],
