@@ -16,7 +16,8 @@ def choose_engine(setup: Setup) -> Setup:
     recipe = setup.recipe
     if not setup.trains or recipe.launch.engine != "auto" or recipe.launch.num_processes == 1:
         return setup
-    can_spread = why_not_spread(recipe, setup.execution) is None
+    usable = setup.method.supports.get("launch.engine")
+    can_spread = (usable is None or _SPREAD in usable) and why_not_spread(recipe, setup.execution) is None
     spreads = can_spread and (recipe.lora is None or not _fits_one(setup))
     return setup.changed({"launch.engine": _SPREAD if spreads else _WHOLE})
 
