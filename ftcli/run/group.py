@@ -143,9 +143,7 @@ class Group:
         self.agree("connected")
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """All ranks as torch's engines know them, which exchange weights in the middle of a step (:meth:`exchanging`).
-        What is sent there has connections of its own: it cannot be taken for what :meth:`agree` says.
-        """
+        """All ranks as torch's engines know them, with connections of their own, to exchange weights in a step."""
         if self._on_gpus:
             self._guard = Guard(self._someone_gone, self.cut)
             self._guard.start()
@@ -163,11 +161,10 @@ class Group:
 
     def cut(self) -> None:
         """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
-        if not self._on_gpus or self._is_cut:
-            return
-        self._is_cut = True
-        with contextlib.suppress(RuntimeError):
-            self._device._get_backend(torch.device("cuda")).abort()
+        if self._on_gpus and not self._is_cut:
+            self._is_cut = True
+            with contextlib.suppress(RuntimeError):
+                self._device._get_backend(torch.device("cuda")).abort()
 
     def _someone_gone(self) -> bool:
         try:
@@ -296,11 +293,8 @@ class Group:
             return
         if self._guard is not None:
             self._guard.stop()
-        if not orderly:  # what waits on the GPU for a rank that is gone would wait for ever
-            self.cut()
-            return
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):  # what waits on a GPU for a rank that is gone would wait for ever
+            dist.destroy_process_group() if orderly else self.cut()
 
     # -- what the others are doing ---------------------------------------------------------------------------
 
