@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -39,11 +40,14 @@ def require_close(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        merged(NF4, {"train": {"gradient_checkpointing": True}}),
-        {"quantization": {"method": "fp8"}, "train": {"gradient_checkpointing": "selective"}},
-        {"train": {"gradient_checkpointing": "offload"}},
+        pytest.param(merged(NF4, {"train": {"gradient_checkpointing": True}}), id="nf4, layers again"),
+        pytest.param(
+            {"quantization": {"method": "fp8"}, "train": {"gradient_checkpointing": "selective"}},
+            id="fp8, selective",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"train": {"gradient_checkpointing": "offload"}}, id="plain, offload", marks=pytest.mark.long),
     ],
-    ids=["nf4, layers again", "fp8, selective", "plain, offload"],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
     recipe = merged(SPREAD, change)
@@ -54,6 +58,7 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
     assert drills.checkpoints("two") == drills.checkpoints(alone)
 
 
+@pytest.mark.slow
 def test_a_full_fine_tune_goes_on_with_another_number_of_ranks(drills: Drills) -> None:
     change = merged(SPREAD, FULL)
     alone = drills.whole(**merged(change, TWICE))
@@ -82,8 +87,6 @@ def test_a_full_fine_tune_goes_on_with_another_number_of_ranks(drills: Drills) -
 
 
 def _copied(run: Path, to: Path) -> None:
-    import shutil
-
     shutil.copytree(run, to)
     recipe = to / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(run.parent / "r"), str(to)))
