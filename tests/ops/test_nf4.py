@@ -153,9 +153,12 @@ def test_layout_and_values_are_those_of_bitsandbytes(
         return
     assert ours.nested is not None
     assert theirs.nested is not None
-    for name in ("absmax", "table"):
-        assert torch.equal(getattr(ours.nested, name), getattr(theirs.nested, name))
-    assert torch.equal(ours.nested.offset, theirs.nested.offset)
+    assert torch.equal(ours.nested.table, theirs.nested.table)
+    # Ours is the mean in float64, the same on every device; theirs is float32's, in the order of the device.
+    rounding = 1e-6 if device == "cuda" else 0.0
+    for name in ("absmax", "offset"):
+        mine, known = getattr(ours.nested, name), getattr(theirs.nested, name)
+        assert torch.allclose(mine, known, rtol=rounding, atol=0.0)
     # Their CPU routine searches the 8-bit table only approximately; ours is never the farther one.
     exact = quantize_nf4(dense, double_quant=False).absmax
     assert bool(((block_scales(ours) - exact).abs() <= (block_scales(theirs) - exact).abs() + 1e-8).all())
