@@ -113,13 +113,13 @@ def self_check(
     """
     small = {name: value[:ROWS, :LONGEST] for name, value in batch.items() if name in ("input_ids", "labels")}
     training = model.training
+    applied.undo()  # before the mode changes: what stands in for a layer does not hand it on to that layer
     model.eval()  # no dropout: both sides must see the same numbers
     with (
         rotation_kept(model),
         _random_adapters(model),
         compute_context(small["input_ids"].device, plan.compute, plan.autocast),
     ):
-        applied.undo()
         unpatched_loss, calls = _forward(model, small)
         applied = patch(model, kernels)
         checks: list[LayerCheck] = []

@@ -336,6 +336,14 @@ def test_self_check_passes_and_leaves_the_model_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_self_check_is_without_dropout_in_a_model_that_was_built_for_training() -> None:
+    """As `model.init: random` builds it; the layers that ours stand in for have dropout of their own."""
+    model = adapted("gemma2", lora_dropout=0.5).train()
+    check, _ = self_check(model, patch(model, "reference"), "reference", batch(), PLAN)
+    assert check.passed
+    assert model.training
+
+
 def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("llama")
     applied = patch(model, "reference")
