@@ -42,7 +42,7 @@ fuzz: install
 	OMP_NUM_THREADS=1 FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout 0
 
 test-families: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit/model/test_models_page.py tests/unit/export -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "families or long" tests/e2e tests/recipes tests/unit/model/test_models_page.py tests/unit/export tests/ops/test_compiles.py -n auto --dist worksteal
 
 # A wheel that was built from this checkout, with its own packages, is used where nothing of the checkout is found.
 test-tool: export PIPX_HOME := $(TOOL)/pipx

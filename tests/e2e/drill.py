@@ -180,8 +180,9 @@ def _open(descriptor: int) -> bool:
 
 def client(path: str, words: list[str]) -> int:
     """Runs one command as if it were this process: its streams, its signals, its status."""
-    request: dict[str, Any] = {"words": words, "script": None, "folder": str(Path.cwd()), "preparations": []}
+    request: dict[str, Any] = {"words": words, "script": None, "folder": str(Path.cwd())}
     request["environment"] = dict(os.environ)
+    request["preparations"] = json.loads(request["environment"].pop("DRILL_PREPARATIONS", "[]"))
     request["closed"] = [number for number in (0, 1, 2) if not _open(number)]
     for _ in request["closed"]:
         os.open(os.devnull, os.O_RDWR)  # in its place, so that nothing else comes there

@@ -171,7 +171,26 @@ def workers(count: int) -> None:
     _wrap("ftcli.trainers.sft:training_arguments", around)
 
 
-_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, spoil, impatient, small_files, workers)}
+def few_held_out(count: int, folder: str) -> None:
+    """Of each file of held-out data that ships with ftcli there are the first ``count`` rows, in ``folder``."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def shortened(name: str, kind: str) -> Path | None:
+            stem: Path | None = function(name, kind)
+            if stem is None or not stem.name.endswith("-eval"):
+                return stem
+            short = Path(folder, f"{stem.name}.jsonl")
+            if not short.exists():
+                rows = Path(f"{stem}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+                short.write_text("".join(rows[:count]), encoding="utf-8")
+            return short.with_suffix("")
+
+        return shortened
+
+    _wrap("ftcli.rows.places:bundled", around)
+
+
+_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, spoil, impatient, small_files, workers, few_held_out)}
 
 
 # -- the server ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.conftest import NARROW, recipe_of
 from tests.e2e.drill import Drill, Server
 
 #: What depends on the clock and on the machine's memory, and on nothing else.
@@ -38,8 +38,7 @@ class Drills:
     def recipe(self, name: str, **change: Any) -> str:
         """Writes a recipe whose run directory is ``<folder>/<name>``; returns its path."""
         path = self.folder / f"{name}.yaml"
-        values = merged(merged(RECIPE, {"run": {"output_dir": str(self.folder / name)}}), change)
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        path.write_text(yaml.safe_dump(recipe_of(NARROW, self.folder / name, change)), encoding="utf-8")
         return str(path)
 
     def whole(self, command: str = "train", **change: Any) -> Path:

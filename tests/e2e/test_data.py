@@ -15,6 +15,12 @@ from tests.e2e.conftest import User
 PACKED = {"data": {"packing": True, "max_seq_len": 128}}
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 def ledger(user: User, name: str = "r") -> dict[str, Any]:
     found: dict[str, Any] = json.loads((user.folder / name / "tokens.json").read_text(encoding="utf-8"))
     return found

@@ -62,21 +62,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_run_honours_it_and_goes_on_alike(name: str, user: User) -> None:
+def test_a_run_honours_it_and_goes_on_alike(name: str, narrow: User) -> None:
     change = dict(SETTINGS[name])
     train = {"max_steps": 5, "gradient_accumulation_steps": 1, **change.pop("train", {})}
     grpo = {**GRPO, **change.pop("grpo", {})}
-    recipe = user.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3}, **change)
-    user.done("grpo", recipe)
-    rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
-    agreed = json.loads((user.folder / "r" / "manifest.json").read_text())["log_probs"]
+    recipe = narrow.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3}, **change)
+    narrow.done("grpo", recipe)
+    rates = [line["learning_rate"] for line in narrow.metrics("r") if "loss" in line]
+    agreed = json.loads((narrow.folder / "r" / "manifest.json").read_text())["log_probs"]
     assert agreed["plain_mean"] <= agreed["allowed_mean"]
     assert agreed["sampler_mean"] is None or agreed["sampler_mean"] <= agreed["allowed_mean"]
-    assert any("groups_without_spread" in line for line in user.metrics("r"))
+    assert any("groups_without_spread" in line for line in narrow.metrics("r"))
     if "lr_scheduler_kwargs" in train:
         assert len(set(rates)) > 1
-    assert any(line["grad_norm"] > 0 for line in user.metrics("r") if "loss" in line)
-    user.goes_on_alike("r", recipe, "grpo")
+    assert any(line["grad_norm"] > 0 for line in narrow.metrics("r") if "loss" in line)
+    narrow.goes_on_alike("r", recipe, "grpo")
 
 
 @pytest.mark.parametrize(

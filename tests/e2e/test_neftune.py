@@ -14,6 +14,12 @@ from tests.e2e.conftest import User
 NOISE: dict[str, Any] = {"neftune_noise_alpha": 5.0, "max_steps": 5}
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_run_goes_on_to_the_last_bit(packing: bool, user: User) -> None:
     change: dict[str, Any] = {"data": {"packing": packing}, "eval": {"every_steps": 2}}

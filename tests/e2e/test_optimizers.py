@@ -21,6 +21,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 def require(name: str) -> None:
     package = optimizers.row(name).package
     if package is not None and importlib.util.find_spec(package.name) is None:

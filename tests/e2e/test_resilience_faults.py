@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ftcli.assets import asset
+from tests.e2e.conftest import RECIPE
 from tests.e2e.resilience import SAVE, SAVE_RESULT, STEP, Drills, read_only, require_same_weights, small_disk
 
 EVERY_STEP: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep_last": 9}}
@@ -53,7 +54,7 @@ def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(dri
 def test_a_write_that_the_system_refuses_is_told_as_such_whichever_library_writes(
     drills: Drills, limit: int, what: str
 ) -> None:
-    recipe = drills.recipe("r", checkpoint={"every_steps": 2})
+    recipe = drills.recipe("r", model=RECIPE["model"], checkpoint={"every_steps": 2})
     said = drills.run(recipe, status=3, prepared=(("small_files", limit),))
     assert "error[FT724]" in said
     assert "File too large" in said
@@ -130,7 +131,7 @@ def test_a_result_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(dr
 @pytest.mark.parametrize("how", ["cut short", "another bit"])
 def test_a_damaged_checkpoint_is_passed_over_by_name(drills: Drills, how: str) -> None:
     """The damaged file has megabytes: only reading all of it shows the changed bit."""
-    change = {"lora": None, "train": {"max_steps": 4, "optim": "sgd"}, **EVERY_STEP}
+    change = {"model": RECIPE["model"], "lora": None, "train": {"max_steps": 4, "optim": "sgd"}, **EVERY_STEP}
     whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
     drills.stopped(recipe, STEP, 3, signal.SIGTERM, 75)
@@ -212,6 +213,7 @@ def test_a_nan_names_the_rows_of_its_batch_and_checkpoints_stay_finite(drills: D
 
 def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(drills: Drills) -> None:
     change = {
+        "model": RECIPE["model"],
         "lora": {"dropout": 0.2},
         "train": {"max_steps": 4, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
         "data": {"eval": []},
@@ -246,7 +248,7 @@ def test_after_out_of_memory_the_smaller_batch_goes_on_from_the_saved_step(drill
 
 
 def test_out_of_memory_while_loading_is_exit_5_too(drills: Drills) -> None:
-    recipe = drills.recipe("r", model={"init": "random"})
+    recipe = drills.recipe("r", model={**RECIPE["model"], "init": "random"})
     said = drills.run(recipe, status=5, prepared=(("starve", "ftcli.model.load:_random_model", 1, 4 << 20),))
     assert "error[FT703]: out of memory while loading the model: " in said
     assert "help: the weights alone take 9.27 MiB: " in said

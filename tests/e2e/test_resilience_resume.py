@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ftcli.run.completions import Completions
-from tests.e2e.conftest import merged
+from tests.e2e.conftest import RECIPE, merged
 from tests.e2e.resilience import STEP, Drills
 
 #: 7 batches an epoch in steps of 3, 3 and 1; dropout draws random numbers in every step; the run is stopped in the
@@ -63,6 +63,7 @@ def test_half_and_half_is_the_whole(
 
 #: Completions serve two steps, between two lines of metrics.
 GRPO: dict[str, Any] = {
+    "model": RECIPE["model"],
     "lora": {"dropout": 0.1},
     "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
     "train": {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},

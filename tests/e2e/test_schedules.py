@@ -35,6 +35,12 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 CASES = [(name, *case) for name, cases in ARGUMENTS.items() for case in cases]
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 def test_every_schedule_of_transformers_has_a_row() -> None:
     assert set(schedules.names()) == {kind.value for kind in SchedulerType}
     evaluating = {name for name in schedules.names() if schedules.row(name).by_evaluations}

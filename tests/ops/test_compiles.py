@@ -15,8 +15,11 @@ OFFLINE = Path(__file__).resolve().parents[2] / "kernels" / "bench" / "offline.p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "ranks", "may_spill"),
-    [("90", "bfloat16", "16 64", False), ("89", "bfloat16", "32 64", True), ("75", "float16", "16", True)],
-    ids=["h200", "rtx-4090", "t4"],
+    [
+        pytest.param("90", "bfloat16", "16 64", False, id="h200"),
+        pytest.param("89", "bfloat16", "32 64", True, id="rtx-4090", marks=pytest.mark.long),
+        pytest.param("75", "float16", "16", True, id="t4", marks=pytest.mark.long),
+    ],
 )
 def test_kernels_compile(
     capability: str,
