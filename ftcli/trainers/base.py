@@ -287,7 +287,7 @@ class RunTrainerMixin(OptimisationMixin):
         with self.hooks.checkpoints.staging(state.global_step) as folder:
             self.save_training_weights(folder)
             with self.evaluated_weights():
-                self.write_weights(folder)
+                save_weights(self.model, folder, self.whole_weights())
             self._save_optimizer_and_scheduler(str(folder))  # type: ignore[attr-defined]
             self._save_scaler(str(folder))  # type: ignore[attr-defined]
             self._save_rng_state(str(folder))  # type: ignore[attr-defined]
@@ -300,10 +300,6 @@ class RunTrainerMixin(OptimisationMixin):
         self.saved_step = state.global_step
         self.phase = "step"
         self.window.start()
-
-    def write_weights(self, folder: Path) -> None:
-        """Writes adapters or weights into a checkpoint."""
-        save_weights(self.model, folder)
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """Weights to be saved in place of the model's own; None where these are whole."""

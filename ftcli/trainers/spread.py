@@ -16,7 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ftcli.model.backbone import root_of
 from ftcli.model.rows import put_away, spreads_trained, take_rows, whole_as, whole_weights
-from ftcli.model.saved import save_weights, stored_weights
+from ftcli.model.saved import stored_weights
 from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.checkpoint_state import readable
 
@@ -63,10 +63,6 @@ class SpreadMixin:
             return None
         with self.group.exchanging():
             return whole_weights(self.model, wanted=self.group.leads)
-
-    def write_weights(self, folder: Path) -> None:
-        """Writes what is trained into a checkpoint."""
-        save_weights(self.model, folder, self.whole_weights())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.spreads:

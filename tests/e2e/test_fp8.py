@@ -66,13 +66,17 @@ def test_an_fp8_run_saves_resumes_evaluates_and_is_exported(user: User) -> None:
     evaluated = user.done("eval", str(user.folder / "whole.yaml"), "--run", str(run))
     assert evaluated["run"]["loss"] < evaluated["base"]["loss"]
 
-    exports = user.done("export", str(run))["exports"]
-    merged = load_file(Path(next(e["path"] for e in exports if e["format"] == "safetensors")) / "model.safetensors")
-    base = load_file(asset("models", "tiny-gemma2") / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
-    a, b = (saved[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
-    wanted = (base[f"{name}.weight"].float() + 32 / 4 * b @ a).to(base[f"{name}.weight"].dtype)
-    assert torch.equal(merged[f"{name}.weight"], wanted)  # into full precision, not into what fp8 stands for
+    low_rank = [saved[f"base_model.model.{name}.lora_{side}.weight"] for side in "BA"]
+    source = load_file(asset("models", "tiny-gemma2") / "model.safetensors")[f"{name}.weight"]
+    trained = load_file(Path(dequantized_model(user.folder)) / "model.safetensors")[f"{name}.weight"]
+    for base, options in ((trained, ()), (source, ("--set", "export.base=original", "--force"))):
+        exports = user.done("export", str(run), *options)["exports"]
+        folder = Path(next(e["path"] for e in exports if e["format"] == "safetensors"))
+        merged = load_file(folder / "model.safetensors")[f"{name}.weight"]
+        wanted = (base.float() + 32 / 4 * low_rank[0] @ low_rank[1]).to(source.dtype)
+        assert torch.equal(merged, wanted)
+    assert not torch.equal(source.float(), trained)
 
 
 def test_fp8_training_is_training_of_the_dequantised_model(user: User) -> None:

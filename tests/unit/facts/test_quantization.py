@@ -85,9 +85,9 @@ def test_fp8_is_dequantised_where_no_fp8_product_runs(
     assert found.parts.get("dequantized weights", 0) == dense * 2 * 14336 * 4096
 
 
-def test_export_counts_the_full_precision_base(estimate: Callable[..., Any]) -> None:
+def test_export_counts_the_largest_table_as_stored_and_in_float32(estimate: Callable[..., Any]) -> None:
     packed, facts = estimate("quantization.method=nf4", work="export")
-    assert packed.parts["weights"] == 2 * facts.shape.parameters
+    assert packed.parts["weights"] == (2 + 4) * facts.shape.vocab_size * facts.shape.hidden_size
 
 
 def test_kept_layers_cost_what_bfloat16_costs(estimate: Callable[..., Any]) -> None:
