@@ -22,7 +22,6 @@ def in_batches(
     where: Callable[[T], Origin | None],
     reporter: Reporter,
     what: str,
-    halves: bool = True,
 ) -> Iterator[tuple[Sequence[T], R]]:
     """Runs ``step`` on ``batch_size`` items at a time, in order, and yields the items beside their result.
 
@@ -32,10 +31,9 @@ def in_batches(
     Args:
         where: The origin of one item, for the message when it alone does not fit.
         what: What is being done, for messages: "evaluation", "generation".
-        halves: Whether batches may become smaller.
 
     Raises:
-        FtcliError: FT761 (exit 5) when one item alone does not fit, or a batch that must not be halved.
+        FtcliError: FT761 (exit 5) when one item alone does not fit.
     """
     start = 0
     while start < len(items):
@@ -43,8 +41,8 @@ def in_batches(
         try:
             result = step(chosen)
         except torch.OutOfMemoryError as error:
-            if len(chosen) == 1 or not halves:
-                raise too_long(what, where(chosen[0]), len(chosen)) from error
+            if len(chosen) == 1:
+                raise too_long(what, where(chosen[0])) from error
             failed = True
         else:
             failed = False
@@ -69,13 +67,12 @@ def halved(what: str, before: int, after: int) -> Finding:
     )
 
 
-def too_long(what: str, origin: Origin | None, rows: int = 1) -> FtcliError:
-    """The error that even one row, or so many of which none can be left out, is too large."""
-    said = "one row alone does" if rows == 1 else f"{rows} rows at a time do"
+def too_long(what: str, origin: Origin | None) -> FtcliError:
+    """The error that even one row is too large."""
     return FtcliError.single(
         "FT761",
-        f"{said} not fit into memory in {what}",
+        f"one row alone does not fit into memory in {what}",
         exit_code=ExitCode.OUT_OF_MEMORY,
         origin=origin,
-        help="lower data.max_seq_len" if rows == 1 else "lower eval.per_device_eval_batch_size",
+        help="lower data.max_seq_len",
     )

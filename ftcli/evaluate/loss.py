@@ -15,10 +15,11 @@ from ftcli.data.pack import best_fit
 from ftcli.data.tokens import Tokens
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
-from ftcli.evaluate.share import Sums, summed_over_ranks
+from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, loss_of, root_of
+from ftcli.model.passes import tried
 from ftcli.model.rows import put_away
 from ftcli.reporting import Reporter
 
@@ -85,9 +86,9 @@ def evaluate_loss(
 
     Raises:
         FtcliError: FT761 (exit 5) when one row alone does not fit, FT762 (exit 6) when the loss is not finite. A batch
-            that does not fit is halved, with the warning FT764, unless other ranks compute with this one's weights.
+            that does not fit is halved, with the warning FT764, on all ranks where each has a part of the weights.
     """
-    lengths, in_step = [len(tokens.input_ids) for tokens in sequences], root_of(model) is not None
+    lengths = [len(tokens.input_ids) for tokens in sequences]
     groups = _groups(lengths, layout, pack_length)
 
     def step(chosen: Sequence[list[int]]) -> tuple[float, int, int]:
@@ -100,10 +101,7 @@ def evaluate_loss(
 
     def run(mine: Sequence[list[int]]) -> Iterator[tuple[Sequence[list[int]], Sums]]:
         with reporter.progress(sum(len(places) for places in mine), "evaluating") as progress:
-            batches = in_batches(
-                mine, batch_size, step, where=where, reporter=reporter, what="evaluation", halves=not in_step
-            )
-            for chosen, sums in batches:
+            for chosen, sums in in_batches(mine, batch_size, step, where=where, reporter=reporter, what="evaluation"):
                 yield chosen, sums
                 progress.advance(sum(len(places) for places in chosen))
 
@@ -111,8 +109,17 @@ def evaluate_loss(
     was_training = model.training
     model.eval()
     try:
-        if group is not None:
-            total, correct, count = summed_over_ranks(group, groups, batch_size, run, in_step=in_step)
+        if group is not None and root_of(model) is not None:
+            total, correct, count = summed_in_step(
+                group,
+                groups,
+                batch_size,
+                lambda chosen: tried(model, lambda: step(chosen)),
+                where=where,
+                reporter=reporter,
+            )
+        elif group is not None:
+            total, correct, count = summed_over_ranks(group, groups, batch_size, run)
         else:
             for _, sums in run(groups):
                 total, correct, count = total + sums[0], correct + sums[1], count + sums[2]

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
+from ftcli.errors import Origin
+from ftcli.evaluate.batching import halved, too_long
+from ftcli.model.passes import led
+from ftcli.reporting import Reporter
 from ftcli.run.group import Group
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 #: Of a batch: summed loss, right tokens, tokens.
 Sums = tuple[float, int, int]
@@ -20,8 +30,6 @@ def summed_over_ranks(
     items: Sequence[T],
     batch_size: int,
     run: Callable[[Sequence[T]], Iterable[tuple[Sequence[T], Sums]]],
-    *,
-    in_step: bool = False,
 ) -> Sums:
     """The sums over ``items``, of which each rank has run every ``group.size``-th batch.
 
@@ -30,33 +38,101 @@ def summed_over_ranks(
 
     Args:
         run: Goes over a rank's items in batches of ``batch_size``, or smaller ones where memory runs out.
-        in_step: All ranks have to run as many batches, as where each holds a part of the weights: those that have none
-            left run their first one again, which adds nothing, and nobody leaves its batches.
 
     Raises:
         StopRequested: On all ranks, when one of them was asked to stop.
-        PeerFailed, RankLost: When a rank is gone whose weights are needed.
     """
-    batches = [items[start : start + batch_size] for start in range(0, len(items), batch_size)]
-    turns = -(-len(batches) // group.size)
-    own = batches[group.rank :: group.size]
-    mine = [item for batch in own for item in batch]
-    sums = torch.zeros(max(turns, 1), 3, dtype=torch.float64)
+    batches = _batches(items, batch_size)
+    sums = _no_sums(len(batches), group)
     done = 0
     with group.exchanging():
-        for chosen, found in run(mine):
+        for chosen, found in run([item for batch in batches[group.rank :: group.size] for item in batch]):
             sums[done // batch_size] += torch.tensor(found, dtype=torch.float64)
             done += len(chosen)
-            if group.signalled and not in_step:
+            if group.signalled:
                 break
-        if in_step and len(own) < turns:
-            for _ in run(batches[0]):
-                pass
     group.agree("evaluated")
     group.stop_if_asked("evaluating")
+    return _added_up(group, sums, len(batches))
+
+
+def summed_in_step(
+    group: Group,
+    items: Sequence[T],
+    batch_size: int,
+    attempt: Callable[[Sequence[T]], Sums | None],
+    *,
+    where: Callable[[T], Origin | None],
+    reporter: Reporter,
+) -> Sums:
+    """:func:`summed_over_ranks` where each rank holds a part of the weights: all run as many batches, of as many items
+    at most. A rank that has none left runs the last item, which adds nothing.
+
+    Where memory runs out on one rank, all of them run the batch again by halves, and what is left, too (FT764, a
+    warning).
+
+    Args:
+        attempt: The sums of a few items; None where they do not fit into memory.
+        where: The origin of one item, for the message when it alone does not fit.
+
+    Raises:
+        FtcliError: FT761 (exit 5) when one item alone does not fit on this rank.
+        StopRequested: On all ranks, when one of them was asked to stop.
+        PeerFailed, RankLost: When a rank is gone whose weights are needed.
+    """
+    batches, rows = _batches(items, batch_size), batch_size
+    sums = _no_sums(len(batches), group)
+    with group.exchanging(), reporter.progress(len(items), "evaluating") as progress:
+        for turn in range(0, len(batches), group.size):
+            of_all = [*batches[turn : turn + group.size], *([] for _ in range(group.size))]
+            start = 0
+            while start < len(of_all[0]):  # no batch is larger than the first one
+                count = min(rows, len(of_all[0]) - start)
+                mine = of_all[group.rank][start : start + count]
+                found = attempt(mine or items[-1:])
+                fits = all(told[0] for told in group.agree("evaluating", [found is not None]))
+                group.stop_if_asked("evaluating")
+                if fits and found is not None:
+                    sums[turn // group.size] += torch.tensor(found if mine else (0.0, 0, 0), dtype=torch.float64)
+                    progress.advance(sum(len(batch[start : start + count]) for batch in of_all))
+                    start += count
+                    continue
+                if found is None and count == 1:
+                    raise too_long("evaluation", where((mine or items[-1:])[0]))
+                if count == 1:
+                    group.agree("evaluating")  # raises what the other rank has to say
+                rows = count // 2
+                reporter.finding(halved("evaluation", count, rows))
+    return _added_up(group, sums, len(batches))
+
+
+def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _no_sums(batches: int, group: Group) -> Tensor:
+    """Of each of a rank's batches."""
+    return torch.zeros(max(-(-batches // group.size), 1), 3, dtype=torch.float64)
+
+
+def _added_up(group: Group, sums: Tensor, batches: int) -> Sums:
     of_all = group.gather(sums)
     total, correct, count = 0.0, 0, 0
-    for index in range(len(batches)):
+    for index in range(batches):
         loss, right, tokens = of_all[index % group.size][index // group.size].tolist()
         total, correct, count = total + loss, correct + int(right), count + int(tokens)
     return total, correct, count
+
+
+def led_by_first(group: Group, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
+    """What rank 0 makes of a model whose weights are spread; None on the others, which take part in its passes. All
+    ranks call this.
+
+    Raises PeerFailed or RankLost when a rank is gone whose weights are needed.
+    """
+
+    def announce(another: bool) -> bool:
+        return bool(group.agree("generating", [another])[0][0])
+
+    with group.exchanging():
+        return led(model, compute if group.leads else None, announce)

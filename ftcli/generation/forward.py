@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
 from ftcli.model.adapted import UNPACKED, LayerPacks, Prepared
-from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states
+from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
 from ftcli.model.fused import FusedDecoderLayer
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class _PackedAdapters:
     """The adapters of layers on the kernels, packed once for all steps of a run: they do not change within it."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
-        self._layers = [one for one in decoder_layers(base_of(model)) if isinstance(one, FusedDecoderLayer)]
+        layers: Iterable[Any] = decoder_layers(base_of(model)) if root_of(model) is None else ()
+        self._layers = [one for one in layers if isinstance(one, FusedDecoderLayer)]
         groups = [group for layer in self._layers for group in layer.groups()]
         self._packs = AdapterPacks(groups, dtype)
 

@@ -20,7 +20,7 @@ from ftcli.generation.forward import Forward, cache_shape, product_dtype
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, Request, Token
 from ftcli.generation.stopping import Stopping
-from ftcli.model.backbone import base_of, head_of
+from ftcli.model.backbone import base_of, head_of, root_of
 from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def open_generator(
         raise torch.OutOfMemoryError(f"no room for the key-value cache of {longest} tokens")
     merged = merged_model(model, plan, kernels) if layout.merged else None
     forward = Forward(model if merged is None else merged.model, plan, device)
-    return Opened(Engine(forward, layout, longest, plan, device, ahead=ahead), None, merged)
+    alone = root_of(model) is None  # what all ranks put together is in no graph
+    return Opened(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,10 +8,10 @@ against the head before anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
 
+T = TypeVar("T")
 
 #: Where a batch holds the positions that bear loss, if it does: :func:`supervised_positions`.
 SUPERVISED = "supervised"
@@ -311,8 +312,12 @@ def forward_loss(
     supervised = batch.get(SUPERVISED)
     if sequence is None:
         return loss_of(model, inputs, batch["labels"], num_items=num_items, supervised=supervised, stack=stack)
-    states, head = hidden_states(model, inputs, stack, sequence=sequence), head_of(model)
-    return next_token_loss(states, head, batch["targets"], num_items=num_items, supervised=supervised, shifted=True)
+
+    def of_part() -> TokenLoss:
+        states, head = hidden_states(model, inputs, stack, sequence=sequence), head_of(model)
+        return next_token_loss(states, head, batch["targets"], num_items=num_items, supervised=supervised, shifted=True)
+
+    return _loss_within_root(model, of_part)
 
 
 def loss_of(
@@ -324,27 +329,30 @@ def loss_of(
     supervised: Tensor | None = None,
     stack: DecoderStack | None = None,
 ) -> TokenLoss:
-    """:func:`next_token_loss` of the :func:`hidden_states` of ``inputs``; where the model's weights are spread over
-    ranks, in which all take part, by its root.
+    """:func:`next_token_loss` of the :func:`hidden_states` of ``inputs``."""
+
+    def of_all() -> TokenLoss:
+        states = hidden_states(model, inputs, stack)
+        return next_token_loss(states, head_of(model), labels, num_items=num_items, supervised=supervised)
+
+    return _loss_within_root(model, of_all)
+
+
+def _loss_within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], TokenLoss]) -> TokenLoss:
+    def parts() -> tuple[Tensor, Tensor | None, Tensor]:  # torch looks for tensors in tuples alone
+        found = compute()
+        return found.loss, found.correct, found.count
+
+    return TokenLoss(*within_root(model, parts))
+
+
+def within_root(model: PreTrainedModel | PeftModel, compute: Callable[[], T]) -> T:
+    """What ``compute`` makes of the model. Where its weights are spread over ranks, in which all take part, embedding,
+    last norm and head are whole meanwhile, and each layer is in its own call.
     """
-    root = root_of(model)
-    if root is None:
-        return whole_loss(model, inputs, labels, num_items=num_items, supervised=supervised, stack=stack)
-    return TokenLoss(*root(inputs, labels, num_items, supervised))
-
-
-def whole_loss(
-    model: PreTrainedModel | PeftModel,
-    inputs: Mapping[str, Tensor],
-    labels: Tensor,
-    *,
-    num_items: Tensor | int | None = None,
-    supervised: Tensor | None = None,
-    stack: DecoderStack | None = None,
-) -> TokenLoss:
-    """:func:`loss_of` a model whose embedding, last norm and head this process has whole."""
-    states = hidden_states(model, inputs, stack)
-    return next_token_loss(states, head_of(model), labels, num_items=num_items, supervised=supervised)
+    root: Any = root_of(model)
+    found: T = compute() if root is None or root.running else root(compute)
+    return found
 
 
 def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
@@ -354,7 +362,7 @@ def root_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
 
 
 def set_root(base: PreTrainedModel, root: nn.Module) -> None:
-    """Has :func:`loss_of` call ``root``."""
+    """Has :func:`within_root` call ``root``."""
     object.__setattr__(base, _ROOT, root)  # not a submodule: it holds the model itself
 
 

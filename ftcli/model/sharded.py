@@ -13,8 +13,8 @@ one parameter (:mod:`ftcli.model.joint`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.backbone import base_of, decoder_layers, set_root, whole_loss
+from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.parts import Parts, is_part, ready
 
 if TYPE_CHECKING:
@@ -31,23 +31,29 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
+
 
 class ShardedRoot(nn.Module):
-    """What is called in place of a model whose weights are spread: from token ids to loss, so that the head's weights
-    are whole where the loss reads them.
+    """What is called in place of a model whose weights are spread, with what is to be computed of it, from token ids to
+    loss: so the head's weights are whole where the loss reads them.
+
+    Attributes:
+        running: Whether a call is under way.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         super().__init__()
         self.model = model
+        self.running = False
 
-    def forward(
-        self, inputs: Mapping[str, Tensor], labels: Tensor, num_items: Tensor | int | None, supervised: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What :class:`ftcli.model.backbone.TokenLoss` holds; torch looks for tensors in tuples alone."""
-        model: Any = self.model
-        found = whole_loss(model, inputs, labels, num_items=num_items, supervised=supervised)
-        return found.loss, found.correct, found.count
+    def forward(self, compute: Callable[[], T]) -> T:
+        """What ``compute`` makes; torch looks for tensors in tuples, lists and dicts of it."""
+        self.running = True
+        try:
+            return compute()
+        finally:
+            self.running = False
 
 
 def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: Parts, plan: DtypePlan) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import FtcliError
-from ftcli.facts.spreading import spreads
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import OpenedRun, RunDirectory
@@ -65,7 +64,7 @@ class HeldOut:
         """Measures the trained model. What the base would have answered is asked now where it was not before."""
         loss = self.evaluator.loss(self.model)
         after = self._answers()
-        if not self.before and after and hasattr(self.model, "disable_adapter"):
+        if self._for_all(not self.before and bool(after) and hasattr(self.model, "disable_adapter")):
             from ftcli.model.initial import as_base
 
             with as_base(self.model):
@@ -73,6 +72,11 @@ class HeldOut:
         trained = _of_loss(loss)
         self._write(Evaluation(self.base, trained, _pairs(self.before, after)))
         return loss
+
+    def _for_all(self, said: bool) -> bool:
+        """What rank 0 says, on all ranks."""
+        group = self.evaluator.group
+        return said if group is None else bool(group.agree("asking", [said])[0][0])
 
     @property
     def _leads(self) -> bool:
@@ -84,11 +88,22 @@ class HeldOut:
             write_evaluation(self.directory.eval_path, evaluation)
 
     def _answers(self) -> list[JudgedRow]:
-        settings = self.evaluator.job.recipe
-        if not settings.data.eval or not settings.eval.samples or not self._leads or spreads(settings):
+        """What the model answers, for the rank that leads. All ranks call this: where the model's weights are spread
+        over them, each takes part.
+        """
+        from ftcli.evaluate.share import led_by_first
+        from ftcli.model.backbone import root_of
+
+        settings, group = self.evaluator.job.recipe, self.evaluator.group
+        if not settings.data.eval or not settings.eval.samples:
             return []
+        if group is not None and root_of(self.model) is not None:
+            return led_by_first(group, self.model, self._samples) or []
+        return self._samples() if self._leads else []
+
+    def _samples(self) -> list[JudgedRow]:
         try:
-            return self.evaluator.samples(self.model, settings.eval.samples)
+            return self.evaluator.samples(self.model, self.evaluator.job.recipe.eval.samples)
         except FtcliError:  # plain text has no prompt to show an answer for
             return []
 

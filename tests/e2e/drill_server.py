@@ -130,6 +130,25 @@ def fail(target: str, message: str, call: int = 1) -> None:
     _wrap(target, around)
 
 
+def scarce(what: str, rows: int) -> None:
+    """Memory runs out in the middle of a forward pass of spread weights of more than ``rows`` rows: in `evaluation`, or
+    in `generation`, where keys and values are kept.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def short(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_it = not self.training and ("cached" in kwargs) == (what == "generation")
+            if is_it and isinstance(self, FSDPModule) and self.self_attn.layer_idx and len(hidden) > rows:
+                raise torch.OutOfMemoryError
+            return function(self, hidden, *args, **kwargs)
+
+        return short
+
+    _wrap("ftcli.model.fused:FusedDecoderLayer.compute", around)
+
+
 def spoil(target: str, call: int) -> None:
     """In its ``call``-th call, ``target`` gives NaN."""
 
@@ -190,7 +209,9 @@ def few_held_out(count: int, folder: str) -> None:
     _wrap("ftcli.rows.places:bundled", around)
 
 
-_PREPARATIONS = {f.__name__: f for f in (pause, starve, fail, spoil, impatient, small_files, workers, few_held_out)}
+_PREPARATIONS = {
+    f.__name__: f for f in (pause, starve, fail, scarce, spoil, impatient, small_files, workers, few_held_out)
+}
 
 
 # -- the server ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -21,7 +22,7 @@ SPREAD: dict[str, Any] = {
     "model": {"kernels": "reference"},
     "launch": {"engine": "fsdp"},
     "train": {"max_steps": 4, "lr_scheduler_type": "constant"},
-    "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 0},
+    "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 3},
     "checkpoint": {"every_steps": 2},
 }
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
@@ -62,6 +63,31 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
     assert drills.metrics("two") == drills.metrics(alone)
     require_same_weights(drills.folder / "two" / "adapter", alone / "adapter")
     assert drills.checkpoints("two") == drills.checkpoints(alone)
+    evaluations = [json.loads((run / "eval.json").read_text()) for run in (drills.folder / "two", alone)]
+    assert len(evaluations[0]["samples"]) == 3
+    assert evaluations[0] == evaluations[1]
+
+
+def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Drills) -> None:
+    scarce = {0: (("scarce", "generation", 1),), 1: (("scarce", "evaluation", 1),)}
+    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=scarce)
+    assert ranks.ended() == [0, 0], ranks.said
+    for what in ("evaluation", "generation"):
+        assert f"out of memory in {what} with 2 rows at a time: going on with 1" in ranks.said
+    alone = drills.whole(**merged(merged(SPREAD, NF4), TWICE))
+    found, wanted = (json.loads((run / "eval.json").read_text()) for run in (drills.folder / "r", alone))
+    assert found["samples"] == wanted["samples"]
+    assert found["run"]["loss"] == pytest.approx(wanted["run"]["loss"], rel=1e-6)
+    require_same_weights(drills.folder / "r" / "adapter", alone / "adapter")
+
+
+def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> None:
+    scarce = {1: (("scarce", "evaluation", 0),)}
+    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=scarce)
+    assert ranks.ended() == [5, 5], ranks.said
+    assert "error[FT761]: rank 1: " in ranks.said
+    assert "one row alone does not fit into memory in evaluation" in ranks.said
+    assert ranks.said.count("error[") == 1
 
 
 @pytest.mark.slow
