@@ -38,27 +38,27 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
 
 
 def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport, error: BaseException) -> FtcliError:
-    """FT703 (exit 5) with the step, the part of it, the batch and what was allocated.
+    """FT703 (exit 5) with the step, the part of it, the batch, its rows and what was allocated.
 
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
     """
     step = trainer.state.global_step
     doing = trainer.phase
-    where = _where(doing, step, trainer.batch_shape)
+    where = _where(doing, step, trainer.batch_shape, trainer.rows_of_batch())
     held = _held(_parts(trainer))
     let_go(error)
     found = savings(report.setup.on(report.device), _estimated(doing))
     return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
 
 
-def _where(doing: Doing, step: int, batch_shape: tuple[int, ...] | None) -> str:
-    """In words: what was done after ``step`` steps, and with which batch."""
+def _where(doing: Doing, step: int, batch_shape: tuple[int, ...] | None, rows: str) -> str:
+    """In words: what was done after ``step`` steps, and with which batch; ``rows`` are those of it, by file."""
     if doing == "saving":
         return f"while step {step} was saved"
     if doing == EVALUATION:
         return f"in the evaluation after step {step}"
     part = f"step {step + 1}" if doing == "step" else f"the {_WORDS.get(doing, doing)} of step {step + 1}"
-    return f"in {part}{_batch(batch_shape)}"
+    return f"in {part}{_batch(batch_shape, rows)}"
 
 
 def _estimated(doing: Doing) -> tuple[Phase, ...]:
@@ -105,11 +105,11 @@ def _error(message: str, found: Sequence[Saving], report: PreflightReport) -> Ft
     return FtcliError.single("FT703", message, exit_code=ExitCode.OUT_OF_MEMORY, help=help)
 
 
-def _batch(shape: tuple[int, ...] | None) -> str:
+def _batch(shape: tuple[int, ...] | None, named: str) -> str:
     if shape is None or len(shape) != 2:
         return ""
     rows, tokens = shape
-    return f" (a batch of {rows:,} row{'s' * (rows != 1)} of {tokens:,} tokens)"
+    return f" (a batch of {rows:,} row{'s' * (rows != 1)} of {tokens:,} tokens{': ' * bool(named)}{named})"
 
 
 def _asked(error: BaseException) -> str:

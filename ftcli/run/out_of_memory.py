@@ -7,6 +7,8 @@ from pathlib import Path
 
 #: ``Tried to allocate 20.00 GiB`` (CUDA) and ``you tried to allocate 8192 bytes`` (CPU).
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+#: What CUDA, Triton, NCCL and cuBLAS say when memory is short for what they take beside torch's allocator.
+_OF_LIBRARIES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -18,7 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if "OutOfMemoryError" in names:
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("CUDA out of memory" in text or "DefaultCPUAllocator" in text)
+    return isinstance(error, RuntimeError) and any(word in text for word in (*_OF_LIBRARIES, "DefaultCPUAllocator"))
 
 
 def asked_bytes(error: BaseException) -> int | None:

@@ -22,7 +22,7 @@ from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
-from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes
+from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
     from ftcli.model.graphs import GraphRunner
@@ -114,6 +114,10 @@ class RunTrainerMixin(OptimisationMixin):
 
     def _batch_rows(self) -> tuple[int, ...]:
         return self._rows[self._batch] if 0 <= self._batch < len(self._rows) else ()
+
+    def rows_of_batch(self) -> str:
+        """The rows of the batch that is being trained on, by file, as :func:`row_list`; none where it is not known."""
+        return row_list(origin for row in self._batch_rows() for origin in self.row_origins(row))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
         scaled = unscale(self)  # type: ignore[arg-type]

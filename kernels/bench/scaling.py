@@ -1,9 +1,10 @@
 """What N GPUs of one host achieve: training with adapters, full fine-tuning, a 70B base, rollouts, preemption.
 
-    python kernels/bench/scaling.py FOLDER [--gpus 8] [--only lora,full,70b,rollouts,resume] [--steps 6]
+    python kernels/bench/scaling.py FOLDER [--gpus 8] [--only lora,full,70b,rollouts,resume] [--steps 4] [--profile]
 
-Random weights of the true shapes, 2 x 4096 tokens a GPU. Four minutes on 2 x H200, and within ten on eight. Writes
+Random weights of the true shapes, 2 x 4096 tokens a GPU. Five minutes on 2 x H200, and within ten on eight. Writes
 FOLDER/scaling.json and what the commands print. ``--gpus cpu`` is two processes of a small model, to try the script.
+``--profile`` records a further step of each kind: its kernels by time, and how long rank 0's GPU worked in it.
 NVLink multicast is not needed, and stays as the environment has it (NCCL_NVLS_ENABLE).
 """
 
@@ -15,12 +16,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpus import Run, bench
+from gpus import TINY, Run, bench
 
 _EIGHT, _SEVENTY = "recipes/llama3.1-8b.yaml", "recipes/llama3.1-70b-qlora.yaml"
 #: Completions that are generated at a time on each GPU.
@@ -71,6 +73,7 @@ def full(asked: Asked) -> list[dict[str, Any]]:
 def seventy(asked: Asked) -> list[dict[str, Any]]:
     """Adapters on a 70B base in NF4, spread over the GPUs, whole layers run again."""
     words = ("--set", "train.gradient_checkpointing=true", "--set", "launch.engine=fsdp", *asked.steps, *asked.spread)
+    words += ("--set", "quantization.method=nf4") if asked.tiny else ("--steps", "3")  # of six seconds each
     found = bench(asked.out, "70b", asked.recipe or _SEVENTY, words)
     return [_row("70B NF4, FSDP2: tokens/s a GPU", _each(found), 1_200.0, "", found=found)]
 
@@ -87,17 +90,18 @@ def _generate(asked: Asked, gpus: Sequence[int]) -> list[float]:
     """Tokens a second of each, prompts included."""
     command = [sys.executable, str(Path(__file__).with_name("generation.py")), "--cases", "merged", "--no-tables"]
     command += ["--batches", "2", "--tiny"] if asked.tiny else ["--batches", str(_ROLLOUTS)]
-    running = [
-        subprocess.Popen(  # noqa: S603
-            command,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for gpu in gpus
-    ]
-    said = [each.communicate()[0] for each in running]
+    with (asked.out / f"rollouts-{len(gpus)}.log").open("wb") as log:
+        running = [
+            subprocess.Popen(  # noqa: S603
+                command,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            for gpu in gpus
+        ]
+        said = [each.communicate()[0] for each in running]
     lines = [line for text in said for line in text.splitlines() if line.startswith("{")]
     return [float(json.loads(line)["tokens_per_second"]) for line in lines]
 
@@ -108,7 +112,7 @@ def resume(asked: Asked) -> list[dict[str, Any]]:
     one = Run(asked.out, "start-one", recipe, ("--output-dir", str(asked.out / "one"), "--max-steps", "2"))
     first_alone = one.until("train 1/", 240.0)
     one.ended()
-    place = ("--output-dir", str(asked.out / "preempted"), "--max-steps", "24")
+    place = ("--output-dir", str(asked.out / "preempted"), "--max-steps", "24" if asked.tiny else "60")
     begun = Run(asked.out, "preempted", recipe, (*place, *asked.spread))
     first = begun.until("train 1/", 240.0)
     begun.until("train 4/")
@@ -149,20 +153,25 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", default="8")
     parser.add_argument("--only", default=",".join(_PARTS))
-    parser.add_argument("--steps", default="6")
+    parser.add_argument("--steps", default="4")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--recipe", help="in place of all recipes, to try the script")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     cpu = given.gpus == "cpu"
     spread = ("--set", "launch.num_processes=2") if cpu else ("--gpus", given.gpus)
-    asked = Asked(given.folder, 2 if cpu else int(given.gpus), spread, ("--steps", given.steps), given.recipe, tiny=cpu)
+    steps = ("--steps", given.steps, *(("--profile",) if given.profile else ()), *(TINY if cpu else ()))
+    recipe = given.recipe or ("recipes/smoke.yaml" if cpu else None)
+    asked = Asked(given.folder, 2 if cpu else int(given.gpus), spread, steps, recipe, tiny=cpu)
     rows: list[dict[str, Any]] = []
     for name in given.only.split(","):
+        began = time.perf_counter()
         for row in _PARTS[name](asked):
             rows.append(row)
             shown = "none" if row["value"] is None else f"{row['value']:,.4g}"
             print(f"| {row['what']} | {shown} | {row['unit']} {row['aim']:,g} | {_met(row)} |", flush=True)
             (given.folder / "scaling.json").write_text(json.dumps(rows, indent=1))
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     return 0
 
 

@@ -3,7 +3,7 @@
     python kernels/bench/spread.py FOLDER [--gpus 2] [--only full8b,qlora70b,...] [--steps 4] [--layers N]
 
 Writes FOLDER/spread.json and what the commands print. Random weights of the true shapes; about four minutes on
-2 x H200. ``--gpus cpu`` runs two processes of tiny models on a CPU, to try the script.
+2 x H200. ``--gpus cpu`` runs two processes of the bundled tiny model on a CPU, to try the script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpus import Run, bench
+from gpus import TINY, Run, bench
 
 _EIGHT, _SEVENTY, _QLORA = (f"recipes/llama3.1-{name}.yaml" for name in ("8b", "70b-qlora", "8b-qlora"))
 _SPREAD = ("--set", "launch.engine=fsdp")
@@ -66,8 +66,10 @@ def main() -> int:
     several = ("--gpus", asked.gpus) if asked.gpus != "cpu" else ("--set", "launch.num_processes=2")
     spread = (*several, *_SPREAD, "--debug")
     shorter = ("--layers", asked.layers) if asked.layers else ()
-    eight, seventy, qlora = (asked.recipe or each for each in (_EIGHT, _SEVENTY, _QLORA))
-    steps = ("--steps", asked.steps)
+    cpu = asked.gpus == "cpu"
+    recipe = asked.recipe or ("recipes/smoke.yaml" if cpu else None)
+    eight, seventy, qlora = (recipe or each for each in (_EIGHT, _SEVENTY, _QLORA))
+    steps = ("--steps", asked.steps, *(TINY if cpu else ()))
     work = {
         "full8b": lambda: bench(out, "full8b", eight, ("--set", "lora=null", *steps, *shorter, *spread)),
         "qlora70b": lambda: bench(out, "qlora70b", seventy, (*_AGAIN, *steps, *shorter, *spread)),
@@ -81,7 +83,7 @@ def main() -> int:
         "full2b": lambda: start(
             out,
             "full2b",
-            asked.recipe or "recipes/gemma2-2b.yaml",
+            recipe or "recipes/gemma2-2b.yaml",
             ("--set", "lora=null", "--set", "checkpoint.every_steps=2", "--set", "export.formats=[]", *spread),
             3,
         ),

@@ -22,7 +22,6 @@ CHANGE: dict[str, Any] = {
 }
 FOUR = {**CHANGE, "train": {**CHANGE["train"], "gradient_accumulation_steps": 4}}
 TWO = {**CHANGE, "train": {**CHANGE["train"], "gradient_accumulation_steps": 2}}
-_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
 
 
 def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(drills: Drills) -> None:
@@ -84,7 +83,12 @@ def test_a_run_on_two_ranks_that_is_interrupted_is_the_same_run(drills: Drills) 
     ("rank", "prepared", "status", "words"),
     [
         (1, ("spoil", STEP, 3), 6, ("FT702", "the loss of rank 1 is nan at step 3", "rows of that batch: ")),
-        (1, ("fail", STEP, _MEMORY, 3), 5, ("FT703", "rank 1: ", "step-00000002")),
+        (
+            1,
+            ("starve", STEP, 3, 1 << 20),
+            5,
+            ("FT703", "rank 1: out of memory", "bundled:smoke-train:", "step-00000002"),
+        ),
         (1, ("fail", STEP, "no such thing", 3), 1, ("FT190", "rank 1: this is a bug", "no such thing")),
         (0, ("small_files", 100_000), 3, ("FT724",)),
     ],

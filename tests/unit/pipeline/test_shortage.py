@@ -8,23 +8,40 @@ import pytest
 
 from ftcli.pipeline.shortage import _estimated, _where
 from ftcli.preflight.memory.terms import Phase
+from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.trainers.base import Doing
 
 
 @pytest.mark.parametrize(
     ("doing", "said"),
     [
-        ("forward", "in the forward pass of step 5 (a batch of 2 rows of 1,024 tokens)"),
-        ("backward", "in the backward pass of step 5 (a batch of 2 rows of 1,024 tokens)"),
-        ("optimizer step", "in the optimizer step of step 5 (a batch of 2 rows of 1,024 tokens)"),
-        ("generation", "in the generation of step 5 (a batch of 2 rows of 1,024 tokens)"),
-        ("step", "in step 5 (a batch of 2 rows of 1,024 tokens)"),
+        ("forward", "in the forward pass of step 5 (a batch of 2 rows of 1,024 tokens: a.jsonl:3, 17)"),
+        ("backward", "in the backward pass of step 5 (a batch of 2 rows of 1,024 tokens: a.jsonl:3, 17)"),
+        ("optimizer step", "in the optimizer step of step 5 (a batch of 2 rows of 1,024 tokens: a.jsonl:3, 17)"),
+        ("generation", "in the generation of step 5 (a batch of 2 rows of 1,024 tokens: a.jsonl:3, 17)"),
+        ("step", "in step 5 (a batch of 2 rows of 1,024 tokens: a.jsonl:3, 17)"),
         ("evaluation", "in the evaluation after step 4"),
         ("saving", "while step 4 was saved"),
     ],
 )
 def test_where_it_was(doing: Doing, said: str) -> None:
-    assert _where(doing, 4, (2, 1024)) == said
+    assert _where(doing, 4, (2, 1024), "a.jsonl:3, 17") == said
+
+
+@pytest.mark.parametrize(
+    ("said", "short"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 GiB", True),
+        ("CUDA error: out of memory", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_memory_can_be_short_for_libraries_as_well(said: str, short: bool) -> None:
+    assert is_out_of_memory(RuntimeError(said)) is short
+    assert not is_out_of_memory(ValueError(said))
 
 
 def test_all_that_a_trainer_does_is_a_phase_of_the_estimate_or_has_none() -> None:
