@@ -87,7 +87,7 @@ def _opened_run(
     path = Path(str(recipe.run.output_dir))
     with _never_left_running(path, stop), ExitStack() as stack:
         with stop.interruptible("opening the run directory"):
-            opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml))
+            opened = stack.enter_context(open_run(path, recipe.run.resume, recipe_yaml, command))
         for warning in opened.warnings:
             session.reporter.finding(warning)
         if opened.already_complete:

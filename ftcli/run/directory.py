@@ -27,11 +27,13 @@ from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_k
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
+from ftcli.run.manifest import read_manifest
 from ftcli.run.status import Trained, TrainingSummary
 
 __all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
 
 _SHOWN = 12
+_ANEW = "to start a new one, use --resume never, which keeps the old run beside it, or another --output-dir"
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class OpenedRun:
         self.close()
 
 
-def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
+def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") -> OpenedRun:
     """Start, continue or refuse a run in ``path``.
 
     Args:
@@ -102,13 +104,14 @@ def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
             then meant. The recipe goes on from there: within the checkpoint's own run, whose later checkpoints are
             renamed, or in a ``path`` that is new.
         recipe_yaml: The resolved recipe.
+        command: What trains (``train``, ``grpo`` …): a run goes on by the command that it was begun with.
 
     On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), what a crash
     left behind is gone, and the directory is locked for this process.
 
     Raises:
-        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key),
-            FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint
+        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key) or
+            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint
             is unusable, FT727 the run's own recipe is not readable.
     """
     run = RunDirectory(Path(path))
@@ -116,7 +119,7 @@ def open_run(path: Path, resume: str, recipe_yaml: str) -> OpenedRun:
     try:
         if resume == "never" and _holds_run(run):
             lock = _start_beside(run, lock)
-        opened = _open_locked(run, resume, recipe_yaml)
+        opened = _open_locked(run, resume, recipe_yaml, command)
     except BaseException:
         lock.release()
         raise
@@ -134,12 +137,12 @@ class _Decision:
     warnings: tuple[Finding, ...] = ()
 
 
-def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
+def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str) -> _Decision:
     run.checkpoints.clean()
     if names_checkpoint(resume):
-        decision = _continue_from(run, Path(resume), recipe_yaml)
+        decision = _continue_from(run, Path(resume), recipe_yaml, command)
     else:
-        decision = _continue_own(run, recipe_yaml) if _holds_run(run) else _Decision(None)
+        decision = _continue_own(run, recipe_yaml, command) if _holds_run(run) else _Decision(None)
     if decision.already_complete:
         return decision
     with storage_errors(run.path):
@@ -155,10 +158,13 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str) -> _Decision:
     return decision
 
 
-def _continue_own(run: RunDirectory, recipe_yaml: str) -> _Decision:
+def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decision:
     changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
-    if changes and not _has_begun(run):
+    earlier = _other_command(run, command)
+    if (changes or earlier) and not _has_begun(run):
         return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
+    if earlier is not None:
+        raise _made_by(run, earlier, command)
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
@@ -212,7 +218,7 @@ def _clear_leftovers(path: Path) -> None:
             delete(leftover)
 
 
-def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decision:
+def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: str) -> _Decision:
     source = _checkpoint_at(named)
     owner = RunDirectory(source.resolve().parent.parent)
     own = owner.path == run.path.resolve()
@@ -223,6 +229,9 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str) -> _Decisio
             exit_code=ExitCode.RECIPE,
             help="choose a new --output-dir, or use --resume auto to continue the run that is there",
         )
+    earlier = _other_command(owner, command)
+    if earlier is not None:
+        raise _made_by(owner, earlier, command)
     changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
     structural = tuple(c for c in changes if c.is_in(structural_keys()))
     if structural:
@@ -301,6 +310,22 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
         raise unreadable(run.recipe_path, error) from error
 
 
+def _other_command(run: RunDirectory, command: str) -> str | None:
+    """The command that the run was begun with, where it is another one; None where the manifest names none."""
+    began = read_manifest(run.manifest_path).get("command")
+    return began if isinstance(began, str) and began != command else None
+
+
+def _made_by(run: RunDirectory, began: str, command: str) -> FtcliError:
+    return FtcliError.single(
+        "FT721",
+        f"the run in {run.path} was begun by `ftcli {began}`, and this is `ftcli {command}`",
+        origin=Origin(str(run.manifest_path)),
+        exit_code=ExitCode.RECIPE,
+        help=f"continue it with `ftcli {began}`; {_ANEW}",
+    )
+
+
 def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
     # A section that only one of them has would fill the list with its defaults.
     shown = [str(change) for change in sorted(changes, key=lambda change: not change.in_both)[:_SHOWN]]
@@ -308,10 +333,7 @@ def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
         shown.append(f"{len(changes) - _SHOWN} more keys")
     place = Origin(str(run.recipe_path))
     findings = [Finding("FT721", f"the recipe differs from that of the run in {run.path}: {t}", place) for t in shown]
-    remedy = (
-        "to continue the run, undo these changes; to start a new one, use --resume never, which keeps the old run "
-        "beside it, or another --output-dir"
-    )
+    remedy = f"to continue the run, undo these changes; {_ANEW}"
     return FtcliError([*findings[:-1], replace(findings[-1], help=remedy)], ExitCode.RECIPE)
 
 

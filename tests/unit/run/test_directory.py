@@ -204,6 +204,30 @@ def test_a_run_that_was_refused_before_its_first_step_does_not_claim_its_folder(
         open_run(run.path, "auto", recipe(train={"max_steps": 10}))
 
 
+@pytest.mark.parametrize("state", ["finished", "unfinished", "by name"])
+def test_a_run_goes_on_by_the_command_that_began_it(tmp_path: Path, state: str) -> None:
+    run = unfinished(tmp_path / "a", 5)
+    run.manifest_path.write_text('{"command": "train"}')
+    if state == "finished":
+        with open_run(run.path, "auto", recipe()) as opened:
+            run.adapter_dir.mkdir()
+            opened.finish(ExitCode.OK)
+    before = run.status_path.read_text()
+    resume = str(run.checkpoints.path(5)) if state == "by name" else "auto"
+    path = tmp_path / "b" if state == "by name" else run.path
+    with pytest.raises(FtcliError, match=r"begun by `ftcli train`, and this is `ftcli grpo`") as caught:
+        open_run(path, resume, recipe(), "grpo")
+    assert codes(caught.value) == ["FT721"]
+    assert run.status_path.read_text() == before
+    open_run(run.path, "never", recipe(), "grpo").close()
+
+
+def test_a_run_that_never_began_takes_another_command(tmp_path: Path) -> None:
+    run = unfinished(tmp_path / "a")
+    run.manifest_path.write_text('{"command": "train"}')
+    open_run(run.path, "auto", recipe(), "grpo").close()
+
+
 def test_the_time_of_earlier_processes_is_kept(tmp_path: Path) -> None:
     run = unfinished(tmp_path / "a", 5)
     raw = json.loads(run.status_path.read_text())
