@@ -38,6 +38,7 @@ from ftkernels import (
     nf4_kernels,
     norm_parts,
     qkv_norm_rope,
+    qkv_parts,
     qkv_rope,
     rope,
     row_sums,
@@ -142,8 +143,8 @@ def head_norm_cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[
 
     for name, q_heads, k_heads, size in (("", 32, 8, 128), (", wide heads", 8, 4, 256)):
         angles, weight, width = new(1, rows, size), new(size, of=torch.float32), (q_heads + 2 * k_heads) * size
-        rotary = qkv_rope.Rotary(angles, angles, q_heads, k_heads)
-        norms = qkv_norm_rope.HeadNorms(weight, weight, 1e-6, "llama")
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
+        norms = qkv_parts.HeadNorms(weight, weight, 1e-6, "llama")
         y, grads = new(rows, width), (new(1, q_heads, rows, size), *(new(1, k_heads, rows, size) for _ in range(2)))
         for lora in (False, True) if capability >= 80 else (False,):
             xa, b = (new(rows, 3 * rank), new(width, rank)) if lora else (None, None)
@@ -244,7 +245,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
         (", wide heads", 16, 8, 256),
     ):
         angles = new(1, rows, size)
-        rotary = qkv_rope.Rotary(angles, angles, q_heads, k_heads)
+        rotary = qkv_parts.Rotary(angles, angles, q_heads, k_heads)
         width = (q_heads + 2 * k_heads) * size
         yield (
             f"qkv rope forward{name}",

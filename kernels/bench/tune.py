@@ -23,7 +23,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cases import Maker
-from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_norm_rope, qkv_rope
+from ftkernels import cross_entropy, glu_kernels, lowrank_add, norm_parts, qkv_norm_rope, qkv_parts, qkv_rope
 from ftkernels.tiles import Tile
 from shapes import SHAPES, Shape
 from timing import Clock
@@ -99,9 +99,9 @@ def add(make: Maker, shape: Shape, rank: int) -> Case:
     return 6 * y.numel(), lambda t: lowrank_add.lowrank_add(y, xa, b, residual, triton_kernel=True, tile=t), tiles
 
 
-def _rotary(make: Maker, shape: Shape) -> qkv_rope.Rotary:
+def _rotary(make: Maker, shape: Shape) -> qkv_parts.Rotary:
     cos = make.new(1, shape.seq_len, shape.head_dim)
-    return qkv_rope.Rotary(cos, cos, shape.q_heads, shape.k_heads)
+    return qkv_parts.Rotary(cos, cos, shape.q_heads, shape.k_heads)
 
 
 def _turns() -> list[Tile]:
@@ -143,9 +143,9 @@ def qkv_rope_backward_by_head(make: Maker, shape: Shape, rank: int) -> Case:
     )
 
 
-def _norms(make: Maker, shape: Shape) -> qkv_norm_rope.HeadNorms:
+def _norms(make: Maker, shape: Shape) -> qkv_parts.HeadNorms:
     weight = make.new(shape.head_dim)
-    return qkv_norm_rope.HeadNorms(weight, weight, 1e-6, shape.form)
+    return qkv_parts.HeadNorms(weight, weight, 1e-6, shape.form)
 
 
 def qkv_norm_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:

@@ -18,38 +18,19 @@ dw and dxa are float32: partial sums a program, added in a fixed order afterward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import (
-    accumulate_dtype,
-    gpu_of,
-    on_device_of,
-    rounded,
-    store_dtype,
-    triton_dtype,
-    triton_store_dtype,
-)
-from ftkernels.limits import NormForm
-from ftkernels.qkv_norm_rope_kernels import backward_kernel, forward_kernel
-from ftkernels.qkv_rope import FEW_ROWS, Rotary
-from ftkernels.rope import rotation_arguments
+from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.qkv_backward import qkv_backward
+from ftkernels.qkv_parts import FEW_ROWS, HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
+from ftkernels.rope import load_rotation, rotate, rotation_arguments
 from ftkernels.row_sums import column_sums
 from ftkernels.tiles import Tile, tile_for
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The weights (D,) of the norms of queries and of keys, whose eps and form are one."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-    form: NormForm
 
 
 class HeadGrads(NamedTuple):
@@ -63,22 +44,84 @@ class HeadGrads(NamedTuple):
     dw_k: Tensor | None
 
 
-def _constants(rotary: Rotary, norms: HeadNorms, b: Tensor | None, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
-    """The constexpr arguments and the launch options that both kernels take."""
-    half = rotary.head_dim // 2
-    return {
-        "FORM": norms.form,
-        "ROUND": triton_store_dtype(dtype),
-        "DELTA": b is not None,
-        "HALF": half,
-        "BLOCK": max(16, triton.next_power_of_2(half)),
-        "K": 16 if b is None else b.shape[1],
-        "ACC": triton_dtype(dtype),
-        "DOT": triton_store_dtype(dtype),
-        "BM": tile.rows,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+@triton.jit
+def _forward_kernel(
+    y_ptr,
+    out_ptr,
+    xa_ptr,
+    b_ptr,
+    wq_ptr,
+    wk_ptr,
+    cos_ptr,
+    cos_batch,
+    cos_token,
+    sin_ptr,
+    sin_batch,
+    sin_token,
+    M,
+    S,
+    q_heads,
+    k_heads,
+    heads,
+    heads_each,
+    eps,
+    FORM: tl.constexpr,
+    ROUND: tl.constexpr,
+    DELTA: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    DOT: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """A program's rows, ``heads_each`` of the first ``heads`` heads of y (M, N). q and k go to out (M, (Hq + Hk) * D);
+    with DELTA the low-rank terms are added to y in place, v's too.
+    """
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    row_ok = rows[:, None] < M
+    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]  # no address outside its tensor
+    d = tl.arange(0, BLOCK)[None, :]
+    d_ok = d < HALF
+    mask = row_ok & d_ok
+    k = tl.arange(0, K)
+    c1, c2, s1, s2 = load_rotation(
+        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, ACC
+    )
+    wq1, wq2 = head_weights(wq_ptr, d, d_ok, HALF, FORM, ACC)
+    wk1, wk2 = head_weights(wk_ptr, d, d_ok, HALF, FORM, ACC)
+    normed = q_heads + k_heads
+    first = tl.program_id(1) * heads_each
+    y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + d
+    out_at = out_ptr + row64 * (normed * (2 * HALF)) + d
+    for step in range(heads_each):
+        live = first + step < heads
+        head = tl.minimum(first + step, heads - 1)
+        column = head * (2 * HALF)
+        x1 = tl.load(y_at + column, mask=mask & live, other=0.0).to(ACC)
+        x2 = tl.load(y_at + column + HALF, mask=mask & live, other=0.0).to(ACC)
+        if DELTA:
+            part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
+            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
+            b_at = b_ptr + (column + d).to(tl.int64) * K + k[:, None]
+            b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
+            b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
+            # What is kept is rounded, and it is what is kept that is normalised.
+            x1 = (x1 + tl.dot(xa, b1, input_precision="ieee")).to(ROUND).to(ACC)
+            x2 = (x2 + tl.dot(xa, b2, input_precision="ieee")).to(ROUND).to(ACC)
+            tl.store(y_at + column, x1.to(y_ptr.dtype.element_ty), mask=mask & live)
+            tl.store(y_at + column + HALF, x2.to(y_ptr.dtype.element_ty), mask=mask & live)
+        rstd = head_rstd(x1, x2, eps, HALF, ACC)
+        n1 = x1 * rstd
+        n2 = x2 * rstd
+        if FORM == "llama":
+            n1 = n1.to(ROUND).to(ACC)
+            n2 = n2.to(ROUND).to(ACC)
+        of_q = head < q_heads
+        y1, y2 = rotate(n1 * tl.where(of_q, wq1, wk1), n2 * tl.where(of_q, wq2, wk2), c1, c2, s1, s2, TRANSPOSED=False)
+        written = mask & live & (head < normed)
+        tl.store(out_at + column, y1.to(out_ptr.dtype.element_ty), mask=written)
+        tl.store(out_at + column + HALF, y2.to(out_ptr.dtype.element_ty), mask=written)
 
 
 def qkv_norm_rope_forward(
@@ -97,7 +140,7 @@ def qkv_norm_rope_forward(
     each = min(tile.columns, heads)
     if count:
         with on_device_of(y):
-            forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
+            _forward_kernel[(triton.cdiv(count, tile.rows), triton.cdiv(heads, each))](
                 stored,
                 out,
                 stored if xa is None else xa,
@@ -112,7 +155,9 @@ def qkv_norm_rope_forward(
                 heads,
                 each,
                 float(norms.eps),
-                **_constants(rotary, norms, b, y.dtype, tile),
+                FORM=norms.form,
+                ROUND=triton_store_dtype(y.dtype),
+                **qkv_constants(rotary, b, y.dtype, tile),
             )
     return rounded(out, y.dtype), rounded(stored, y.dtype)
 
@@ -142,43 +187,8 @@ def qkv_norm_rope_backward(
     tile: Tile | None = None,
 ) -> HeadGrads:
     """From the gradients of q, k, v (B, heads, S, D) and y (M, N) as the forward left it. d is in ``dtype``."""
-    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in grads)
-    batch, _, seq_len, head_dim = dq.shape
-    count, width = batch * seq_len, y.shape[1]
     rank = 0 if b is None else b.shape[1]
-    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, head_dim, rank)
-    splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
-    acc = accumulate_dtype(dtype)
-    out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
-    dw = torch.empty((blocks * splits if want_dw else 0, 2 * head_dim), dtype=acc, device=dq.device)
-    if count:
-        with on_device_of(dq):
-            backward_kernel[(blocks, splits)](
-                dq,
-                *dq.stride()[:3],
-                dk,
-                *dk.stride()[:3],
-                dv,
-                *dv.stride()[:3],
-                y,
-                out,
-                out if b is None else b,
-                dxa,
-                norms.q,
-                norms.k,
-                dw,
-                *rotation_arguments(rotary.cos, rotary.sin),
-                count,
-                seq_len,
-                rotary.q_heads,
-                rotary.k_heads,
-                width,
-                triton.cdiv(rotary.q_heads, splits),
-                triton.cdiv(rotary.k_heads, splits),
-                float(norms.eps),
-                WANT_DW=want_dw,
-                **_constants(rotary, norms, b, dtype, tile),
-            )
-    dw_q, dw_k = column_sums(dw).split(head_dim) if want_dw else (None, None)
-    return HeadGrads(rounded(out, dtype), None if b is None else dxa, dw_q, dw_k)
+    tile = tile or backward_tile(gpu_of(y.device).shared_memory_bytes, rotary.head_dim, rank)
+    found = qkv_backward(grads, b, rotary, dtype, tile, y=y, norms=norms, want_dw=want_dw)
+    dw_q, dw_k = column_sums(found.dw).split(rotary.head_dim) if want_dw else (None, None)
+    return HeadGrads(found.d, found.dxa, dw_q, dw_k)

@@ -14,43 +14,16 @@ dxa is float32: a partial sum a program over its heads, the programs' sums added
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import (
-    accumulate_dtype,
-    gpu_of,
-    on_device_of,
-    rounded,
-    store_dtype,
-    triton_dtype,
-    triton_store_dtype,
-)
+from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype
+from ftkernels.qkv_backward import qkv_backward
+from ftkernels.qkv_parts import FEW_ROWS, Rotary, qkv_constants
 from ftkernels.rope import load_rotation, rotate, rotation_arguments
 from ftkernels.tiles import Tile, tile_for
-
-#: Up to so many rows a program takes one head.
-FEW_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """cos and sin, (B or 1, S, D), last stride 1, and the head counts they turn."""
-
-    cos: Tensor
-    sin: Tensor
-    q_heads: int
-    k_heads: int
-
-    @property
-    def head_dim(self) -> int:
-        """D; the whole head is rotated."""
-        return int(self.cos.shape[-1])
 
 
 @triton.jit
@@ -81,7 +54,7 @@ def _forward_kernel(
     """In place over y (M, N): a program's rows, ``heads_each`` heads of the q, k and v heads in a row."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_ok = rows[:, None] < M
-    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]  # as in _heads_back: no address outside its tensor
+    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]  # no address outside its tensor
     d = tl.arange(0, BLOCK)
     d_ok = d[None, :] < HALF
     mask = row_ok & d_ok
@@ -123,154 +96,6 @@ def _forward_kernel(
         tl.store(y_at + column + HALF, y2.to(y_ptr.dtype.element_ty), mask=mask & live)
 
 
-@triton.jit
-def _heads_back(
-    dy_ptr,
-    dy_batch,
-    dy_head,
-    dy_token,
-    out_ptr,
-    b_ptr,
-    first_column,
-    first_head,
-    heads_each,
-    heads,
-    rows,
-    M,
-    S,
-    N,
-    c1,
-    c2,
-    s1,
-    s2,
-    TURNED: tl.constexpr,
-    DELTA: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    ACC: tl.constexpr,
-    DOT: tl.constexpr,
-    BM: tl.constexpr,
-):
-    """``heads_each`` heads of one of q, k, v: writes their columns of out, returns their sum of d_h @ B_h, (BM, K)."""
-    # Rows and heads past the end are masked, and their addresses are those of the last one all the same. The loop's
-    # software pipeline asks for heads that no iteration reaches; a stride further on may not be mapped at all.
-    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
-    d = tl.arange(0, BLOCK)
-    k = tl.arange(0, K)
-    d_ok = d[None, :] < HALF
-    mask = (rows[:, None] < M) & d_ok
-    dxa = tl.full((BM, K), 0.0, ACC)
-    for step in range(heads_each):
-        live = first_head + step < heads
-        head = tl.minimum(first_head + step, heads - 1)
-        head64 = tl.cast(head, tl.int64)
-        dy_at = dy_ptr + (row64 // S) * dy_batch + head64 * dy_head + (row64 % S) * dy_token + d[None, :]
-        g1 = tl.load(dy_at, mask=mask & live, other=0.0).to(ACC)
-        g2 = tl.load(dy_at + HALF, mask=mask & live, other=0.0).to(ACC)
-        if TURNED:
-            x1, x2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
-        else:
-            x1 = g1
-            x2 = g2
-        column = first_column + head * (2 * HALF)
-        out_at = out_ptr + row64 * N + column + d[None, :]
-        tl.store(out_at, x1.to(out_ptr.dtype.element_ty), mask=mask & live)
-        tl.store(out_at + HALF, x2.to(out_ptr.dtype.element_ty), mask=mask & live)
-        if DELTA:
-            b_at = b_ptr + (column + d[:, None]).to(tl.int64) * K + k[None, :]
-            b_ok = (d[:, None] < HALF) & live
-            b1 = tl.load(b_at, mask=b_ok, other=0.0).to(DOT)
-            b2 = tl.load(b_at + HALF * K, mask=b_ok, other=0.0).to(DOT)
-            dxa += tl.dot(x1.to(DOT), b1, input_precision="ieee")
-            dxa += tl.dot(x2.to(DOT), b2, input_precision="ieee")
-    return dxa
-
-
-@triton.jit
-def _backward_kernel(
-    dq_ptr,
-    dq_batch,
-    dq_head,
-    dq_token,
-    dk_ptr,
-    dk_batch,
-    dk_head,
-    dk_token,
-    dv_ptr,
-    dv_batch,
-    dv_head,
-    dv_token,
-    out_ptr,
-    b_ptr,
-    dxa_ptr,
-    cos_ptr,
-    cos_batch,
-    cos_token,
-    sin_ptr,
-    sin_batch,
-    sin_token,
-    M,
-    S,
-    q_heads,
-    k_heads,
-    N,
-    q_each,
-    k_each,
-    DELTA: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    ACC: tl.constexpr,
-    DOT: tl.constexpr,
-    BM: tl.constexpr,
-):
-    """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K)."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    split = tl.program_id(1)
-    row_ok = rows[:, None] < M
-    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
-    d = tl.arange(0, BLOCK)
-    mask = row_ok & (d[None, :] < HALF)
-    c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d[None, :], mask, HALF, ACC
-    )
-    q_width = q_heads * (2 * HALF)
-    k_width = k_heads * (2 * HALF)
-    dxa_q = _heads_back(
-        dq_ptr, dq_batch, dq_head, dq_token, out_ptr, b_ptr, 0, split * q_each, q_each, q_heads,
-        rows, M, S, N, c1, c2, s1, s2, True, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
-    )  # fmt: skip
-    dxa_k = _heads_back(
-        dk_ptr, dk_batch, dk_head, dk_token, out_ptr, b_ptr, q_width, split * k_each, k_each, k_heads,
-        rows, M, S, N, c1, c2, s1, s2, True, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
-    )  # fmt: skip
-    dxa_v = _heads_back(
-        dv_ptr, dv_batch, dv_head, dv_token, out_ptr, b_ptr, q_width + k_width, split * k_each, k_each, k_heads,
-        rows, M, S, N, c1, c2, s1, s2, False, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
-    )  # fmt: skip
-    if DELTA:
-        dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
-        tl.store(dxa_at, dxa_q, mask=row_ok)
-        tl.store(dxa_at + K, dxa_k, mask=row_ok)
-        tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
-
-
-def _constants(head_dim: int, b: Tensor | None, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
-    """The constexpr arguments and the launch options that both kernels take."""
-    half = head_dim // 2
-    return {
-        "DELTA": b is not None,
-        "HALF": half,
-        "BLOCK": max(16, triton.next_power_of_2(half)),
-        "K": 16 if b is None else b.shape[1],
-        "ACC": triton_dtype(dtype),
-        "DOT": triton_store_dtype(dtype),
-        "BM": tile.rows,
-        "num_warps": tile.warps,
-    }
-
-
 def qkv_rope_forward(
     y: Tensor, xa: Tensor | None, b: Tensor | None, rotary: Rotary, *, tile: Tile | None = None
 ) -> Tensor:
@@ -296,7 +121,7 @@ def qkv_rope_forward(
                 rotary.k_heads,
                 width,
                 each,
-                **_constants(rotary.head_dim, b, y.dtype, tile),
+                **qkv_constants(rotary, b, y.dtype, tile),
             )
     return rounded(stored, y.dtype)
 
@@ -321,36 +146,7 @@ def qkv_rope_backward(
     """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K) in the accumulation dtype, for
     ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
     """
-    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
-    batch, _, seq_len, head_dim = dq.shape
-    count = batch * seq_len
-    width = (rotary.q_heads + 2 * rotary.k_heads) * head_dim
     rank = 0 if b is None else b.shape[1]
-    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, head_dim, rank)
-    splits = triton.cdiv(rotary.q_heads, tile.columns)
-    out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
-    sums = (1,) if b is None else (splits, count, 3 * rank)
-    dxa = torch.empty(sums, dtype=accumulate_dtype(dtype), device=dq.device)
-    if count:
-        with on_device_of(dq):
-            _backward_kernel[(triton.cdiv(count, tile.rows), splits)](
-                dq,
-                *dq.stride()[:3],
-                dk,
-                *dk.stride()[:3],
-                dv,
-                *dv.stride()[:3],
-                out,
-                out if b is None else b,
-                dxa,
-                *rotation_arguments(rotary.cos, rotary.sin),
-                count,
-                seq_len,
-                rotary.q_heads,
-                rotary.k_heads,
-                width,
-                triton.cdiv(rotary.q_heads, splits),
-                triton.cdiv(rotary.k_heads, splits),
-                **_constants(head_dim, b, dtype, tile),
-            )
-    return rounded(out, dtype), None if b is None else dxa
+    tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, rotary.head_dim, rank)
+    found = qkv_backward((dq, dk, dv), b, rotary, dtype, tile)
+    return found.d, found.dxa

@@ -46,10 +46,10 @@ _TILES = {
     ),
     "lowrank_add": (Tile(32, 128, 4),),
     # Columns here are heads of one program.
-    "qkv_rope_forward": (Tile(16, 8, 4),),
+    "qkv_rope_forward": (Tile(16, 8, 4, 3),),
     # For few rows, as in decoding: a head a program, or most of the GPU would have nothing to do.
-    "qkv_rope_forward_few": (Tile(16, 1, 4),),
-    "qkv_rope_backward": (Tile(32, 8, 4), Tile(16, 8, 4)),
+    "qkv_rope_forward_few": (Tile(16, 1, 4, 3),),
+    "qkv_rope_backward": (Tile(32, 8, 4, 3), Tile(16, 8, 4, 3)),
     "qkv_norm_rope_forward": (Tile(16, 4, 4, 3),),
     "qkv_norm_rope_forward_few": (Tile(16, 1, 4, 3),),
     "qkv_norm_rope_backward": (Tile(32, 8, 4), Tile(8, 8, 4)),

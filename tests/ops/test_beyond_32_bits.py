@@ -25,7 +25,8 @@ from ftkernels.lowrank_add import lowrank_add
 from ftkernels.nf4 import NF4_TABLE, NF4Weight
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import Norm, Projection
-from ftkernels.qkv_rope import Rotary, qkv_rope_backward, qkv_rope_forward
+from ftkernels.qkv_parts import Rotary
+from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
 from ftkernels.rope import _launch as rope_launch
 from ftkernels.rope import apply_rope_reference
 from torch import Tensor

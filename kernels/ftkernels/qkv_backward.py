@@ -1,109 +1,30 @@
-"""The kernels of ``ftkernels.qkv_norm_rope``, which has their formulas."""
+"""The backward of both epilogues of a QKV projection: their formulas are in ``ftkernels.qkv_rope`` and
+``ftkernels.qkv_norm_rope``.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ftkernels.rope import load_rotation, rotate
-
-
-@triton.jit
-def _weights(w_ptr, d, d_ok, HALF: tl.constexpr, FORM: tl.constexpr, ACC: tl.constexpr):
-    """The halves of a norm's factor: the weight, with Gemma's 1."""
-    w1 = tl.load(w_ptr + d, mask=d_ok, other=0.0).to(ACC)
-    w2 = tl.load(w_ptr + HALF + d, mask=d_ok, other=0.0).to(ACC)
-    if FORM == "gemma":
-        w1 = 1.0 + w1
-        w2 = 1.0 + w2
-    return w1, w2
+from ftkernels.device import accumulate_dtype, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.qkv_parts import HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
+from ftkernels.rope import load_rotation, rotate, rotation_arguments
+from ftkernels.tiles import Tile
 
 
-@triton.jit
-def _rstd(x1, x2, eps, HALF: tl.constexpr, ACC: tl.constexpr):
-    """(rows, 1): of heads whose lanes past HALF are 0."""
-    squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)
-    return (1.0 / tl.sqrt(squares / (2 * HALF) + tl.cast(eps, ACC)))[:, None]
-
-
-@triton.jit
-def forward_kernel(
-    y_ptr,
-    out_ptr,
-    xa_ptr,
-    b_ptr,
-    wq_ptr,
-    wk_ptr,
-    cos_ptr,
-    cos_batch,
-    cos_token,
-    sin_ptr,
-    sin_batch,
-    sin_token,
-    M,
-    S,
-    q_heads,
-    k_heads,
-    heads,
-    heads_each,
-    eps,
-    FORM: tl.constexpr,
-    ROUND: tl.constexpr,
-    DELTA: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    ACC: tl.constexpr,
-    DOT: tl.constexpr,
-    BM: tl.constexpr,
-):
-    """A program's rows, ``heads_each`` of the first ``heads`` heads of y (M, N). q and k go to out (M, (Hq + Hk) * D);
-    with DELTA the low-rank terms are added to y in place, v's too.
+class QkvGrads(NamedTuple):
+    """d (M, N); dxa, its partial sums (P, M, 3 * K) in the accumulation dtype for ``ftkernels.row_sums``, or None
+    without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, empty where not wanted.
     """
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    row_ok = rows[:, None] < M
-    row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]  # no address outside its tensor
-    d = tl.arange(0, BLOCK)[None, :]
-    d_ok = d < HALF
-    mask = row_ok & d_ok
-    k = tl.arange(0, K)
-    c1, c2, s1, s2 = load_rotation(
-        cos_ptr, cos_batch, cos_token, sin_ptr, sin_batch, sin_token, row64, S, d, mask, HALF, ACC
-    )
-    wq1, wq2 = _weights(wq_ptr, d, d_ok, HALF, FORM, ACC)
-    wk1, wk2 = _weights(wk_ptr, d, d_ok, HALF, FORM, ACC)
-    normed = q_heads + k_heads
-    first = tl.program_id(1) * heads_each
-    y_at = y_ptr + row64 * ((normed + k_heads) * (2 * HALF)) + d
-    out_at = out_ptr + row64 * (normed * (2 * HALF)) + d
-    for step in range(heads_each):
-        live = first + step < heads
-        head = tl.minimum(first + step, heads - 1)
-        column = head * (2 * HALF)
-        x1 = tl.load(y_at + column, mask=mask & live, other=0.0).to(ACC)
-        x2 = tl.load(y_at + column + HALF, mask=mask & live, other=0.0).to(ACC)
-        if DELTA:
-            part = (head >= q_heads).to(tl.int32) + (head >= normed).to(tl.int32)
-            xa = tl.load(xa_ptr + row64 * (3 * K) + part * K + k[None, :], mask=row_ok, other=0.0).to(DOT)
-            b_at = b_ptr + (column + d).to(tl.int64) * K + k[:, None]
-            b1 = tl.load(b_at, mask=d_ok & live, other=0.0).to(DOT)
-            b2 = tl.load(b_at + HALF * K, mask=d_ok & live, other=0.0).to(DOT)
-            # What is kept is rounded, and it is what is kept that is normalised.
-            x1 = (x1 + tl.dot(xa, b1, input_precision="ieee")).to(ROUND).to(ACC)
-            x2 = (x2 + tl.dot(xa, b2, input_precision="ieee")).to(ROUND).to(ACC)
-            tl.store(y_at + column, x1.to(y_ptr.dtype.element_ty), mask=mask & live)
-            tl.store(y_at + column + HALF, x2.to(y_ptr.dtype.element_ty), mask=mask & live)
-        rstd = _rstd(x1, x2, eps, HALF, ACC)
-        n1 = x1 * rstd
-        n2 = x2 * rstd
-        if FORM == "llama":
-            n1 = n1.to(ROUND).to(ACC)
-            n2 = n2.to(ROUND).to(ACC)
-        of_q = head < q_heads
-        y1, y2 = rotate(n1 * tl.where(of_q, wq1, wk1), n2 * tl.where(of_q, wq2, wk2), c1, c2, s1, s2, TRANSPOSED=False)
-        written = mask & live & (head < normed)
-        tl.store(out_at + column, y1.to(out_ptr.dtype.element_ty), mask=written)
-        tl.store(out_at + column + HALF, y2.to(out_ptr.dtype.element_ty), mask=written)
+
+    d: Tensor
+    dxa: Tensor | None
+    dw: Tensor
 
 
 @triton.jit
@@ -129,6 +50,7 @@ def _heads_back(
     c2,
     s1,
     s2,
+    TURNED: tl.constexpr,
     NORMED: tl.constexpr,
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
@@ -143,6 +65,8 @@ def _heads_back(
     """``heads_each`` heads of one of q, k, v: writes their columns of out. Returns their sums of d_h @ B_h (BM, K), and
     of g_h * n_h by row, (BM, BLOCK) for each half.
     """
+    # Rows and heads past the end are masked, and their addresses are those of the last one all the same. The loop's
+    # software pipeline asks for heads that no iteration reaches; a stride further on may not be mapped at all.
     row64 = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK)
     k = tl.arange(0, K)
@@ -151,7 +75,8 @@ def _heads_back(
     dxa = tl.full((BM, K), 0.0, ACC)
     dw1 = tl.full((BM, BLOCK), 0.0, ACC)
     dw2 = tl.full((BM, BLOCK), 0.0, ACC)
-    w1, w2 = _weights(w_ptr, d[None, :], d_ok, HALF, FORM, ACC)
+    if NORMED:
+        w1, w2 = head_weights(w_ptr, d[None, :], d_ok, HALF, FORM, ACC)
     for step in range(heads_each):
         live = first_head + step < heads
         head = tl.minimum(first_head + step, heads - 1)
@@ -165,7 +90,7 @@ def _heads_back(
             x1 = tl.load(x_at, mask=mask & live, other=0.0).to(ACC)
             x2 = tl.load(x_at + HALF, mask=mask & live, other=0.0).to(ACC)
             g1, g2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
-            rstd = _rstd(x1, x2, eps, HALF, ACC)
+            rstd = head_rstd(x1, x2, eps, HALF, ACC)
             n1 = x1 * rstd
             n2 = x2 * rstd
             gw1 = g1 * w1
@@ -178,6 +103,8 @@ def _heads_back(
                 n2 = n2.to(ROUND).to(ACC)
             dw1 += g1 * n1
             dw2 += g2 * n2
+        elif TURNED:
+            d1, d2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
         else:
             d1 = g1
             d2 = g2
@@ -195,7 +122,7 @@ def _heads_back(
 
 
 @triton.jit
-def backward_kernel(
+def _backward_kernel(
     dq_ptr,
     dq_batch,
     dq_head,
@@ -229,6 +156,7 @@ def backward_kernel(
     q_each,
     k_each,
     eps,
+    NORMED: tl.constexpr,
     WANT_DW: tl.constexpr,
     FORM: tl.constexpr,
     ROUND: tl.constexpr,
@@ -241,7 +169,7 @@ def backward_kernel(
     BM: tl.constexpr,
 ):
     """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), dw_ptr
-    (row blocks, splits, 2, D).
+    (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched.
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     split = tl.program_id(1)
@@ -257,24 +185,84 @@ def backward_kernel(
     dw_at = dw_ptr + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split) * (4 * HALF) + d
     dxa_q, dw1, dw2 = _heads_back(
         dq_ptr, dq_batch, dq_head, dq_token, y_ptr, out_ptr, b_ptr, wq_ptr, 0, split * q_each, q_each, q_heads,
-        rows, M, S, N, eps, c1, c2, s1, s2, True, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
     if WANT_DW:
         tl.store(dw_at, tl.sum(dw1, axis=0), mask=d < HALF)
         tl.store(dw_at + HALF, tl.sum(dw2, axis=0), mask=d < HALF)
     dxa_k, dw1, dw2 = _heads_back(
         dk_ptr, dk_batch, dk_head, dk_token, y_ptr, out_ptr, b_ptr, wk_ptr, q_width, split * k_each, k_each, k_heads,
-        rows, M, S, N, eps, c1, c2, s1, s2, True, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        rows, M, S, N, eps, c1, c2, s1, s2, True, NORMED, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
     if WANT_DW:
         tl.store(dw_at + 2 * HALF, tl.sum(dw1, axis=0), mask=d < HALF)
         tl.store(dw_at + 3 * HALF, tl.sum(dw2, axis=0), mask=d < HALF)
     dxa_v, dw1, dw2 = _heads_back(
         dv_ptr, dv_batch, dv_head, dv_token, y_ptr, out_ptr, b_ptr, wk_ptr, q_width + k_width, split * k_each, k_each,
-        k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
+        k_heads, rows, M, S, N, eps, c1, c2, s1, s2, False, False, FORM, ROUND, DELTA, HALF, BLOCK, K, ACC, DOT, BM,
     )  # fmt: skip
     if DELTA:
         dxa_at = dxa_ptr + (split.to(tl.int64) * M + row64) * (3 * K) + tl.arange(0, K)[None, :]
         tl.store(dxa_at, dxa_q, mask=row_ok)
         tl.store(dxa_at + K, dxa_k, mask=row_ok)
         tl.store(dxa_at + 2 * K, dxa_v, mask=row_ok)
+
+
+def qkv_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    b: Tensor | None,
+    rotary: Rotary,
+    dtype: torch.dtype,
+    tile: Tile,
+    *,
+    y: Tensor | None = None,
+    norms: HeadNorms | None = None,
+    want_dw: bool = False,
+) -> QkvGrads:
+    """From the gradients of q, k, v (B, heads, S, D), any strides; d is in ``dtype``.
+
+    Args:
+        b: (N, K), contiguous, where there are adapters.
+        y: (M, N) as the forward left it, where heads are normalised (``norms``).
+    """
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in grads)
+    batch, _, seq_len, head_dim = dq.shape
+    count, width = batch * seq_len, (rotary.q_heads + 2 * rotary.k_heads) * head_dim
+    rank = 0 if b is None else b.shape[1]
+    splits, blocks = triton.cdiv(rotary.q_heads, tile.columns), triton.cdiv(count, tile.rows)
+    acc = accumulate_dtype(dtype)
+    out = torch.empty((count, width), dtype=store_dtype(dtype), device=dq.device)
+    dxa = torch.empty((1,) if b is None else (splits, count, 3 * rank), dtype=acc, device=dq.device)
+    dw = torch.empty((blocks * splits if want_dw else 0, 2 * head_dim), dtype=acc, device=dq.device)
+    if count:
+        with on_device_of(dq):
+            _backward_kernel[(blocks, splits)](
+                dq,
+                *dq.stride()[:3],
+                dk,
+                *dk.stride()[:3],
+                dv,
+                *dv.stride()[:3],
+                out if y is None else y,
+                out,
+                out if b is None else b,
+                dxa,
+                out if norms is None else norms.q,
+                out if norms is None else norms.k,
+                dw,
+                *rotation_arguments(rotary.cos, rotary.sin),
+                count,
+                seq_len,
+                rotary.q_heads,
+                rotary.k_heads,
+                width,
+                triton.cdiv(rotary.q_heads, splits),
+                triton.cdiv(rotary.k_heads, splits),
+                0.0 if norms is None else float(norms.eps),
+                NORMED=norms is not None,
+                WANT_DW=want_dw,
+                FORM="llama" if norms is None else norms.form,
+                ROUND=triton_store_dtype(dtype),
+                **qkv_constants(rotary, b, dtype, tile),
+            )
+    return QkvGrads(rounded(out, dtype), None if b is None else dxa, dw)
