@@ -65,14 +65,14 @@ def choose_layers(
         activation: transformers' name of the MLP's activation; None where it is not known.
         kernels: The recipe's ``model.kernels``. ``triton`` allows no exception; enforcing that is left to the caller.
         device: The device's name, for the reason.
-        gpu: None where it is no CUDA GPU.
+        gpu: None where it is not a CUDA GPU.
     """
     family = family_of(model_type)
     if kernels == "off":
         return LayerChoice("transformers", "model.kernels: off")
     refusal = _why_no_triton(gpu)
     if kernels != "reference" and refusal is not None:
-        return LayerChoice("transformers", f"{device} is no CUDA GPU" if gpu is None else refusal)
+        return LayerChoice("transformers", f"{device} is not a CUDA GPU" if gpu is None else refusal)
     if family is None or family.kernels == "none":
         return LayerChoice("transformers", f"model_type {model_type} is not in the family table of the kernels")
     if activation is None or activation not in ACTIVATIONS:

@@ -52,7 +52,7 @@ class KernelReport:
         """One line for people."""
         on = sum(entry.on for entry in self.table)
         reasons = sorted({entry.reason for entry in self.table if not entry.on})
-        text = f"kernels: {on} of {len(self.table)} layers on" if self.table else "kernels: off"
+        text = f"kernels: {on} of {len(self.table)} layers on" if on else "kernels: off"
         if reasons:
             text += f" ({'; '.join(reasons[:3])})"
         if self.self_check is not None:

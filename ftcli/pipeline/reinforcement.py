@@ -59,14 +59,15 @@ def train_grpo(loaded: LoadedRecipe, session: Session, group: Group | None = Non
 
 
 def _train(session: Session, context: RunContext) -> GrpoResult:
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import open_job
-    from ftcli.model.quantized import quantized_layers
-    from ftcli.pipeline import build
-    from ftcli.trainers.graphed import why_not_graphed
-    from ftcli.trainers.grpo import build_grpo_trainer
-    from ftcli.trainers.sharing import of_leader
-    from ftcli.trainers.together import numbers_agreed
+    with context.phase("loading libraries"):
+        from ftcli.evaluate.suite import Evaluator
+        from ftcli.job import open_job
+        from ftcli.model.quantized import quantized_layers
+        from ftcli.pipeline import build
+        from ftcli.trainers.graphed import why_not_graphed
+        from ftcli.trainers.grpo import build_grpo_trainer
+        from ftcli.trainers.sharing import of_leader
+        from ftcli.trainers.together import numbers_agreed
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
     assert grpo is not None  # preflight refuses such a recipe (FT260)

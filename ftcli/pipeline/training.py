@@ -50,13 +50,14 @@ def train_supervised(
 
 
 def _train(session: Session, context: RunContext) -> SupervisedResult:
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import open_job
-    from ftcli.model.quantized import quantized_layers
-    from ftcli.pipeline import build, data
-    from ftcli.trainers.graphed import why_not_graphed
-    from ftcli.trainers.sft import build_sft_trainer
-    from ftcli.trainers.together import numbers_agreed
+    with context.phase("loading libraries"):
+        from ftcli.evaluate.suite import Evaluator
+        from ftcli.job import open_job
+        from ftcli.model.quantized import quantized_layers
+        from ftcli.pipeline import build, data
+        from ftcli.trainers.graphed import why_not_graphed
+        from ftcli.trainers.sft import build_sft_trainer
+        from ftcli.trainers.together import numbers_agreed
 
     started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):

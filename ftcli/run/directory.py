@@ -111,8 +111,8 @@ def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") 
 
     Raises:
         FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key) or
-            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint
-            is unusable, FT727 the run's own recipe is not readable.
+            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the
+            named checkpoint is unusable, FT727 the run's own recipe is not readable.
     """
     run = RunDirectory(Path(path))
     lock = _locked(run)
@@ -160,11 +160,11 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str)
 
 def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decision:
     changes = tuple(c for c in _changes(run, recipe_yaml) if not c.is_in(HARMLESS))
-    earlier = _other_command(run, command)
-    if (changes or earlier) and not _has_begun(run):
+    other = _other_command(run, command)
+    if (changes or other) and not _has_begun(run):
         return _Decision(None)  # a run that was refused before its first step: whatever was changed since is the remedy
-    if earlier is not None:
-        raise _made_by(run, earlier, command)
+    if other is not None:
+        raise _made_by(run, other, command)
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
@@ -229,9 +229,9 @@ def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: st
             exit_code=ExitCode.RECIPE,
             help="choose a new --output-dir, or use --resume auto to continue the run that is there",
         )
-    earlier = _other_command(owner, command)
-    if earlier is not None:
-        raise _made_by(owner, earlier, command)
+    other = _other_command(owner, command)
+    if other is not None:
+        raise _made_by(owner, other, command)
     changes = tuple(c for c in _changes(owner, recipe_yaml) if not c.is_in(HARMLESS)) if _holds_run(owner) else ()
     structural = tuple(c for c in changes if c.is_in(structural_keys()))
     if structural:

@@ -31,9 +31,10 @@ _EXIT_CODES: dict[SignalName, ExitCode] = {
 
 
 _FIRST_SIGNAL = (
-    "this step is finished and a checkpoint is written; a second signal (Ctrl-C again) stops at once, "
-    "and the run goes on from the last complete checkpoint"
+    "stopping; training first finishes its step and writes a checkpoint. A second signal (Ctrl-C again) stops at once, "
+    "and the run then goes on from the last complete checkpoint"
 )
+_AGAIN = "start the same command again"
 
 
 def exit_code_of(name: SignalName) -> ExitCode:
@@ -44,15 +45,12 @@ def exit_code_of(name: SignalName) -> ExitCode:
 class StopRequested(FtcliError):
     """A signal asked for the end in a phase without a checkpoint of its own (FT728, exit 75 or 130)."""
 
-    def __init__(self, signal_name: SignalName, phase: str | None = None) -> None:
+    def __init__(self, signal_name: SignalName, phase: str | None = None, *, of_run: bool = True) -> None:
+        """``of_run``: what was stopped is a run, which has checkpoints."""
         self.signal_name = signal_name
         where = f" while {phase}" if phase else ""
-        finding = Finding(
-            "FT728",
-            f"stopped by {signal_name}{where}",
-            help="start the same command again: it goes on from the last checkpoint, if there is one",
-        )
-        super().__init__([finding], exit_code_of(signal_name))
+        help = f"{_AGAIN}: it goes on from the last checkpoint, if there is one" if of_run else _AGAIN
+        super().__init__([Finding("FT728", f"stopped by {signal_name}{where}", help=help)], exit_code_of(signal_name))
 
 
 class LeavePhase(Unwinding):
@@ -66,17 +64,17 @@ class LeavePhase(Unwinding):
 class StopNow(KeyboardInterrupt):
     """The second signal. Not an Exception, so that no library swallows it."""
 
-    def __init__(self, signal_name: SignalName) -> None:
+    def __init__(self, signal_name: SignalName, *, of_run: bool = True) -> None:
+        """``of_run``: as :class:`StopRequested` says."""
+        self._of_run = of_run
         self.signal_name = signal_name
         self.exit_code = exit_code_of(signal_name)
         super().__init__(f"stopped at once by a second signal ({signal_name})")
 
     def as_error(self) -> FtcliError:
         """FT728 with exit 75 or 130, for whoever reports how the run ended."""
-        finding = Finding(
-            "FT728", str(self), help="start the same command again: it goes on from the last complete checkpoint"
-        )
-        return FtcliError([finding], self.exit_code)
+        help = f"{_AGAIN}: it goes on from the last complete checkpoint" if self._of_run else _AGAIN
+        return FtcliError([Finding("FT728", str(self), help=help)], self.exit_code)
 
 
 class StopRequest:
@@ -86,16 +84,23 @@ class StopRequest:
     """
 
     def __init__(
-        self, *, sigterm: bool = True, say: Callable[[str], None] | None = None, passed_on: Path | None = None
+        self,
+        *,
+        sigterm: bool = True,
+        say: Callable[[str], None] | None = None,
+        passed_on: Path | None = None,
+        of_run: bool = True,
     ) -> None:
         """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`).
 
         Args:
+            of_run: What a signal stops is a run, which has checkpoints.
             say: Told at once, inside of the signal's handler, what the first signal does where that takes a while.
             passed_on: A file in which a launcher says what it got when it passes a signal on as SIGHUP.
         """
         self._passed_on = passed_on
         self._say = say
+        self._of_run = of_run
         self.requested: SignalName | None = None
         self._names: tuple[SignalName, ...] = ("SIGTERM", "SIGINT", "SIGHUP") if sigterm else ("SIGINT",)
         self._previous: dict[SignalName, Any] = {}
@@ -147,7 +152,7 @@ class StopRequest:
                 return None
             for handled in self._names:
                 signal.signal(signal.Signals[handled], signal.SIG_DFL)
-            raise StopNow(name)
+            raise StopNow(name, of_run=self._of_run)
         self.requested = name = self._as_sent(name)
         if self._leave_at_once:
             self._leaving = True
@@ -167,7 +172,10 @@ class StopRequest:
 
     def stopped(self) -> StopRequested:
         """The error for the signal that came."""
-        return StopRequested(self.requested or "SIGTERM", self._phase)
+        return self._stopped_in(self._phase)
+
+    def _stopped_in(self, phase: str | None) -> StopRequested:
+        return StopRequested(self.requested or "SIGTERM", phase, of_run=self._of_run)
 
     @property
     def exit_code(self) -> ExitCode | None:
@@ -181,7 +189,7 @@ class StopRequest:
             StopRequested: a signal has come.
         """
         if self.requested is not None:
-            raise StopRequested(self.requested, phase)
+            raise self._stopped_in(phase)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -217,12 +225,12 @@ class StopRequest:
             finally:
                 self._leave_at_once, self._phase = before
         except LeavePhase:
-            raise StopRequested(self.requested or "SIGTERM", phase) from None
+            raise self._stopped_in(phase) from None
         except FtcliError:
             raise
         except Exception as error:
             if self._leaving:
-                raise StopRequested(self.requested or "SIGTERM", phase) from error
+                raise self._stopped_in(phase) from error
             raise
         self.check(phase)
 
@@ -245,7 +253,7 @@ def stoppable(phase: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with second_signal_as_error(), StopRequest() as stop, stop.interruptible(phase):
+    with second_signal_as_error(), StopRequest(of_run=False) as stop, stop.interruptible(phase):
         yield
 
 

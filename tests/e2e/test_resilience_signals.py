@@ -37,6 +37,11 @@ def test_before_training_the_run_ends_at_once(drills: Drills, part: str, number:
         assert (written["state"], written["exit_code"], written["resumable"]) == ("preempted", status, True)
 
 
+def test_between_two_parts_the_next_one_is_not_begun(drills: Drills) -> None:
+    said = drills.stopped(drills.recipe("r"), "ftcli.pipeline.context:RunContext.phase", 1, INT, 130)
+    assert "stopped by SIGINT while loading libraries" in said  # imports alone take many seconds on a cold disk
+
+
 @pytest.mark.parametrize(
     ("command", "target", "number", "phase"),
     [

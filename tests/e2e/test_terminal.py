@@ -35,7 +35,7 @@ def test_the_line_keeps_step_and_time_and_ctrl_c_says_what_it_does(
     assert "held-out before training: loss" in text
     assert "held-out after step 4: loss" in text
     assert "Ctrl-C" in text
-    assert "SIGINT: this step is finished and a checkpoint is written" in text
+    assert "SIGINT: stopping; training first finishes its step and writes a checkpoint" in text
     assert re.search(r"error\[FT701\]: stopped by SIGINT after step \d+; checkpoint written to", text)
     if columns == 80:
         assert any("loss" in line and "held-out" in line and "lr" in line for line in progress)

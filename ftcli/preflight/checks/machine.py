@@ -52,7 +52,7 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
         yield context.warning(
             "FT509",
             "train.optim",
-            f"train.optim: {optim} pages its state between a GPU and the host, and {device.name} is no CUDA GPU",
+            f"train.optim: {optim} pages its state between a GPU and the host, and {device.name} is not a CUDA GPU",
             help=f"nothing is paged here; {optim.removeprefix('paged_')} does the same"
             if optim.removeprefix("paged_") in optimizers.names()
             else "nothing is paged here; adamw_torch does the same",

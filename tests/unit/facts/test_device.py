@@ -237,7 +237,7 @@ def test_layers_stay_transformers_own_where_the_kernels_cannot_run() -> None:
     assert chosen(pascal) == LayerChoice("transformers", "the kernels need compute capability 7.0, not 6.1")
     assert chosen(pascal, "reference").code == "reference"
     assert chosen(GPUS["t4"]).code == "fused"
-    assert chosen(named_device("cpu")) == LayerChoice("transformers", "cpu is no CUDA GPU")
+    assert chosen(named_device("cpu")) == LayerChoice("transformers", "cpu is not a CUDA GPU")
 
 
 def test_a_busy_gpu_is_warned_of(context: Callable[..., Any]) -> None:

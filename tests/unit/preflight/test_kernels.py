@@ -101,7 +101,7 @@ def test_large_ranks_take_products_of_their_own(load: Any) -> None:
     ("override", "device", "word"),
     [
         ("model.kernels=off", "h100", "model.kernels: off"),
-        ("model.kernels=auto", "cpu", "no CUDA GPU"),
+        ("model.kernels=auto", "cpu", "not a CUDA GPU"),
         ("lora.use_dora=true", "h100", "DoRA"),
     ],
 )

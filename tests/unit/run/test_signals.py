@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftcli.errors import ExitCode
-from ftcli.run.signals import LeavePhase, StopNow, StopRequest, StopRequested
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.run.signals import LeavePhase, StopNow, StopRequest, StopRequested, stoppable
 
 
 def send(name: str) -> None:
@@ -204,6 +204,18 @@ def test_the_first_signal_says_what_it_does_where_that_takes_a_while() -> None:
     with StopRequest(say=said.append):
         signal.raise_signal(signal.SIGINT)
     assert len(said) == 1
-    assert said[0].startswith(
-        "SIGINT: this step is finished and a checkpoint is written; a second signal (Ctrl-C again)"
-    )
+    assert said[0].startswith("SIGINT: stopping; training first finishes its step and writes a checkpoint.")
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_command_without_checkpoints_promises_none(signals: int) -> None:
+    def export() -> None:
+        with stoppable("exporting"), contextlib.suppress(LeavePhase):
+            for _ in range(signals):
+                with contextlib.suppress(LeavePhase):
+                    send("SIGINT")
+
+    with pytest.raises(FtcliError) as caught:
+        export()
+    found = caught.value.findings[0]
+    assert (found.code, found.help) == ("FT728", "start the same command again")
