@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -119,21 +121,54 @@ def test_a_model_that_lets_documents_see_each_other_is_refused(monkeypatch: pyte
     assert caught.value.exit_code == ExitCode.PREFLIGHT
 
 
-def test_positions_that_run_on_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_on(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A mask between documents, and positions that run on through the row."""
+    starts = inputs["position_ids"] == 0
+    document = starts.cumsum(-1)
+    seen = document[:, None, :, None] == document[:, None, None, :]
+    mask = seen & torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
+    floats = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {"input_ids": inputs["input_ids"], "attention_mask": floats}
+
+
+def learned_positions() -> PreTrainedModel:
     """GPT-2 adds learned positions: with a mask between documents and positions that run on, no neighbour is seen."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def test_positions_that_run_on_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = learned_positions()
     check_isolation(model, rows(5), FLOAT32, torch.device("cpu"), pad_token_id=0)
-
-    def run_on(inputs: dict[str, Any]) -> dict[str, Any]:
-        starts = inputs["position_ids"] == 0
-        document = starts.cumsum(-1)
-        seen = document[:, None, :, None] == document[:, None, None, :]
-        mask = seen & torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
-        floats = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        return {"input_ids": inputs["input_ids"], "attention_mask": floats}
-
     leaking(run_on, monkeypatch)
     with pytest.raises(FtcliError, match="FT443"):
         check_isolation(model, rows(5), FLOAT32, torch.device("cpu"), pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("noise", "change", "refused"),
+    [(0.1, None, False), (0.1, run_on, True), (0.5, None, True)],
+    ids=["80 layers' rounding", "positions that run on beside it", "more than rounding"],
+)
+def test_rounding_of_deep_models_is_told_from_what_a_document_must_not_see(
+    noise: float,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other shapes round differently, the same one always alike: so does this noise, of the size that 80 layers of
+    random weights showed on an H200.
+    """
+    model = learned_positions()
+
+    def rounded(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+        found = hidden_states(model, inputs if change is None else change(inputs))
+        generator = torch.Generator().manual_seed(found.tensor.shape[1])
+        parts = torch.randn(found.tensor.shape, generator=generator)
+        return replace(found, tensor=found.tensor * (1 + noise / 2**0.5 * parts))
+
+    monkeypatch.setattr("ftcli.trainers.isolation.hidden_states", rounded)
+    plan = replace(FLOAT32, compute="bfloat16")
+    with pytest.raises(FtcliError, match="FT443") if refused else nullcontext():
+        check_isolation(model, rows(5), plan, torch.device("cpu"), pad_token_id=0)
