@@ -354,6 +354,7 @@ _TABLE: dict[str, _Parts] = {
     "fsdp": (f"{_AXOLOTL}, {_HF}", "launch.engine: fsdp"),
     "fsdp_config": (f"{_AXOLOTL}, {_HF}", "launch.engine: fsdp"),
     "fsdp_version": (_AXOLOTL, "launch.engine: fsdp"),
+    "data_parallel_replicate_dim": (_TUNE, "launch.dp_replicate_size"),
     "ddp_timeout": (_FACTORY, "launch.engine: ddp"),
     "devices": (_LITGPT, "launch.num_processes"),
     "num_gpus": (_HF, "launch.num_processes"),

@@ -138,10 +138,20 @@ class LaunchConfig(Section):
         "them. `auto` is `fsdp` in full fine-tuning and where the model fits no single GPU, else `ddp`.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
+    dp_replicate_size: Count = Field(
+        default=1,
+        description="Under `fsdp`: copies of the model, each spread over `num_processes` / `dp_replicate_size` "
+        "processes (HSDP); one for each host keeps the exchange of weights within hosts. Divides `num_processes`.",
+    )
     context_parallel_size: Count = Field(
         default=1,
         description="Processes that share each row, for rows that are too long for one GPU. Divides `num_processes`.",
     )
+
+    @property
+    def spread_size(self) -> int:
+        """Processes that one copy of the model is spread over, where it is."""
+        return max(1, self.num_processes // self.dp_replicate_size)
 
     @property
     def row_shares(self) -> int:

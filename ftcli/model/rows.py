@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ftcli.model.backbone import base_of, decoder_layers, root_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 
@@ -23,13 +24,26 @@ def own_rows(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of ``whole`` that are this rank's of ``like``; all where that is not spread. Nothing is copied."""
     if not isinstance(like, DTensor):
         return whole
-    chunks, rank = torch.chunk(whole, like.device_mesh.size()), like.device_mesh.get_local_rank()
+    chunks, rank = torch.chunk(whole, like.device_mesh.size(like.device_mesh.ndim - 1)), rank_of(like)
     return chunks[rank] if rank < len(chunks) else whole[:0]
 
 
 def rank_of(tensor: Tensor) -> int:
     """Which of the ranks that share ``tensor`` this one is; 0 where nobody shares it."""
-    return tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else 0
+    return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
+
+
+def copies_of(model: Any) -> int:
+    """How often the ranks have all rows of what is spread."""
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return max((mesh.size(0) for mesh in meshes if mesh.ndim > 1), default=1)
+
+
+def as_spread(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """The whole that is spread over ``mesh``, of which these are this rank's rows."""
+    placements: list[Placement] = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    found: DTensor = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return found
 
 
 def whole_of(tensor: Tensor, *, wanted: bool) -> Tensor | None:
@@ -42,10 +56,7 @@ def whole_as(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
     """:func:`whole_of` this rank's rows of something in the shape of ``like``."""
     if not isinstance(like, DTensor):
         return rows.cpu() if wanted else None
-    spread = DTensor.from_local(
-        rows, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
-    )
-    return whole_of(spread, wanted=wanted)
+    return whole_of(as_spread(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
 
 
 def spreads_trained(model: Any) -> bool:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.parts import Parts, is_part, ready
+from ftcli.model.rows import as_spread
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,6 +60,8 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: Parts, pl
     """Spreads ``model``, which is on the kernels and the same on all ranks, in place.
 
     Args:
+        mesh: The ranks; in two dimensions (copies, ranks that share one) each row has a copy of the weights, and
+            gradients are added up over all.
         parts: What this rank has kept of layers that are not whole any more.
         plan: Weights that are trained are put together in its compute dtype, and their gradients added up in float32.
 
@@ -105,10 +107,7 @@ def _on_meta(layer: nn.Module, parts: Parts) -> dict[str, tuple[torch.Size, Tens
 
 def _load(layer: nn.Module, kept: Mapping[str, tuple[torch.Size, Tensor]], mesh: DeviceMesh) -> None:
     """Gives a layer that was spread on ``meta`` its rows."""
-    state = {
-        name: DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=_strides(shape))
-        for name, (shape, rows) in kept.items()
-    }
+    state = {name: as_spread(rows, mesh, shape, _strides(shape)) for name, (shape, rows) in kept.items()}
     layer.load_state_dict(state, strict=False, assign=True)
 
 

@@ -191,16 +191,17 @@ def spread(job: Job, model: Model, group: Group) -> None:
         return
     from ftcli.model.sharded import shard
 
+    mesh = group.mesh(job.device, job.recipe.launch.dp_replicate_size)
     with group.exchanging():
-        shard(model, group.mesh(job.device), parts_of(base_of(model)) or parts, job.plan)
+        shard(model, mesh, parts_of(base_of(model)) or parts, job.plan)
 
 
 def _parts(job: Job) -> Parts | None:
     """What this process keeps of the weights; None where that is all of them."""
-    place = job.session.place
-    if place is None or place.size == 1 or not engines.row(job.recipe.launch.engine).spreads:
+    place, launch = job.session.place, job.recipe.launch
+    if place is None or place.size == 1 or not engines.row(launch.engine).spreads:
         return None
-    return Parts(place.rank, place.size, joins=job.recipe.lora is not None)
+    return Parts(place.rank % launch.spread_size, launch.spread_size, joins=job.recipe.lora is not None)
 
 
 def _trained(tokens: Tokens) -> int:

@@ -29,6 +29,7 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import with_products_tried
 from ftcli.paths import expanded
 from ftcli.preflight.checks import (
+    copies,
     crossfield,
     data,
     files,
@@ -113,6 +114,7 @@ def _about_the_recipe(context: Context) -> Findings:
     yield from support.check(context)
     yield from crossfield.check(context)
     yield from sequence_parallel.check(context)
+    yield from copies.check(context)
     yield from sources.check(context)
     if context.work == "train" and context.method.rules is not None:
         yield from code_of(context.method.rules)(context)

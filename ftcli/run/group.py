@@ -76,6 +76,7 @@ class Group:
         self._width = 0
         self._host: Any = None
         self._device: Any = None
+        self._rows: list[Any] = []
         self._reduced: torch.cuda.Event | None = None
         self._over = self._is_cut = self._on_gpus = False
         self._guard: Guard | None = None
@@ -142,14 +143,35 @@ class Group:
             dist.all_reduce(torch.zeros(1, device=device), group=self._device)  # connects the GPUs, which takes a while
         self.agree("connected")
 
-    def mesh(self, device: torch.device) -> DeviceMesh:
-        """All ranks as torch's engines know them, with connections of their own, to exchange weights in a step."""
+    def mesh(self, device: torch.device, copies: int = 1) -> DeviceMesh:
+        """All ranks as torch's engines know them, with connections of their own, to exchange weights in a step: in one
+        row; or (copies, ranks of a copy), where consecutive ranks have the weights together.
+        """
         if self._on_gpus:
             self._guard = Guard(self._someone_gone, self.cut)
             self._guard.start()
         elif self._device is self._host:
             self._device = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience.silent))
-        return DeviceMesh.from_group(self._device, device.type)
+        if copies == 1:
+            return DeviceMesh.from_group(self._device, device.type)
+        places = torch.arange(self.size).view(copies, -1)
+        alike, together = (self._row_of_mine(rows.tolist(), self._patience.silent) for rows in (places.T, places))
+        names = ("copies", "parts")
+        return DeviceMesh.from_group([alike, together], device.type, mesh=places, mesh_dim_names=names)
+
+    def _row_of_mine(self, rows: Sequence[Sequence[int]], seconds: float) -> Any:
+        """Connects the ranks of each row with each other; this rank's row of them. All ranks call it.
+
+        Args:
+            seconds: On a CPU, how long an exchange may take.
+        """
+        own: Any = None
+        backend, patience = ("nccl", _DEVICE_TIMEOUT) if self._on_gpus else ("gloo", timedelta(seconds=seconds))
+        for ranks in rows:
+            made = dist.new_group(list(ranks), backend=backend, timeout=patience)
+            own = made if self.rank in ranks else own
+        self._rows.append(own)
+        return own
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -163,8 +185,9 @@ class Group:
         """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
         if self._on_gpus and not self._is_cut:
             self._is_cut = True
-            with contextlib.suppress(RuntimeError):
-                self._device._get_backend(torch.device("cuda")).abort()
+            for connected in (self._device, *self._rows):
+                with contextlib.suppress(RuntimeError):
+                    connected._get_backend(torch.device("cuda")).abort()
 
     def _someone_gone(self) -> bool:
         try:
@@ -238,12 +261,8 @@ class Group:
             An exchange within this rank's team: ``(size, ...) -> (size, ...)`` sends slice n to the n-th of it, and
             returns what each has sent, in their order, without waiting for the device.
         """
-        mine: Any = None
-        backend = "gloo" if self._device is self._host else "nccl"
-        for first in range(0, self.size, size):
-            ranks = list(range(first, first + size))
-            team = dist.new_group(ranks, backend=backend, timeout=_DEVICE_TIMEOUT)
-            mine = team if self.rank in ranks else mine
+        rows = torch.arange(self.size).view(-1, size).tolist()
+        mine = self._row_of_mine(rows, _DEVICE_TIMEOUT.total_seconds())
 
         def exchange(sent: Tensor) -> Tensor:
             came = torch.empty_like(sent)

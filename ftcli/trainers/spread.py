@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ftcli.model.backbone import root_of
-from ftcli.model.rows import put_away, spreads_trained, take_rows, whole_as, whole_weights
+from ftcli.model.rows import copies_of, put_away, spreads_trained, take_rows, whole_as, whole_weights
 from ftcli.model.saved import stored_weights
 from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.checkpoint_state import readable
@@ -34,23 +34,35 @@ class SpreadMixin:
     optimizer: Any
     lr_scheduler: Any
     _spreads: bool | None = None
+    _copies: int = 1
 
     @property
     def spreads(self) -> bool:
         """Whether they are."""
         if self._spreads is None:
             self._spreads = spreads_trained(self.model)
+            self._copies = copies_of(self.model)
         return self._spreads
 
     def _reduce(self, group: Group) -> None:
         if not self.spreads:  # backward has added them up
             super()._reduce(group)  # type: ignore[misc]
 
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As its base. Copies of the weights add up their gradients once a step."""
+        if self.spreads and self._copies > 1:
+            root: Any = root_of(self.model)
+            root.set_requires_all_reduce(self._micro_batches_left == 1)  # type: ignore[attr-defined]
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return loss
+
     def norm_of_all(self, norm: Tensor) -> Tensor:
         """The norm of all ranks' rows of the gradients, from that of this one's."""
         if not self.spreads or self.group is None:
             return norm
         square = norm.double() ** 2
+        if self.group.rank >= self.group.size // self._copies:  # the same numbers as those of the first copy
+            square.zero_()
         with self.group.exchanging():
             self.group.add_up([square])
         return square.sqrt().to(norm.dtype)

@@ -112,6 +112,11 @@ class TogetherMixin:
         if self.group is None or not self.reduces:
             super().watch_loss(loss)  # type: ignore[misc]
 
+    @property
+    def _micro_batches_left(self) -> int:
+        """Of the step, with the one that is being computed."""
+        return len(self._rows) - len(self._losses)  # type: ignore[attr-defined]
+
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one batch; after the last one of a step gradients and losses of all ranks."""
         with nullcontext() if self.group is None else self.group.exchanging():

@@ -34,7 +34,8 @@ NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
 
 def require_close(folder: Path, other: Path) -> None:
     """Weights of full fine-tuning: sums of squares and of gradients are added in another order."""
-    found, wanted = (load_file(each / "model.safetensors") for each in (folder, other))
+    (name,) = (path.name for path in other.glob("*.safetensors"))
+    found, wanted = (load_file(each / name) for each in (folder, other))
     assert found.keys() == wanted.keys()
     for name in wanted:
         assert torch.allclose(found[name], wanted[name], rtol=1e-3, atol=2e-5), name
@@ -88,6 +89,31 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> No
     assert "error[FT761]: rank 1: " in ranks.said
     assert "one row alone does not fit into memory in evaluation" in ranks.said
     assert ranks.said.count("error[") == 1
+
+
+#: Two copies of the model, each spread over two ranks.
+COPIES: dict[str, Any] = {"launch": {"dp_replicate_size": 2}}
+
+
+@pytest.mark.parametrize(("change", "accumulated"), [(NF4, 1), (FULL, 2)], ids=["adapters", "full"])
+def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
+    def accumulating(count: int) -> dict[str, Any]:
+        return {"eval": {"samples": 1}, "train": {"gradient_accumulation_steps": count}}
+
+    recipe = merged(SPREAD, change)
+    alone = drills.whole(**merged(recipe, accumulating(4 * accumulated)))
+    run_ranks(drills, drills.recipe("four", **merged(merged(recipe, COPIES), accumulating(accumulated))), 4)
+    require_close_run(drills, "four", alone)
+
+
+def require_close_run(drills: Drills, name: str, other: Path) -> None:
+    for line, wanted in zip(drills.metrics(name), drills.metrics(other), strict=True):
+        assert line["step"] == wanted["step"]
+        assert line.get("tokens") == wanted.get("tokens")
+        for key in ("loss", "eval_loss", "grad_norm"):
+            assert line.get(key, 0) == pytest.approx(wanted.get(key, 0), rel=1e-5), key
+    for result in (each.name for each in (other / "adapter", other / "model") if each.is_dir()):
+        require_close(drills.folder / name / result, other / result)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ def choose_engine(setup: Setup) -> Setup:
         return setup
     usable = setup.method.supports.get("launch.engine")
     can_spread = (usable is None or _SPREAD in usable) and why_not_spread(recipe, setup.execution) is None
-    spreads = can_spread and (recipe.lora is None or not _fits_one(setup))
+    copies = recipe.launch.dp_replicate_size > 1  # which only spread weights have: what forbids them is said later
+    spreads = copies or (can_spread and (recipe.lora is None or not _fits_one(setup)))
     return setup.changed({"launch.engine": _SPREAD if spreads else _WHOLE})
 
 

@@ -178,7 +178,7 @@ class Setup:
     @property
     def spread_over(self) -> int:
         """Devices that the weights are spread over; 1 where each has all of them."""
-        return self.ranks if self.trains and spreads(self.recipe) else 1
+        return self.recipe.launch.spread_size if self.trains and spreads(self.recipe) else 1
 
     @property
     def rows(self) -> int:

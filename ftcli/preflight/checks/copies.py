@@ -1,0 +1,32 @@
+"""Rules of copies of weights that are spread (``launch.dp_replicate_size``)."""
+
+from __future__ import annotations
+
+from ftcli.preflight.checks.context import Context, Findings
+from ftcli.tables import engines
+
+_KEY = "launch.dp_replicate_size"
+
+
+def check(context: Context) -> Findings:
+    """FT287, from the recipe alone."""
+    launch = context.recipe.launch
+    copies, processes = launch.dp_replicate_size, launch.num_processes
+    if copies == 1 or context.work != "train":
+        return
+    if launch.engine != "auto" and not engines.row(launch.engine).spreads:
+        yield context.error(
+            "FT287",
+            _KEY,
+            f"{_KEY} {copies}: under launch.engine: {launch.engine} every process has a copy of the model",
+            help=f"use launch.engine: fsdp, or remove {_KEY}",
+        )
+    fitting = [str(n) for n in range(2, processes // 2 + 1) if processes % n == 0]
+    if str(copies) not in fitting:
+        yield context.error(
+            "FT287",
+            _KEY,
+            f"{_KEY} {copies}: {processes} {'process' if processes == 1 else 'processes'} cannot have {copies} copies, "
+            "each spread over two processes or more",
+            help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {2 * copies} processes at least",
+        )

@@ -1,0 +1,52 @@
+"""``launch.dp_replicate_size``: what is refused, and what each GPU needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ftcli.facts.model import read_facts
+from ftcli.preflight.checks import copies
+from ftcli.preflight.memory.candidates import candidate
+from ftcli.preflight.memory.engine import choose_engine
+from tests.estimates import setup_of
+
+LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B}\ndata: {train: [a.jsonl]}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message", "help"),
+    [
+        (("launch.num_processes=8", "launch.dp_replicate_size=3"), "cannot have 3 copies", "2 or 4"),
+        (("launch.num_processes=4", "launch.dp_replicate_size=4"), "cannot have 4 copies", "2"),
+        (("launch.dp_replicate_size=2",), "1 process cannot", "start 4 processes"),
+        (
+            ("launch.num_processes=4", "launch.dp_replicate_size=2", "launch.engine=ddp"),
+            "every process has a copy",
+            "launch.engine: fsdp",
+        ),
+    ],
+)
+def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: str, context: Callable[..., Any]) -> None:
+    (finding,) = copies.check(context(LLAMA, *settings))
+    assert finding.code == "FT287"
+    assert message in finding.message
+    assert help in finding.help
+
+
+def test_each_gpu_has_its_part_of_a_copy(load: Callable[..., Any]) -> None:
+    def needed(*settings: str) -> Any:
+        loaded = load(LLAMA + "lora: {r: 16}\n", *settings)
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        setup = choose_engine(setup_of(loaded.recipe, facts, "h100"))
+        assert setup.recipe.launch.engine == "fsdp"  # though one GPU would take the model
+        found = candidate(setup.under(True))
+        assert found is not None
+        return found.estimate.parts
+
+    two = needed("launch.num_processes=2", "launch.engine=fsdp")
+    copied = needed("launch.num_processes=8", "launch.dp_replicate_size=4")
+    assert copied["weights"] == two["weights"]
+    assert copied["weights put together"] == two["weights put together"]
