@@ -15,8 +15,6 @@ def spreads(recipe: Recipe) -> bool:
 def why_not_spread(recipe: Recipe, execution: Execution) -> str | None:
     """What of a recipe does not go with weights that are spread, as one clause that begins with its key; or None."""
     lora, train = recipe.lora, recipe.train
-    if recipe.launch.context_parallel_size > 1:
-        return "launch.context_parallel_size: ranks that share rows have the whole model each"
     if not execution.on_kernels:
         return f"model.kernels: the layers have to be on ftcli's kernels ({execution.layers.reason})"
     if lora is None:

@@ -106,6 +106,13 @@ def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated:
     require_close_run(drills, "four", alone)
 
 
+@pytest.mark.parametrize("change", [NF4, FULL], ids=["adapters", "full"])
+def test_ranks_that_share_rows_share_weights_too(change: dict[str, Any], drills: Drills) -> None:
+    recipe = merged(merged(SPREAD, change), {"eval": {"samples": 1}})
+    run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"context_parallel_size": 2}})), 4)
+    require_close_run(drills, "four", drills.whole(**merged(recipe, TWICE)))
+
+
 def require_close_run(drills: Drills, name: str, other: Path) -> None:
     for line, wanted in zip(drills.metrics(name), drills.metrics(other), strict=True):
         assert line["step"] == wanted["step"]

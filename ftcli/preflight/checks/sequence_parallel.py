@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftcli.facts.sequence_parallel import why_rows_stay_whole
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.memory.setup import Setup
+from ftcli.tables import engines
 
 _KEY = "launch.context_parallel_size"
 
@@ -23,9 +24,9 @@ def check(context: Context) -> Findings:
             f"{_KEY} {parts}: {processes} {'process' if processes == 1 else 'processes'} cannot form teams of {parts}",
             help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {parts} processes: --gpus {parts}",
         )
-    if launch.engine not in ("auto", "ddp"):
+    if engines.row(launch.engine).processes == 1:
         yield context.error(
-            "FT286", _KEY, f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}", help="use ddp"
+            "FT286", _KEY, f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}", help="use ddp or fsdp"
         )
     if train.neftune_noise_alpha is not None:
         yield context.error(
