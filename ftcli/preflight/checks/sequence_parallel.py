@@ -26,7 +26,10 @@ def check(context: Context) -> Findings:
         )
     if engines.row(launch.engine).processes == 1:
         yield context.error(
-            "FT286", _KEY, f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}", help="use ddp or fsdp"
+            "FT286",
+            _KEY,
+            f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}",
+            help="use ddp or fsdp",
         )
     if train.neftune_noise_alpha is not None:
         yield context.error(
