@@ -57,6 +57,8 @@ class Parts:
         for module in layer.modules():
             if isinstance(module, QuantizedLinear):
                 module.check_state()
+        if self.joins:  # random weights are made to be trained, and adapters freeze them later
+            layer.requires_grad_(False)
         ready(layer, joins=self.joins)
         for module in layer.modules():
             for name, whole in list(module._parameters.items()):

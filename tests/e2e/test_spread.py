@@ -27,8 +27,6 @@ SPREAD: dict[str, Any] = {
 }
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
-#: Of the narrow model's plain weights (96 features) the gradient norm differs in its last digit; why was not found.
-WIDER: dict[str, Any] = {"model": {"name_or_path": "bundled:tiny-gemma2", "init": "pretrained"}}
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
 
 
@@ -50,11 +48,7 @@ def require_close(folder: Path, other: Path) -> None:
             id="fp8, selective",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            merged(WIDER, {"train": {"gradient_checkpointing": "offload"}}),
-            id="plain, offload",
-            marks=pytest.mark.long,
-        ),
+        pytest.param({"train": {"gradient_checkpointing": "offload"}}, id="plain, offload"),
     ],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
