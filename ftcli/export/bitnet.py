@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.ask import model_request, sent
-from ftcli.export.clean.request import GREEDY, LAYER, LOGITS, rows_for
+from ftcli.export.clean.request import LAYER, LOGITS, rows_for
 from ftcli.export.copying import copy_processors
 from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
@@ -26,7 +26,7 @@ from ftcli.export.resolve import ExportSource
 from ftcli.export.safetensors import SHARD_BYTES
 from ftcli.export.verify import (
     Verified,
-    check_greedy,
+    check_generation,
     check_stops,
     compare_tensors,
     compare_tokenizers,
@@ -142,8 +142,7 @@ def _verify(
     trained, found = logits(masters, probe), answer.tensors[LOGITS]
     compared = compare_logits(found, trained, LOGITS_TOLERANCE)
     problems += logits_problems(compared, LOGITS_TOLERANCE)
-    if GREEDY in answer.tensors:
-        problems += check_greedy(answer.tensors[GREEDY], trained, probe, stops, LOGITS_TOLERANCE)
+    problems += check_generation(answer, trained, probe, stops, LOGITS_TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
     facts: dict[str, str | int | float] = {

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ftcli.export.clean.ask import fits, model_request, sent
-from ftcli.export.clean.request import GREEDY, LOGITS
+from ftcli.export.clean.ask import model_request, sent, tokens_compared
+from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import elements
 from ftcli.export.lazy import reading
 from ftcli.export.loading import load_written, not_verified, source_tokenizer, unwritten
@@ -22,7 +22,7 @@ from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import (
     TOLERANCE,
     Verified,
-    check_greedy,
+    check_generation,
     check_stops,
     compare_tokenizers,
     loaded,
@@ -102,8 +102,7 @@ def verify_copy(source: ExportSource, folder: Path, *, offline: bool) -> Verifie
     found = answer.tensors[LOGITS]
     compared = compare_logits(found, trained, TOLERANCE)
     problems += logits_problems(compared, TOLERANCE)
-    if GREEDY in answer.tensors:
-        problems += check_greedy(answer.tensors[GREEDY], trained, probe, stops, TOLERANCE)
+    problems += check_generation(answer, trained, probe, stops, TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
     facts: dict[str, str | int | float] = {
@@ -129,7 +128,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
     outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
     probe = probe_batch(tokenizer, stored.shape(ends(outline)[0])[0])
     with reading(outline, stored.read, stored.names):
-        probe = continued(outline, probe) if fits(elements(stored)) else probe
+        probe = continued(outline, probe, tokens_compared(elements(stored)))
         return probe, logits(outline, probe), elements(stored)
 
 

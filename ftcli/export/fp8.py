@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.export.clean.ask import fits, model_request, sent
-from ftcli.export.clean.request import GREEDY, LOGITS
+from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import difference
 from ftcli.export.copying import copy_processors
 from ftcli.export.lazy import reading
@@ -37,7 +37,7 @@ from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
 from ftcli.export.verify import (
     Update,
     Verified,
-    check_greedy,
+    check_generation,
     check_stops,
     compare_tokenizers,
     logits_problems,
@@ -241,8 +241,7 @@ def _verify(
     found = answer.tensors[LOGITS]
     compared = compare_logits(found, trained, LOGITS_TOLERANCE)
     problems += logits_problems(compared, LOGITS_TOLERANCE)
-    if GREEDY in answer.tensors:
-        problems += check_greedy(answer.tensors[GREEDY], trained, probe, plan.stops, LOGITS_TOLERANCE)
+    problems += check_generation(answer, trained, probe, plan.stops, LOGITS_TOLERANCE)
     if problems:
         raise not_verified(folder, problems)
     facts: dict[str, str | int | float] = {

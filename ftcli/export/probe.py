@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 #: A user's messages, rendered in the model's chat template; plain text where it has none.
 TEXTS = ("Name three rivers of Europe, and say where each one ends.", "def add(a, b):\n    return a + b\n")
 ROW_TOKENS = 40
-#: How many of the likeliest tokens the first row is gone on with.
-NEW_TOKENS = 6
+#: How many of the likeliest tokens the first row is gone on with; and by a model whose weights are read anew for each.
+NEW_TOKENS, STREAMED_TOKENS = 6, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ def _padded(rows: Sequence[Tensor], padding: int, new_tokens: int = 0) -> Probe:
 
 
 @torch.no_grad()
-def continued(model: PreTrainedModel | PeftModel, probe: Probe) -> Probe:
-    """``probe`` with the first row gone on with by ``model``: :data:`NEW_TOKENS` times the likeliest token."""
+def continued(model: PreTrainedModel | PeftModel, probe: Probe, tokens: int = NEW_TOKENS) -> Probe:
+    """``probe`` with the first row gone on with by ``model``: ``tokens`` times the likeliest token."""
     rows = [row[mask.bool()] for row, mask in zip(probe.input_ids, probe.attention_mask, strict=True)]
-    for _ in range(NEW_TOKENS):
+    for _ in range(tokens):
         alone = Probe(rows[0][None], torch.ones_like(rows[0][None]))
         rows[0] = torch.cat((rows[0], logits(model, alone)[-1:].argmax(-1)))
-    return _padded(rows, 0, NEW_TOKENS)
+    return _padded(rows, 0, tokens)
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

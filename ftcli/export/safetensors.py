@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.adapter import finite_tensors
-from ftcli.export.clean.ask import fits, model_request, sent
-from ftcli.export.clean.request import GREEDY, LOGITS
+from ftcli.export.clean.ask import model_request, sent, tokens_compared
+from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import compare_written, elements, open_written
 from ftcli.export.copying import copy_model, copy_processors, verify_copy
 from ftcli.export.lazy import reading
@@ -35,7 +35,7 @@ from ftcli.export.room import merge_bytes, require_room
 from ftcli.export.tensorfile import write_shards
 from ftcli.export.verify import (
     Verified,
-    check_greedy,
+    check_generation,
     check_logits,
     check_stops,
     compare_tokenizers,
@@ -221,7 +221,7 @@ def verify_merged(
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source, offline=offline)
     probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
-    probe, exact, without, wanted = _reference(plan, base, adapted, probe, whole=fits(elements(written)))
+    probe, exact, without, wanted = _reference(plan, base, adapted, probe, tokens_compared(elements(written)))
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))
     problems += answer.problems
@@ -231,9 +231,7 @@ def verify_merged(
     problems += check_stops(answer.stops, plan.stops)
     report = check_logits(answer.tensors[LOGITS], probe, wanted, exact, without, plan.dtype)
     problems += report.problems
-    if GREEDY in answer.tensors:
-        allowed = report.tolerance + report.rounding
-        problems += check_greedy(answer.tensors[GREEDY], exact, probe, plan.stops, allowed)
+    problems += check_generation(answer, exact, probe, plan.stops, report.tolerance + report.rounding)
     if problems:
         raise not_verified(folder, problems)
     facts = {name: value for name, value in plain_fields(report).items() if name != "problems"}
@@ -247,10 +245,10 @@ def verify_merged(
 
 
 def _reference(
-    plan: Plan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, *, whole: bool
+    plan: Plan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, tokens: int
 ) -> tuple[Probe, Tensor, Tensor, Tensor]:
-    """A probe with what base and adapter go on with, if what was written is to generate that (``whole``); and float32
-    logits (positions, vocabulary): of base and adapter, of the base, of both with the weights rounded.
+    """A probe with what base and adapter go on with, so many ``tokens``; and float32 logits (positions, vocabulary): of
+    base and adapter, of the base, of both with the weights rounded.
     """
 
     def as_stored(name: str) -> Tensor:
@@ -260,12 +258,12 @@ def _reference(
     if adapted is None:
         model: Any = unwritten(plan.config)
         with reading(model, base.read, base.names):
-            probe = continued(model, probe) if whole else probe
+            probe = continued(model, probe, tokens)
             exact = logits(model, probe)
         with reading(model, as_stored, base.names):
             return probe, exact, exact, logits(model, probe)
     with reading(adapted, base.read, base.names):
-        probe = continued(adapted, probe) if whole else probe
+        probe = continued(adapted, probe, tokens)
         exact = logits(adapted, probe)
         with adapted.disable_adapter():
             without = logits(adapted, probe)

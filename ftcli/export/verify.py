@@ -11,7 +11,7 @@ Three things must hold for a merged model:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.request import Answer, Request
+from ftcli.export.clean.request import GREEDY, LOGITS, Answer, Request
 from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
 from ftcli.plain import JsonMap, JsonObject
 
@@ -258,10 +258,25 @@ def logits_problems(compared: LogitsComparison, allowed: float) -> list[str]:
 
 def same_greedy(found: Tensor, probe: Probe) -> str:
     """How many of the tokens that the trained model goes on with are the likeliest in ``found``, too."""
-    if not probe.new_tokens:
-        return "not asked: each would read the weights anew"
     chosen = found[probe.continued_at].argmax(-1)
     return f"{int((chosen == probe.greedy).sum())} of {probe.new_tokens}"
+
+
+def check_generation(
+    answer: Answer, reference: Tensor, probe: Probe, stops: Collection[int], allowed: float
+) -> list[str]:
+    """Problems with what the written model goes on with: see :func:`check_greedy`.
+
+    Of a model that is read layer by layer, which generates nothing, it is what generation would give: the likeliest
+    token behind what the trained model has gone on with so far, up to the first that the written files call a stop.
+    """
+    generated = answer.tensors.get(GREEDY)
+    if generated is None:
+        ends = answer.stops.get("generation_config.json", stops)
+        chosen = answer.tensors[LOGITS][probe.continued_at].argmax(-1)
+        last = next((index for index, token in enumerate(chosen.tolist()) if token in ends), probe.new_tokens)
+        generated = chosen[: last + 1]
+    return check_greedy(generated, reference, probe, stops, allowed)
 
 
 def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iterable[int], allowed: float) -> list[str]:
@@ -278,7 +293,7 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
     for index, (wanted, row) in enumerate(zip(probe.greedy.tolist(), reference[probe.continued_at], strict=True)):
         if index == len(generated):
             before = int(generated[-1]) if index else -1
-            return [] if before in ends else [f"generation ends after {index} tokens without a stop token"]
+            return [] if before in ends else [f"generation ends after token {index}, which is no stop token"]
         token = int(generated[index])
         if token != wanted:
             lead = float(row[wanted].double() - row[token].double())

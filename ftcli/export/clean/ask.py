@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ftcli.export.clean.request import ATTENTION_MASK, INPUT_IDS, PROMPT, Request
-from ftcli.export.probe import TEXTS, Probe
+from ftcli.export.probe import NEW_TOKENS, STREAMED_TOKENS, TEXTS, Probe
 from ftcli.facts.device import cpu_device
 
 #: What the process takes beside the weights, libraries included.
@@ -20,6 +20,11 @@ def fits(parameters: int) -> bool:
     free = cpu_device().free_bytes
     # Loaded as it is stored and widened then: for a moment both are there.
     return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
+
+
+def tokens_compared(parameters: int) -> int:
+    """How many tokens a model of so many numbers is gone on with: fewer where each reads all the weights anew."""
+    return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
 
 
 def model_request(

@@ -23,7 +23,7 @@ from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
 from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
-from ftcli.export.verify import logits_problems, reloaded, same_greedy, shortened
+from ftcli.export.verify import check_generation, logits_problems, reloaded, same_greedy, shortened
 from ftcli.export.weights import Weights
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import Names, from_file, to_file
@@ -172,8 +172,10 @@ def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
         return FileReport(answer.problems)
     found = answer.tensors[LOGITS]
     compared = compare_logits(found, wanted.logits, row.logits)
+    problems = logits_problems(compared, row.logits)
+    problems += check_generation(answer, wanted.logits, wanted.probe, wanted.stops, row.logits)
     return FileReport(
-        tuple(logits_problems(compared, row.logits)),
+        tuple(problems),
         compared.relative_error,
         compared.top1_agreement,
         same_greedy(found, wanted.probe),

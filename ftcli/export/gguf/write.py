@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.errors import Finding
-from ftcli.export.clean.ask import fits
+from ftcli.export.clean.ask import tokens_compared
 from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.experts import SplitExperts
@@ -187,8 +187,7 @@ def _trained_logits(source: ExportSource, weights: Weights, probe: Probe, *, off
     base = weights.base if isinstance(weights, MergedWeights) else weights
     adapted = attach(model, source.folder) if base is not weights else model
     with reading(adapted, base.read, base.names), torch.no_grad():
-        if fits(elements(weights)):  # seven passes; where each reads the weights anew one has to do
-            probe = continued(adapted, probe)
+        probe = continued(adapted, probe, tokens_compared(elements(weights)))
         return probe, logits(adapted, probe)
 
 

@@ -119,26 +119,29 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
     (result,) = export(trained("llama", dtype), "safetensors")
     assert asked[0].from_disk
     assert result.verification.facts["relative_error"] < 1e-5
-    assert result.verification.facts["greedy_tokens"] == "not asked: each would read the weights anew"
+    assert result.verification.facts["greedy_tokens"] == "2 of 2"
 
 
+@pytest.mark.parametrize("how", ["whole", "layer by layer"])
 def test_a_generation_that_ends_elsewhere_is_caught(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+    how: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stop token that nobody asked for cuts answers short, and no weight shows it."""
     made = trained()
     write = merged_format.write_merged
+    if how != "whole":
+        monkeypatch.setattr(ask, "cpu_device", lambda: replace(cpu_device(), free_bytes=1))
 
     def damaged(source: Any, folder: Path, **options: Any) -> Any:
         plan = write(source, folder, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
-        third = continued(model, probe_batch(tokenizer(), 264)).greedy[2]
-        edit_json(folder / "generation_config.json", eos_token_id=[4, int(third)])
+        token = continued(model, probe_batch(tokenizer(), 264)).greedy[0]
+        edit_json(folder / "generation_config.json", eos_token_id=[4, int(token)])
         return plan
 
     monkeypatch.setattr(merged_format, "write_merged", damaged)
     error = failure(made, "safetensors")
-    assert "without a stop token" in error.findings[0].message
+    assert "generation ends after token 1, which is no stop token" in error.findings[0].message
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +174,6 @@ def test_generated_tokens_are_held_to_those_of_training(gone_on: tuple[Probe, to
     assert check_greedy(other, answer, probe, (263,), 10.0) == []
     assert check_greedy(greedy[:2], answer, probe, (int(greedy[1]),), 1e-4) == []
     assert check_greedy(greedy[:2], answer, probe, (263,), 1e-4) == [
-        "generation ends after 2 tokens without a stop token"
+        "generation ends after token 2, which is no stop token"
     ]
     assert check_greedy(greedy, answer, probe, (int(greedy[0]),), 1e-4) == ["generation does not end at a stop token"]
