@@ -13,6 +13,12 @@ from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory
 from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import methods
 
+#: A recipe's sections for GRPO.
+GRPO = """
+train: {per_device_train_batch_size: 8, gradient_accumulation_steps: 4, gradient_checkpointing: true}
+grpo: {num_generations: 8, max_prompt_length: 256, max_completion_length: 256, rewards: [{use: exact_match}]}
+"""
+
 
 def setup_of(recipe: Recipe, facts: ModelFacts, device: DeviceFacts | str, work: str = "train") -> Setup:
     """``work``: ``train``, ``eval``, ``export``, or the name of a training method."""

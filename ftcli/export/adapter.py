@@ -74,9 +74,11 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
     found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in held.items()}
     problems = list(answer.problems) or compare_tensors(found, wanted)
     problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
+    stated = read_adapter_config(folder)
+    if stated != read_adapter_config(source.folder):
+        problems.append("adapter_config.json is another")
     if problems:
         raise not_verified(folder, problems)
-    stated = read_adapter_config(folder)
     servers = (vllm(stated, wanted), llama_cpp(stated, wanted))
     return Verified(
         "every tensor, bit for bit, tokenizer",

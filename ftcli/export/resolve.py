@@ -49,6 +49,7 @@ class ExportSource:
         settings: What is asked of the formats.
         verify: Whether what is written is held against what was trained.
         reload: Loads what was written again, in a process of its own.
+        llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
     """
@@ -64,6 +65,7 @@ class ExportSource:
     settings: ExportConfig = field(default_factory=ExportConfig)
     verify: bool = True
     reload: Reload = ask_once
+    llama_cpp: str | None = None
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     compute: str = "bfloat16"
 

@@ -14,6 +14,7 @@ from ftcli import __version__
 from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
+from ftcli.export.gguf.llama import ABSENT, llama_cpp
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
@@ -122,8 +123,18 @@ def export_run(
     with CleanProcess() as process:
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
-        found = replace(found, reload=process.ask)
+        found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
         return [kept.get(name) or _written(found, name, reporter, offline) for name in wanted]
+
+
+def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
+    """What there is of llama.cpp, where a format is for it; that there is nothing is said once for all of them."""
+    if not verify or not any(exports.row(name).llama_cpp for name in made):
+        return None
+    found = llama_cpp()
+    if found is None:
+        reporter.info(ABSENT)
+    return found
 
 
 def _written(source: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:

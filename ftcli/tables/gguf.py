@@ -33,6 +33,7 @@ class Architecture:
             by that brought to a sum of one (``normalised``). None: it has none.
         own_head: It has no head but a matrix of its own.
         only_in: The one program that builds it, where llama.cpp itself does not.
+        fault: What is wrong with how llama.cpp computes it, whatever file it reads; None: nothing that is known.
     """
 
     name: str
@@ -48,9 +49,11 @@ class Architecture:
     experts: Literal["raw", "normalised"] | None = None
     own_head: bool = False
     only_in: str | None = None
+    fault: str | None = None
 
 
 _GELU = "gelu_pytorch_tanh"
+_EPSILON = "llama.cpp never reads the epsilon of qwen2vl's norms, and computes with whatever lies there"
 _ALL_BIASES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 #: By ``model_type`` of the language model.
@@ -64,8 +67,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
         "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
         "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
-        "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
-        "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False),
+        "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
+        "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
         "qwen3_vl_text": Architecture("qwen3vl", sections=True),
         "phi3": Architecture("phi3", biases=(), head_dim=False),
         "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, experts="normalised"),

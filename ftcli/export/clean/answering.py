@@ -57,7 +57,7 @@ def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
     """
     asked = Request(**request)
     torch.set_num_threads(asked.threads)
-    kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf}
+    kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf, "llama": _llama}
     told: JsonObject = {}
     tensors: dict[str, Tensor] = {}
     try:
@@ -74,7 +74,11 @@ def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
 
 
 def _libraries() -> str:
-    found = [name for name in ("torch", "transformers", "peft", "gguf", "compressed_tensors") if name in sys.modules]
+    found = [
+        name
+        for name in ("torch", "transformers", "peft", "gguf", "compressed_tensors", "llama_cpp")
+        if name in sys.modules
+    ]
     return ", ".join(f"{name} {getattr(sys.modules[name], '__version__', '')}".strip() for name in found)
 
 
@@ -220,3 +224,17 @@ def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str
     model = _empty(config)
     with reading(model, reader_of(model, file, asked.names, asked.heads, architecture)):
         return {}, {LOGITS: _logits(model, sent)}
+
+
+def _llama(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A file as llama.cpp's library computes it."""
+    from ftcli.export.clean import llama
+
+    try:
+        import llama_cpp  # noqa: F401
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return {"unavailable": f"llama-cpp-python cannot be imported: {first_line(error)}"}, {}
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(sent[INPUT_IDS], sent[ATTENTION_MASK], strict=True)]
+    said = llama.asked(Path(asked.folder), rows, asked.texts, threads=asked.threads)
+    facts: JsonObject = {"tokenizer": {"rendered": said.tokens}, "stops": {"llama-cpp-python": said.ends}}
+    return facts, {LOGITS: torch.cat([torch.from_numpy(each) for each in said.logits])}

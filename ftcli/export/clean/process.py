@@ -100,15 +100,15 @@ class CleanProcess:
         running = self._running
         assert running is not None  # started
         assert running.stdin is not None  # a pipe
-        patience = self._seconds + _SECONDS_A_GIB * _bytes(Path(request.folder)) / 2**30
+        seconds = patience(Path(request.folder), self._seconds)
         try:
             running.stdin.write(json.dumps(asked) + "\n")
             running.stdin.flush()
-            line = self._said.get(timeout=patience)
+            line = self._said.get(timeout=seconds)
         except BrokenPipeError:
             line = None
         except queue.Empty:
-            raise _no_answer(f"did not answer within {patience:,.0f} s") from None
+            raise _no_answer(f"did not answer within {seconds:,.0f} s") from None
         if line is None:
             raise _no_answer(self._end(running))
         answer: dict[str, Any] = json.loads(line)
@@ -142,6 +142,11 @@ def _listen(stream: IO[str] | None, said: queue.SimpleQueue[str | None]) -> None
     said.put(None)
 
 
+def patience(path: Path, seconds: float = _SECONDS) -> float:
+    """How many seconds an answer about a file or folder may take: ``seconds``, and more for what is large."""
+    return seconds + _SECONDS_A_GIB * _bytes(path) / 2**30
+
+
 def _bytes(path: Path) -> int:
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     return sum(file.stat().st_size for file in files)
@@ -154,6 +159,7 @@ def _parsed(said: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         stops={name: tuple(ids) for name, ids in said.get("stops", {}).items()},
         peak_bytes=int(said["peak_bytes"]),
         libraries=str(said["libraries"]),
+        unavailable=str(said.get("unavailable", "")),
         tensors=tensors,
     )
 

@@ -35,7 +35,8 @@ class Request:
     """What is to be loaded, and what it is asked.
 
     Attributes:
-        kind: ``model``: a folder of transformers' layout. ``adapter``: of PEFT's. ``gguf``: a file.
+        kind: ``model``: a folder of transformers' layout. ``adapter``: of PEFT's. ``gguf``: a file. ``llama``: a file
+            that llama.cpp's library is asked about.
         folder: What was written; of a GGUF file, the file.
         config: A folder with the config.json of the base, for ``adapter`` and ``gguf``.
         dtype: ``stored``: loaded as it is stored and computed in float32; ``float32``: loaded in float32.
@@ -48,7 +49,7 @@ class Request:
         threads: How many threads sums are taken by, so that they are taken alike.
     """
 
-    kind: Literal["model", "adapter", "gguf"]
+    kind: Literal["model", "adapter", "gguf", "llama"]
     folder: str
     config: str = ""
     dtype: Literal["stored", "float32"] = "stored"
@@ -73,6 +74,7 @@ class Answer:
         peak_bytes: The most memory that the process has had.
         libraries: What computed it, with versions.
         tensors: What was asked for.
+        unavailable: Why a library that was to be asked is none that can be.
     """
 
     problems: tuple[str, ...] = ()
@@ -81,3 +83,4 @@ class Answer:
     peak_bytes: int = 0
     libraries: str = ""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    unavailable: str = ""

@@ -19,6 +19,7 @@ from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.clean.request import LOGITS, Answer, Request
 from ftcli.export.gguf.described import ROUNDING
+from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
@@ -47,6 +48,7 @@ class Wanted:
         stops: Ids that end a turn.
         provenance: What the file says of its base and licence.
         reload: Loads the file again, in a process of its own.
+        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.llama_cpp` says it.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 
@@ -63,6 +65,7 @@ class Wanted:
     probe: Probe
     logits: Tensor
     reload: Reload = ask_once
+    llama_cpp: str | None = None
     provenance: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -75,6 +78,7 @@ class FileReport:
         top1_agreement: Share of positions with the same likeliest token.
         greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
         answer: Of the process that loaded it.
+        llama: What llama.cpp makes of it.
     """
 
     problems: tuple[str, ...]
@@ -82,6 +86,7 @@ class FileReport:
     top1_agreement: float = 0.0
     greedy_tokens: str = ""
     answer: Answer = field(default_factory=Answer)
+    llama: LlamaReport = field(default_factory=LlamaReport)
 
     def facts(self, prefix: str, kind: str) -> dict[str, str | int | float]:
         """What an export's record says of a file of type ``kind``, each name with ``prefix`` in front."""
@@ -90,6 +95,7 @@ class FileReport:
             "allowed": TYPES[kind].logits,
             "top1_agreement": self.top1_agreement,
             "greedy_tokens": self.greedy_tokens,
+            **self.llama.facts,
         }
         return {f"{prefix}{name}": value for name, value in found.items()} | reloaded(self.answer)
 
@@ -174,12 +180,14 @@ def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
     compared = compare_logits(found, wanted.logits, row.logits)
     problems = logits_problems(compared, row.logits)
     problems += check_generation(answer, wanted.logits, wanted.probe, wanted.stops, row.logits)
+    llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted)
     return FileReport(
-        tuple(problems),
+        (*problems, *llama.problems),
         compared.relative_error,
         compared.top1_agreement,
         same_greedy(found, wanted.probe),
         answer,
+        llama,
     )
 
 

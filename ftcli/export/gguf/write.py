@@ -155,6 +155,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         probe,
         trained,
         source.reload,
+        source.llama_cpp,
         provenance_of(source),
     )
     if names.left_out:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
@@ -20,6 +20,10 @@ from ftcli.errors import Finding
 from ftcli.model.load import align_special_tokens
 from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from ftcli.export.clean.process import CleanProcess
+    from ftcli.export.gguf.write import Prepared
 
 SHAPE = {
     "vocab_size": 264,
@@ -129,3 +133,13 @@ def tuned(tmp_path: Path) -> Trained:
 
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> Prepared:
+    """One llama, prepared once for all GGUF files of it."""
+    from tests.small_models import build as small
+    from tests.unit.export.gguf_runs import adapt, prepared_of
+
+    pytest.importorskip("gguf")
+    return prepared_of(adapt(tmp_path_factory.mktemp("shared"), small("llama")), clean_process)

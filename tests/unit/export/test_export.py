@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import safetensors as merged_format
-from ftcli.export.merge import Adapter
-from ftcli.export.tensorfile import Output, write_shards
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
 from ftcli.facts.weights import EXPORT_RECORD
@@ -170,112 +168,6 @@ def test_a_model_card_that_somebody_wrote_is_kept(trained: Callable[..., Trained
     assert (result.path / "README.md").read_text() == "# Mine"
 
 
-def wrong_scale(patch: pytest.MonkeyPatch) -> None:
-    merged = Adapter.merged
-
-    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return weight + 1.001 * (merged(self, name, weight) - weight)
-
-    patch.setattr(Adapter, "merged", broken)
-
-
-def one_layer_left_out(patch: pytest.MonkeyPatch) -> None:
-    merged = Adapter.merged
-
-    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
-        return weight if name == "model.layers.1.mlp.down_proj.weight" else merged(self, name, weight)
-
-    patch.setattr(Adapter, "merged", broken)
-
-
-def another_weight_touched(patch: pytest.MonkeyPatch) -> None:
-    def broken(folder: Path, planned: Any, size: int) -> None:
-        write_shards(folder, [touched(each) if each.key == "model.norm.weight" else each for each in planned], size)
-
-    def touched(output: Output) -> Output:
-        data = bytearray(b"".join(output.pieces()))
-        data[3] ^= 1
-        return dataclasses.replace(output, pieces=lambda: iter([bytes(data)]))
-
-    patch.setattr(merged_format, "write_shards", broken)
-
-
-@pytest.mark.parametrize("fault", [wrong_scale, one_layer_left_out, another_weight_touched])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_merge_is_caught_and_removed(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, fault: Any, dtype: str
-) -> None:
-    made = trained("gemma2", dtype)
-    fault(monkeypatch)
-    error = failure(made, "safetensors")
-    assert code(error) == "FT741"
-    assert error.exit_code is ExitCode.BUG
-    assert not (made.run.export_dir / "safetensors").exists()
-
-
-def flip_a_weight(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 0x40
-    path.write_bytes(bytes(data))
-
-
-def cut_the_file(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def lose_the_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-
-
-def lose_the_stop_token(folder: Path) -> None:
-    edit_json(folder / "generation_config.json", eos_token_id=1)
-
-
-def lose_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("damage", [flip_a_weight, cut_the_file, lose_the_template, lose_the_stop_token, lose_a_tensor])
-@pytest.mark.parametrize("kind", ["adapter merged", "full fine-tune"])
-def test_damage_after_writing_is_caught(
-    trained: Callable[..., Trained],
-    tuned: Trained,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    damage: Any,
-    kind: str,
-) -> None:
-    if kind == "full fine-tune":
-        made, name, write = tuned, "copy_model", merged_format.copy_model
-    else:
-        tuned.run.path.rename(tmp_path / "other")
-        made, name, write = trained(), "write_merged", merged_format.write_merged
-
-    def damaged(source: Any, folder: Path, **options: Any) -> Any:
-        result = write(source, folder, **options)
-        damage(folder)
-        return result
-
-    monkeypatch.setattr(merged_format, name, damaged)
-    assert code(failure(made, "safetensors")) == "FT741"
-    assert not (made.run.export_dir / "safetensors").exists()
-
-
-def test_a_failed_export_keeps_the_earlier_one(
-    trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trained()
-    (first,) = export(made, "safetensors")
-    before = {path.name: path.read_bytes() for path in first.path.iterdir()}
-    wrong_scale(monkeypatch)
-    assert code(failure(made, "safetensors", force=True)) == "FT741"
-    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
-
-
 def test_an_earlier_export_is_replaced_as_a_whole_when_asked(trained: Callable[..., Trained]) -> None:
     made = trained()
     (first,) = export(made, "adapter")
@@ -381,32 +273,6 @@ def test_too_little_memory_is_said_before_merging(
     error = failure(made, "safetensors")
     assert code(error) == "FT748"
     assert error.exit_code is ExitCode.PREFLIGHT
-
-
-@pytest.mark.parametrize("damage", ["truncated", "nan", "empty", "dora", "pissa", "resized", "no json", "wrong shape"])
-@pytest.mark.parametrize("name", ["adapter", "safetensors"])
-def test_a_damaged_adapter_is_ft742(trained: Callable[..., Trained], damage: str, name: str) -> None:
-    made = trained()
-    weights, config = (made.run.adapter_dir / f for f in ("adapter_model.safetensors", "adapter_config.json"))
-    tensors = load_file(weights)
-    first = next(iter(tensors))
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-10])
-    elif damage == "nan":
-        save_file({**tensors, first: torch.full_like(tensors[first], torch.nan)}, weights)
-    elif damage == "empty":
-        weights.unlink()
-    elif damage == "dora":
-        edit_json(config, use_dora=True)
-    elif damage == "pissa":
-        edit_json(config, init_lora_weights="pissa")
-    elif damage == "resized":
-        save_file({**tensors, "base_model.model.model.embed_tokens.weight": torch.zeros(300, 32)}, weights)
-    elif damage == "wrong shape":
-        save_file({**tensors, first: torch.zeros(4, 7)}, weights)
-    else:
-        config.write_text("{")
-    assert code(failure(made, name)) == "FT742"
 
 
 def test_an_unfinished_run_and_an_unknown_format_are_refused(trained: Callable[..., Trained], tmp_path: Path) -> None:

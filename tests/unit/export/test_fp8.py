@@ -17,8 +17,8 @@ from ftcli.export import fp8
 from ftcli.export.fp8 import LARGEST, quantize, scale_of
 from tests.small_models import build
 from tests.unit.export.conftest import Trained, edit_json
+from tests.unit.export.gguf_runs import adapt
 from tests.unit.export.test_export import VARIANTS, code, export, failure
-from tests.unit.export.test_gguf import adapt
 
 pytest.importorskip("compressed_tensors")
 

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
-import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
-from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf import adapter as adapter_file
-from ftcli.export.gguf import experts as experts_format
-from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import Prepared, prepare, write_type
-from ftcli.export.resolve import resolve_source
-from ftcli.export.writing import ExportResult, export_run
+from ftcli.export.gguf.write import Prepared, write_type
+from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import to_file
 from ftcli.run.atomic import write_json
 from ftcli.tables.gguf import ARCHITECTURES, TYPES
 from tests.small_models import build
-from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
+from tests.unit.export.conftest import Heard, Trained
+from tests.unit.export.gguf_runs import AS_BUILT, MULTIMODAL, VARIANTS, adapt, changed, export
 
 gguf = pytest.importorskip("gguf")
 
@@ -40,45 +30,6 @@ pytestmark = [
         "ignore:The following (rank|alpha)_pattern keys"
     ),  # PEFT's own patterns, of stacks of experts
 ]
-
-#: Checkpoints whose language model stands in the table, by their own ``model_type``.
-MULTIMODAL = {"qwen2_vl_text": "qwen2_vl", "qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
-#: What llama.cpp builds of a family, where small models are otherwise.
-AS_BUILT: dict[str, dict[str, Any]] = {"bitnet": {"tie_word_embeddings": True}, "qwen3_moe": {"norm_topk_prob": True}}
-LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-
-
-def adapt(folder: Path, model: Any, **options: Any) -> Trained:
-    """A run with an adapter on ``model`` that changes its answers."""
-    model.save_pretrained(folder / "base")
-    tokenizer().save_pretrained(folder / "base")
-    targets = LANGUAGE if hasattr(model.model, "language_model") else "all-linear"
-    config = peft.LoraConfig(
-        **{"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
-    )
-    adapted = peft.get_peft_model(model, config)
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if parameter.requires_grad and "lora_A" not in name:
-                parameter += torch.randn(parameter.shape) * 0.3 / parameter.shape[-1] ** 0.5
-    run = write_run(folder / "run", folder / "base", lora={"r": 4})
-    adapted.save_pretrained(run.adapter_dir, save_embedding_layers=False)
-    tokenizer().save_pretrained(run.adapter_dir)
-    return Trained(folder / "base", run)
-
-
-def export(
-    made: Trained, *types: str, heard: Heard | None = None, lora: bool = False, force: bool = False
-) -> ExportResult:
-    settings = ExportConfig.model_validate({"gguf": {"types": types, "lora_adapter": lora}})
-    (result,) = export_run(made.run, ["gguf"], reporter=heard or Heard(), offline=True, settings=settings, force=force)
-    return result
-
-
-def prepared_of(made: Trained, clean: CleanProcess) -> Prepared:
-    source = dataclasses.replace(resolve_source(made.run), reload=clean.ask)
-    return prepare(source, offline=True, say=lambda _: None)
 
 
 @pytest.mark.parametrize("model_type", [*ARCHITECTURES, "gemma3", "mistral3"])
@@ -116,15 +67,6 @@ def test_the_bounds_of_types_are_no_larger_than_they_must_be(kind: str) -> None:
     error = np.abs(gguf.quants.dequantize(gguf.quants.quantize(values, number), number) - values)
     worst = (error.max(-1) / np.abs(values).max(-1)).max()
     assert 0.7 * row.error < worst <= row.error
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rslora": {"use_rslora": True},
-    "rank pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}},
-    "head trained whole": {"modules_to_save": ["lm_head"]},
-    "embeddings trained whole": {"modules_to_save": ["embed_tokens"]},
-    "dora": {"use_dora": True},
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -173,23 +115,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def changed(family: str, **values: Any) -> Any:
-    """A small model whose config says something else."""
-    from transformers import AutoModelForCausalLM
-
-    from tests.small_models import config_of
-
-    config = config_of(family)
-    for key, value in values.items():
-        setattr(config, key, value)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
     family, values = SHAPES[shape]
@@ -222,21 +147,6 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(reason: str, tmp_path
     assert not (made.run.export_dir / "gguf").exists()
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), [("llama", {}), ("gemma2", {}), ("qwen2_vl", {}), ("llama", VARIANTS["rank pattern"])]
-)
-def test_an_adapter_is_written_alone(family: str, variant: dict[str, Any], tmp_path: Path) -> None:
-    made = adapt(tmp_path, build(family), use_rslora=bool(variant), **variant)
-    result = export(made, "f32", lora=True)
-    assert result.verification.facts["adapter_relative_error"] < 1e-5
-    file = ReadFile(result.path / "run-LoRA-F32.gguf")
-    assert file.values["general.type"] == "adapter"
-    if not variant and family == "gemma2":
-        stored = load_file(made.run.adapter_dir / "adapter_model.safetensors")
-        b = stored["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
-        assert torch.equal(file.read("blk.0.attn_q.weight.lora_b"), b)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_adapted_experts_are_merged_into_three_stacks(family: str, tmp_path: Path) -> None:
     """Gate and up are one tensor in transformers, and two in the file."""
@@ -253,162 +163,6 @@ def test_adapted_experts_are_merged_into_three_stacks(family: str, tmp_path: Pat
     assert torch.equal(file.read("blk.1.ffn_up_exps.weight")[2], plain[name])
     with pytest.raises(FtcliError, match="no weight of its own for the adapter of"):
         export(made, "f32", lora=True, force=True)
-
-
-def test_swapped_halves_of_experts_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up have one shape: only the numbers tell them apart."""
-    made = adapt(tmp_path, build("mixtral"))
-    monkeypatch.setattr(experts_format.SplitExperts, "read", lambda self, name: swapped(self, name))
-    with pytest.raises(FtcliError, match="logits differ"):
-        export(made, "f32")
-
-
-def swapped(weights: Any, name: str) -> torch.Tensor:
-    plain, _, half = name.partition(":")
-    tensor: torch.Tensor = weights.whole.read(plain)
-    return tensor.chunk(2, dim=1)[half == "gate"].contiguous() if half else tensor
-
-
-@pytest.mark.parametrize("variant", ["dora", "head trained whole"])
-def test_an_adapter_that_is_more_than_two_matrices_is_refused(variant: str, tmp_path: Path) -> None:
-    with pytest.raises(FtcliError, match="two matrices alone"):
-        export(adapt(tmp_path, build("llama"), **VARIANTS[variant]), "f32", lora=True)
-
-
-@pytest.mark.parametrize("fault", ["alpha", "permutation", "cut"])
-def test_a_wrong_adapter_is_caught(
-    fault: str, shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "adapter.gguf"
-    if fault == "permutation":
-        monkeypatch.setattr(adapter_file, "to_file", not_permuted)
-    adapter_file.write_adapter(shared.wanted, path, "run", 8.0)
-    if fault == "alpha":
-        other_number("adapter.lora.alpha", 9.0)(path)
-    if fault == "cut":
-        cut_the_file(path)
-    problems, _ = adapter_file.verify_adapter(shared.wanted, path)
-    assert ("cannot be read" if fault == "cut" else "logits differ") in problems[0]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> Prepared:
-    """One llama, prepared once."""
-    return prepared_of(adapt(tmp_path_factory.mktemp("shared"), build("llama")), clean_process)
-
-
-@pytest.fixture(scope="module")
-def file(shared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("file") / "model.gguf"
-    write_type(shared, path, "q8_0")
-    assert not verify_file(path, "q8_0", shared.wanted).problems
-    return path
-
-
-def data_at(path: Path, tensor: str) -> int:
-    reader = gguf.GGUFReader(path)
-    return int(next(each.data_offset for each in reader.tensors if each.name == tensor))
-
-
-def flip_a_scale(path: Path) -> None:
-    place, data = data_at(path, "blk.1.ffn_up.weight"), bytearray(path.read_bytes())
-    (scale,) = struct.unpack_from("<e", data, place)
-    struct.pack_into("<e", data, place, -scale)
-    path.write_bytes(bytes(data))
-
-
-def cut_the_file(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-64])
-
-
-def cut_the_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:200])
-
-
-def empty_the_file(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def other_template(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"<start_of_turn>model\\n", b"<start_of_turn>Model\\n"))
-
-
-def other_number(key: str, number: float) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        place = data.index(key.encode()) + len(key) + 4
-        struct.pack_into("<f" if isinstance(number, float) else "<I", data, place, number)
-        path.write_bytes(bytes(data))
-
-    return damage
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped scale": (flip_a_scale, "blk.1.ffn_up.weight differs"),
-    "a truncated file": (cut_the_file, "cannot be read"),
-    "a truncated header": (cut_the_header, "cannot be read"),
-    "an empty file": (empty_the_file, "cannot be read"),
-    "another template": (other_template, "chat_template is another"),
-    "another rotation": (other_number("llama.rope.freq_base", 9000.0), "llama.rope.freq_base is another"),
-    "another epsilon": (other_number("llama.attention.layer_norm_rms_epsilon", 0.5), "rms_epsilon is another"),
-    "another eos": (other_number("tokenizer.ggml.eos_token_id", 7), "eos_token_id is another"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_caught(damage: str, shared: Prepared, file: Path, tmp_path: Path) -> None:
-    path = tmp_path / file.name
-    shutil.copyfile(file, path)
-    spoil, said = DAMAGE[damage]
-    spoil(path)
-    problems = verify_file(path, "q8_0", shared.wanted).problems
-    assert problems
-    assert said in problems[0]
-
-
-def test_what_the_metadata_means_is_computed(shared: Prepared, tmp_path: Path) -> None:
-    """Values that were meant as they are, and are wrong: the model that the file describes answers otherwise."""
-    said = {**shared.description.values, "rope.freq_base": 9000.0}
-    wrong = dataclasses.replace(
-        shared,
-        description=dataclasses.replace(shared.description, values=said),
-        wanted=dataclasses.replace(shared.wanted, said=said),
-    )
-    path = tmp_path / "model.gguf"
-    write_type(wrong, path, "f32")
-    (problem, *_) = verify_file(path, "f32", wrong.wanted).problems
-    assert "logits differ" in problem
-
-
-def not_permuted(stored: str, tensor: torch.Tensor, heads: Any, architecture: Any) -> torch.Tensor:
-    return to_file(stored, tensor, {} if "attn_k" in stored else heads, architecture)
-
-
-def permuted_by_the_other_heads(stored: str, tensor: torch.Tensor, heads: Any, architecture: Any) -> torch.Tensor:
-    swapped = {"attn_q": heads["attn_k"], "attn_k": heads["attn_q"]} if heads else {}
-    return to_file(stored, tensor, swapped, architecture)
-
-
-@pytest.mark.parametrize("fault", [not_permuted, permuted_by_the_other_heads])
-def test_a_wrong_permutation_is_caught_and_removed(fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = adapt(tmp_path, build("llama"))
-    monkeypatch.setattr(gguf_format, "to_file", fault)
-    with pytest.raises(FtcliError, match="attn_k") as caught:
-        export(made, "f32")
-    assert {finding.code for finding in caught.value.findings} == {"FT741"}
-    assert not list(made.run.export_dir.iterdir())
-
-
-def test_a_missing_tensor_is_caught(shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_file = gguf_format.write_file
-
-    def without_one(path: Path, name: str, values: Any, tensors: Any) -> None:
-        write_file(path, name, values, {k: v for k, v in tensors.items() if k != "blk.0.attn_v.weight"})
-
-    monkeypatch.setattr(gguf_format, "write_file", without_one)
-    path = tmp_path / "model.gguf"
-    write_type(shared, path, "f32")
-    assert verify_file(path, "f32", shared.wanted).problems == ("blk.0.attn_v.weight is missing",)
 
 
 def test_llama_quantize_is_found_by_name(shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

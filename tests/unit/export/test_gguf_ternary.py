@@ -22,7 +22,7 @@ from ftcli.model.streamed import Holding, load_quantized
 from ftcli.tables.gguf import architecture_of
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
-from tests.unit.export.test_gguf import adapt, changed, export
+from tests.unit.export.gguf_runs import adapt, changed, export
 
 pytest.importorskip("gguf")
 

@@ -14,23 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.facts.device import named_device
-from ftcli.facts.model import read_facts
-from ftcli.facts.precision import plan_dtypes
-from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
 from ftcli.model.bitnet_files import already_ternary
 from ftcli.model.checkpoint import read_config
-from ftcli.model.quantize import layers_to_quantize
 from ftcli.model.quantized import check_weights, quantized_layers
 from ftcli.model.streamed import Holding, load_quantized
-from ftcli.preflight.checks import machine
-from ftcli.preflight.memory.activations import plain_layers
-from ftcli.preflight.memory.estimate import estimate_memory
 from tests import small_models
-from tests.estimates import setup_of
-from tests.unit.preflight import test_activations as activations
 
 SETTINGS = QuantizationConfig(method="bitnet")
 IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -239,57 +229,12 @@ def test_layers_behind_one_norm_share_its_rounded_output(saved: Path, monkeypatc
     assert len(made) == norms * 2
 
 
-@pytest.mark.parametrize("family", ["bitnet", "llama"])
-@pytest.mark.parametrize("own_norms", [False, True])
-@pytest.mark.parametrize(
-    ("rounds", "plan"), [("apart", "full-float32"), ("apart", "full-bfloat16"), ("in norms", "full-bfloat16")]
-)
-def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str, own_norms: bool, rounds: Any) -> None:
-    dtypes = activations.PLANS[plan]
-    sizes = []
-    for layers in (2, 3):
-        model = activations.build(family, "sdpa", dtypes, layers)
-        for name in layers_to_quantize(model):
-            model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
-        bitnet.finish(model, kernels=True, settings=SETTINGS.model_copy(update={"use_rms_norm": own_norms}))
-        for layer in bit_layers(model):
-            layer.backend = "triton" if rounds == "in norms" else "torch"  # in the interpreter
-            layer.ternary  # noqa: B018  # kept between steps, and counted with the weights
-        sizes.append(activations.measured_bytes(model.train(), dtypes))
-    shape = shape_of(activations.config_of(family, 1))
-    assert shape is not None
-    setting = replace(activations.setting_of(family, dtypes), rounds=rounds, own_norms=own_norms)
-    predicted = activations.BATCH * setting.seq_len * plain_layers("sdpa").layer_bytes(shape, setting)
-    assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
-
-
 def test_kernels_are_left_off_where_layers_round_their_input(saved: Path) -> None:
     from ftcli.model.patch import patch
 
     model = built(saved, trained=False)
     done = patch(model, "reference")
     assert not any(entry.on for entry in done.table)
-
-
-def test_the_estimate_counts_masters_ternary_values_and_int8_inputs(load: Any) -> None:
-    text = "model: {name_or_path: microsoft/bitnet-b1.58-2B-4T-bf16}\ndata: {train: [a.jsonl], max_seq_len: 2048}\n"
-    found = {}
-    for method in ("bitnet", "none"):
-        loaded = load(text, f"quantization.method={method}", "train.gradient_checkpointing=false")
-        facts, gpu = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins), named_device("h100")
-        found[method] = estimate_memory(setup_of(loaded.recipe, facts, gpu)).parts
-    linear = facts.shape.linear_parameters
-    assert found["bitnet"]["weights"] - found["none"]["weights"] == linear + 4 * 7 * facts.shape.num_layers
-    assert found["bitnet"]["activations"] < 0.75 * found["none"]["activations"]
-    assert "autocast copies" not in found["bitnet"] or found["bitnet"]["autocast copies"] == 0
-
-
-def test_a_gpu_without_int8_products_is_refused(context: Any) -> None:
-    made = context("data: {train: [a.jsonl]}\n", "quantization.method=bitnet")
-    for name, codes in (("t4", ["FT508"]), ("h100", [])):
-        gpu = named_device(name)
-        found = machine.check(made, gpu, plan_dtypes(made.recipe, gpu))
-        assert [finding.code for finding in found] == codes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

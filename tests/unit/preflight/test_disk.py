@@ -17,14 +17,6 @@ GIB = 2**30
 LORA = "lora: {r: 16}\n"
 
 
-@pytest.fixture
-def case(load: Callable[..., Any]) -> Callable[..., Case]:
-    def _case(name: str, text: str, *overrides: str) -> Case:
-        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
-
-    return _case
-
-
 def test_disk_holds_one_checkpoint_more_than_is_kept(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA, "checkpoint.every_steps=10", "checkpoint.keep_last=3")
     assert made.facts.shape is not None

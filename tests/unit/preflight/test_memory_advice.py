@@ -21,14 +21,6 @@ LORA = "lora: {r: 16}\n"
 ROWS = "data: {train: [a.jsonl], max_seq_len: 2048}\n"
 
 
-@pytest.fixture
-def case(load: Callable[..., Any]) -> Callable[..., Case]:
-    def _case(name: str, text: str, *overrides: str) -> Case:
-        return Case(load(f"model: {{name_or_path: {name}}}\n{text}", *overrides))
-
-    return _case
-
-
 def test_fits_tight_and_does_not_fit(case: Callable[..., Case]) -> None:
     made = case("google/gemma-2-2b", LORA + ROWS)
     needed = made.estimate("h100").total_bytes

@@ -1,0 +1,91 @@
+"""The memory estimate of GRPO: generation, its cache, the weights that it merges, and a reference model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ftcli.facts.device import GPUS
+from ftcli.preflight.memory.candidates import smaller_batches
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from tests.estimates import GRPO, Case, setup_of
+
+LORA = "lora: {r: 16}\n"
+#: Completions for two optimizer steps, each of which learns from a half.
+TWO_OF_FOUR = ("train.gradient_accumulation_steps=2", "grpo.steps_per_generation=4")
+
+
+def generation_bytes(estimate: MemoryEstimate) -> int:
+    return estimate.parts["generation"] + estimate.parts["key-value cache"]
+
+
+def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) -> None:
+    estimate = case("mistralai/Mistral-7B-v0.3", LORA + GRPO).estimate(work="grpo")
+    cache = 2 * 32 * 512 * 32 * 1024 * 2  # keys and values, rows, tokens, layers, width, bytes
+    assert cache < estimate.parts["key-value cache"] < 1.3 * cache
+    halved = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "train.gradient_accumulation_steps=2")
+    assert halved.estimate(work="grpo").parts["key-value cache"] < estimate.parts["key-value cache"]
+    halved_by = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
+    assert halved_by.estimate(work="grpo").parts["key-value cache"] == estimate.parts["key-value cache"]
+
+
+def test_smaller_batches_make_as_many_completions(case: Callable[..., Case]) -> None:
+    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
+    proposed = next(iter(smaller_batches(setup_of(made.recipe, made.facts, "h100", "grpo"))))
+    assert proposed == {
+        "train.per_device_train_batch_size": 4,
+        "train.gradient_accumulation_steps": 4,
+        "grpo.steps_per_generation": 8,
+    }
+
+
+def test_what_generates_is_kept_and_weights_are_merged_where_memory_has_room(case: Callable[..., Case]) -> None:
+    made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO)
+    longer = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, "grpo.max_completion_length=2048")
+    few = "train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=8"
+    smaller = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *few)
+    roomy, kept = made.estimate("h200", work="grpo"), smaller.estimate("rtx4090", work="grpo")
+    tight = longer.estimate("rtx4090", work="grpo")
+    assert (roomy.generator, kept.generator, tight.generator) == ("merged", "kept", "each step")
+    linears = 32 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336)
+    assert roomy.parts["merged weights"] == 2 * linears
+    assert "merged weights" not in kept.parts
+    for phase, names in roomy.phases.items():
+        assert {"key-value cache", "merged weights"} <= {*names}, phase
+    assert [phase for phase, names in tight.phases.items() if "key-value cache" in names] == ["generation"]
+    assert roomy.total_bytes <= 0.85 * int(GPUS["h200"].memory_bytes or 0)
+
+
+def test_generation_holds_pages_and_reads_a_few_prompts_at_once(case: Callable[..., Case]) -> None:
+    def needed(prompt: int, completion: int) -> int:
+        lengths = f"grpo.max_prompt_length={prompt}", f"grpo.max_completion_length={completion}"
+        return generation_bytes(case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *lengths).estimate(work="grpo"))
+
+    page = 2 * 32 * 32 * 1024 * 2 * 64  # of every row
+    assert needed(256, 1024) - needed(256, 512) == pytest.approx(512 / 64 * page / 0.9, abs=2)
+    assert needed(256, 1024) - needed(256, 1023) == 0
+    assert needed(512, 768) == needed(256, 1024)
+    assert needed(16384, 1) > needed(8192, 8193) + 2**29  # a prompt is read in one pass, however long
+
+
+def test_models_that_transformers_generates_with_hold_its_cache(case: Callable[..., Case]) -> None:
+    """Its rows are padded, and each layer's keys and values are repeated for all heads."""
+
+    def needed(completion: int) -> int:
+        made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, f"grpo.max_completion_length={completion}")
+        dynamic = {**made.facts.language, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        made.facts = replace(made.facts, language=dynamic)
+        return generation_bytes(made.estimate(work="grpo"))
+
+    cache = 2 * 32 * 32 * 1024 * 2  # of one token of every row
+    repeated = 2 * 32 * 4096 * 2  # one layer's keys and values, for all its heads
+    assert needed(1024) - needed(512) == 512 * (cache + repeated)
+
+
+def test_a_reference_model_is_held_for_full_grpo_with_a_penalty_only(case: Callable[..., Case]) -> None:
+    name = "mistralai/Mistral-7B-v0.3"
+    assert "reference model" in case(name, GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
+    assert "reference model" not in case(name, GRPO).estimate(work="grpo").parts
+    assert "reference model" not in case(name, LORA + GRPO, "grpo.beta=0.1").estimate(work="grpo").parts
