@@ -7,17 +7,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-
 from ftcli.export.clean.request import TENSOR, Request
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import TEXTS
-from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
+from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.servers import llama_cpp, vllm
-from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, read_tensors, reloaded
-from ftcli.facts.model import read_facts
-from ftcli.model.load import config_of
+from ftcli.export.tensorfile import finite_tensors
+from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
+from ftcli.export.vocabulary import with_its_vocabulary
+from ftcli.export.weights import source_config
 from ftcli.run.checkpoint import PROGRESS
 
 #: What a trainer may leave beside its result and what nobody needs to load it.
@@ -64,13 +62,16 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
             config cannot be found, FT760 where it cannot be loaded again.
     """
     wanted = finite_tensors(source.folder)
-    facts = read_facts(source.base, offline=offline, origins=source.origins)
-    attach(unwritten(config_of(facts.raw)), source.folder)  # what does not fit its base is no fault of the copy
-    with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
-        config_of(facts.raw).save_pretrained(config)
-        answer = source.reload(Request("adapter", str(folder), config=config, texts=TEXTS), {})
+    with with_its_vocabulary(source, offline=offline) as plain, tempfile.TemporaryDirectory(prefix="ftcli-") as config:
+        based = source_config(plain, offline=offline)
+        attach(unwritten(based), plain.folder)  # what does not fit its base is no fault of the copy
+        based.save_pretrained(config)
+        asked = Request("adapter", str(folder), config=config, texts=TEXTS, embeddings=plain is not source)
+        answer = source.reload(asked, {})
     # PEFT holds them in the base's float32, which every stored dtype fits into: going back to it loses nothing.
     held = {name.removeprefix(TENSOR): tensor for name, tensor in answer.tensors.items() if name.startswith(TENSOR)}
+    if asked.embeddings:  # PEFT then tells the base's, too, whether the adapter brings them or not
+        held = {name: tensor for name, tensor in held.items() if name in wanted}
     found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in held.items()}
     problems = list(answer.problems) or compare_tensors(found, wanted)
     problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
@@ -85,21 +86,3 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         {"tensors": len(wanted), **{server.name: server.said for server in servers}, **reloaded(answer)},
         tuple(warning for server in servers for warning in server.warning),
     )
-
-
-def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter.
-
-    Raises:
-        FtcliError: FT742 when its file is damaged, empty or holds NaN or infinity.
-    """
-    try:
-        tensors = read_tensors(folder)
-    except (OSError, SafetensorError) as error:
-        raise unusable(folder, f"its weights cannot be read ({error})") from error
-    if not tensors:
-        raise unusable(folder, "it has no weights")
-    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-    if bad is not None:
-        raise unusable(folder, f"{bad} holds NaN or infinity")
-    return tensors

@@ -24,6 +24,7 @@ from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.safetensors import SHARD_BYTES
+from ftcli.export.tensorfile import read_tensors
 from ftcli.export.verify import (
     Verified,
     check_generation,
@@ -32,7 +33,6 @@ from ftcli.export.verify import (
     compare_tokenizers,
     logits_problems,
     not_asked,
-    read_tensors,
     reloaded,
     same_greedy,
 )

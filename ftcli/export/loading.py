@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from copy import deepcopy
 from dataclasses import replace
@@ -14,8 +13,6 @@ from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
-from ftcli.export.tensorfile import TensorFile
-from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
 from ftcli.model.streamed import compute_buffers
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
@@ -118,9 +115,8 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
     """``base`` with the adapter in ``folder``, not merged. The adapter is in float32, whatever the base's dtype.
 
     Raises:
-        FtcliError: FT742 when PEFT cannot load the adapter into this model, or it holds more than its config says.
+        FtcliError: FT742 when PEFT cannot load the adapter into this model.
     """
-    _require_its_own(folder)
     try:
         with warnings.catch_warnings():
             # PEFT warns of tied embeddings with one side adapted; merging unties them (ftcli.export.merge).
@@ -130,25 +126,6 @@ def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
         raise unusable(folder, "; ".join(finding.message for finding in error.findings)) from error
     adapted.eval()
     return adapted
-
-
-def _require_its_own(folder: Path) -> None:
-    """Refuses weights of the base that PEFT saves unasked, as where the vocabulary was resized: it would put them into
-    the base, of whose shape they may not be.
-    """
-    try:
-        whole = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("modules_to_save") or ()
-        keys = [key for path in sorted(folder.glob("adapter_model*.safetensors")) for key in TensorFile(path).entries]
-    except (OSError, ValueError, AttributeError, SafetensorError):
-        return  # whoever reads them says what is wrong
-    for key in keys:
-        name = key.removeprefix("base_model.model.")
-        if ".lora_" not in name and not any(each in name for each in whole):
-            raise unusable(
-                folder,
-                f"it holds {name}, in no modules_to_save: embeddings of a resized vocabulary, which ftcli "
-                "does not export",
-            )
 
 
 def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -26,7 +26,6 @@ _OTHER_FORMULAS = (
     "alora_invocation_tokens",
     "arrow_config",
     "layer_replication",
-    "trainable_token_indices",
 )
 #: Beginnings of an adapter that leave the base as it is; the others (PiSSA, OLoRA, LoftQ) train beside a changed base.
 _ON_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "eye")
@@ -52,6 +51,7 @@ class ExportSource:
         llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
+        vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
     """
 
     kind: Literal["adapter", "model"]
@@ -68,6 +68,7 @@ class ExportSource:
     llama_cpp: str | None = None
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     compute: str = "bfloat16"
+    vocabulary: int | None = None
 
 
 def resolve_source(

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
-from ftcli.export.adapter import finite_tensors
 from ftcli.export.clean.ask import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import compare_written, elements, open_written
@@ -32,7 +31,7 @@ from ftcli.export.merge import Adapter, Rounding, outputs, rounded, rounding_of
 from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import merge_bytes, require_room
-from ftcli.export.tensorfile import write_shards
+from ftcli.export.tensorfile import finite_tensors, write_shards
 from ftcli.export.verify import (
     Verified,
     check_generation,
@@ -43,7 +42,7 @@ from ftcli.export.verify import (
     not_asked,
     reloaded,
 )
-from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied
+from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied, with_vocabulary
 from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config
@@ -159,7 +158,7 @@ def _stored_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
     name, revision = (str(source.folder), None)
     if source.kind == "adapter":
         name, revision = source_of(source.base.name_or_path), source.base.revision
-    return read_config(name, revision=revision, offline=offline or source.kind == "model")
+    return with_vocabulary(read_config(name, revision=revision, offline=offline or source.kind == "model"), source)
 
 
 def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ftcli.export.resolve import unusable
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonObject
 
@@ -203,3 +204,35 @@ def _write_pieces(file: BinaryIO, output: Output) -> None:
         written += len(piece)
     if written != output.nbytes:
         raise ValueError(f"{output.key} gave {written} bytes and not {output.nbytes}")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in ``folder``.
+
+    Raises:
+        OSError, safetensors.SafetensorError: a file cannot be read or is damaged.
+    """
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter.
+
+    Raises:
+        FtcliError: FT742 when its file is damaged, empty or holds NaN or infinity.
+    """
+    try:
+        tensors = read_tensors(folder)
+    except (OSError, SafetensorError) as error:
+        raise unusable(folder, f"its weights cannot be read ({error})") from error
+    if not tensors:
+        raise unusable(folder, "it has no weights")
+    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+    if bad is not None:
+        raise unusable(folder, f"{bad} holds NaN or infinity")
+    return tensors

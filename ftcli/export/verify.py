@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -358,17 +357,3 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
         if problem:
             problems.append(f"{name} {problem}")
     return shortened(problems)
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors files in ``folder``.
-
-    Raises:
-        OSError, safetensors.SafetensorError: a file cannot be read or is damaged.
-    """
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import first_line
-from ftcli.export.adapter import finite_tensors
 from ftcli.export.held import ORIGINAL, Held, held_of
 from ftcli.export.loading import attach, base_files, plain_config, unwritten
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
-from ftcli.export.tensorfile import TensorFile
+from ftcli.export.tensorfile import TensorFile, finite_tensors
 from ftcli.export.verify import Update, places, updates
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config, weight_files
@@ -89,13 +89,20 @@ class StoredWeights:
     Args:
         files: The model's.
         model: Without memory (``ftcli.model.checkpoint.hollow``).
+        rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
 
     Raises:
         FtcliError: FT323 for files that are damaged, or do not make this model.
     """
 
-    def __init__(self, files: Sequence[Path], model: PreTrainedModel, held: Held | None = None) -> None:
-        self.renaming, self.held, self._model = Renaming(model), held, model
+    def __init__(
+        self,
+        files: Sequence[Path],
+        model: PreTrainedModel,
+        held: Held | None = None,
+        rows: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.renaming, self.held, self._model, self._rows = Renaming(model), held, model, rows
         try:
             self.stored = tuple(self._grouped(files))
         except (SafetensorError, RuntimeError, ValueError) as error:
@@ -147,7 +154,8 @@ class StoredWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
         found = self.of(name)
-        return found.shapes[found.names.index(self.ties.get(name, name))]
+        shape = found.shapes[found.names.index(self.ties.get(name, name))]
+        return (self._rows[name], *shape[1:]) if name in self._rows else shape
 
     def of(self, name: str) -> Stored:
         """What is stored of a tensor."""
@@ -163,7 +171,7 @@ class StoredWeights:
         Raises:
             FtcliError: FT323 for numbers that cannot be quantised, or a file that has changed meanwhile.
         """
-        name = self.ties.get(name, name)
+        asked, name = name, self.ties.get(name, name)
         found = self._by_name[name]
         try:
             if found.packed:
@@ -173,13 +181,20 @@ class StoredWeights:
             tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
         except (OSError, SafetensorError, ValueError) as error:
             raise unreadable(f"{name}: {first_line(error)}") from error
-        return tensor if self.held is None else self.held.as_held(name, tensor)
+        tensor = tensor if self.held is None else self.held.as_held(name, tensor)
+        return _resized(tensor, self._rows[asked]) if asked in self._rows else tensor
 
     def joined(self, found: Stored) -> dict[str, Tensor]:
         """What stored parts make, as they are stored."""
         entries = zip(found.keys, found.roles, found.files, strict=True)
         parts = [(key, role, file.read(key)) for key, role, file in entries]
         return self.renaming.join(found.names[0], parts)
+
+
+def _resized(tensor: Tensor, rows: int) -> Tensor:
+    """``tensor`` with so many rows."""
+    added = tensor.new_zeros((max(rows - len(tensor), 0), *tensor.shape[1:]))
+    return torch.cat((tensor[:rows], added))
 
 
 def _outline(file: TensorFile, key: str) -> Tensor:
@@ -265,7 +280,8 @@ def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
     if source.kind == "model":
         return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
     model = hollow(plain_config(config))
-    return StoredWeights(base_files(source, offline=offline), model, held_of(source, config, model))
+    rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
+    return StoredWeights(base_files(source, offline=offline), model, held_of(source, config, model), rows)
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Update]:
@@ -280,4 +296,12 @@ def source_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
     """transformers' config of what is exported: the base's, or that of the full fine-tune."""
     if source.kind == "model":
         return read_config(source_of(str(source.folder)), revision=None, offline=True)
-    return config_of(read_facts(source.base, offline=offline, origins=source.origins).raw)
+    return with_vocabulary(config_of(read_facts(source.base, offline=offline, origins=source.origins).raw), source)
+
+
+def with_vocabulary(config: PretrainedConfig, source: ExportSource) -> PretrainedConfig:
+    """``config`` with as many tokens as the adapter's embeddings have."""
+    if source.vocabulary is not None:
+        text: Any = config.get_text_config()
+        text.vocab_size = source.vocabulary
+    return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from ftcli.export.gguf.llama import ABSENT, llama_cpp
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
+from ftcli.export.vocabulary import with_its_vocabulary
 from ftcli.facts.quantization import stores_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
@@ -116,15 +117,19 @@ def export_run(
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
     kept = {} if force else {name: _kept(found, name, reporter) for name in wanted}
     made = [name for name in wanted if kept.get(name) is None]
-    require_room(found.destination, sum(needed_bytes(found, name, offline=offline) for name in made))
     for name in skipped:
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
-    with CleanProcess() as process:
+    with ExitStack() as stack:
+        merges = any(exports.row(name).merges for name in made)
+        whole = stack.enter_context(with_its_vocabulary(found, offline=offline)) if merges else found
+        require_room(found.destination, sum(needed_bytes(whole, name, offline=offline) for name in made))
+        process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
-        return [kept.get(name) or _written(found, name, reporter, offline) for name in wanted]
+        whole = replace(found, folder=whole.folder, vocabulary=whole.vocabulary)
+        return [kept.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
@@ -137,8 +142,8 @@ def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | N
     return found
 
 
-def _written(source: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
-    result = _export(source, name, reporter, offline)
+def _written(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
+    result = _export(source, whole, name, reporter, offline)
     for warning in result.warnings:
         reporter.finding(warning)
     proof = f"verified ({result.verification.compared})" if source.verify else "not verified"
@@ -146,7 +151,8 @@ def _written(source: ExportSource, name: str, reporter: Reporter, offline: bool)
     return result
 
 
-def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
+def _export(source: ExportSource, whole: ExportSource, name: str, reporter: Reporter, offline: bool) -> ExportResult:
+    """One format, of ``source`` as it is, or as it is merged: with its embeddings trained ``whole``."""
     target = source.destination / name
     _require_replaceable(target)
 
@@ -157,7 +163,7 @@ def _export(source: ExportSource, name: str, reporter: Reporter, offline: bool) 
     assert reference is not None  # supported
     write: WriteFormat = code_of(reference)
     with _staged(target) as staged:
-        verified = write(source, staged, offline=offline, say=say)
+        verified = write(whole if exports.row(name).merges else source, staged, offline=offline, say=say)
         write_json(staged / EXPORT_RECORD, plain({**_record(source, name, verified), "files": _sizes(staged)}))
         if source.run is not None:
             run = RunDirectory(source.run[0])

@@ -200,7 +200,7 @@ def _adapter(asked: Request, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str
         warnings.simplefilter("ignore")  # what is missing or left over is seen in the tensors
         base = _empty(_config(asked.config)).to_empty(device="cpu")  # never written, so it takes no memory
         adapted = peft.PeftModel.from_pretrained(base, asked.folder)
-    held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=asked.embeddings)
     tensors = {f"{TENSOR}{name}": tensor.clone() for name, tensor in held.items()}
     return {"tokenizer": _tokenizer(asked)}, tensors
 

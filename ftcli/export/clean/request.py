@@ -46,6 +46,7 @@ class Request:
         layers: Linear layers that are asked alone, and how many features they take.
         names: Of a GGUF file, the name in it of each tensor of the model.
         heads: As :func:`ftcli.gguf.names.from_file` takes them.
+        embeddings: The adapter brings those of a vocabulary of its own.
         threads: How many threads sums are taken by, so that they are taken alike.
     """
 
@@ -59,6 +60,7 @@ class Request:
     layers: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
+    embeddings: bool = False
     threads: int = 1
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from ftcli.export.loading import not_verified
 from ftcli.export.resolve import ExportSource
-from ftcli.export.verify import Verified, read_tensors
+from ftcli.export.tensorfile import read_tensors
+from ftcli.export.verify import Verified
 from ftcli.facts.weights import EXPORT_RECORD
 from ftcli.tables import code_of, exports
 from tests.e2e.conftest import User

@@ -1,0 +1,188 @@
+"""Adapters that bring embeddings of their own: a vocabulary with added tokens, or single rows that were trained.
+
+PEFT stores them in several forms, and unasked where the vocabulary has another size than the base's. All of them are
+read as what they amount to, embedding and head trained whole, which every format that merges can do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, read_adapter_config, unusable
+from ftcli.export.tensorfile import finite_tensors
+from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
+from ftcli.facts.weights import ADAPTER_CONFIG
+from ftcli.model.checkpoint import hollow
+from ftcli.plain import JsonObject
+from ftcli.run.atomic import storage_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PREFIX = "base_model.model."
+_ROWS, _ROWS_BASE = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
+_INDICES = "trainable_token_indices"
+
+
+@contextmanager
+def with_its_vocabulary(source: ExportSource, *, offline: bool) -> Iterator[ExportSource]:
+    """``source``; where its adapter brings embeddings of its own, one in a temporary folder that trained them whole.
+
+    Raises:
+        FtcliError: FT742 where a part of the resized model is nowhere stored, or PEFT's form is another; and as
+            :func:`ftcli.export.weights.base_weights` for rows that are put into the base's; FT723 and FT724 where the
+            temporary folder cannot be written.
+    """
+    if source.kind != "adapter" or not _brings_embeddings(source, offline=offline):
+        yield source
+        return
+    with TemporaryDirectory(prefix="ftcli-adapter-") as place:
+        folder = Path(place, source.folder.resolve().name)
+        with storage_errors(folder):
+            folder.mkdir()
+            made = _written(source, folder, offline=offline)
+        yield made
+
+
+def _outline(source: ExportSource, *, offline: bool) -> PreTrainedModel:
+    return hollow(source_config(source, offline=offline))
+
+
+def _brings_embeddings(source: ExportSource, *, offline: bool) -> bool:
+    """Whether the adapter's file holds more than pairs of matrices and modules of the base's shapes."""
+    config = read_adapter_config(source.folder)
+    if config.get(_INDICES) or config.get("ensure_weight_tying"):
+        return True
+    tensors = finite_tensors(source.folder)
+    if any(".lora_embedding_" in key for key in tensors):
+        return True
+    wholes = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if ".lora_" not in key}
+    named = config.get("modules_to_save") or ()
+    if not wholes:
+        return False
+    model = _outline(source, offline=offline)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    vocabulary = [name for name in ends(model) if name in wholes]
+    resized = any(wholes[name].shape != shapes[name] for name in vocabulary)
+    unnamed = any(not _covers(named, name) for name in vocabulary)
+    return resized or unnamed or any(".modules_to_save." in name for name in wholes)
+
+
+def _covers(modules: Any, weight: str) -> bool:
+    """Whether ``modules_to_save`` names the module of a weight, as PEFT matches them."""
+    module = weight.removesuffix(".weight")
+    return any(module == each or module.endswith(f".{each}") for each in modules)
+
+
+def _written(source: ExportSource, folder: Path, *, offline: bool) -> ExportSource:
+    """The same adapter in ``folder``, embedding and head in it as modules that were trained whole."""
+    config, model = read_adapter_config(source.folder), _outline(source, offline=offline)
+    pairs, wholes, rows = _parts(source, finite_tensors(source.folder))
+    wholes = _with_rows(source, config, model, wholes, rows, offline=offline)
+    size = _require_both_ends(source, model, wholes)
+    saved = list(config.get("modules_to_save") or ())
+    saved += [name.removesuffix(".weight") for name in wholes if not _covers(saved, name)]
+    written = {**config, "modules_to_save": saved, _INDICES: None, "ensure_weight_tying": False}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(written), encoding="utf-8")
+    tensors = {**pairs, **{f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in wholes.items()}}
+    # A head that is the embedding is stored twice: they are two modules here.
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    for path in source.folder.iterdir():
+        if path.is_file() and not path.name.startswith(("adapter_model", ADAPTER_CONFIG)):
+            (folder / path.name).symlink_to(path.resolve())
+    return replace(source, folder=folder, vocabulary=size)
+
+
+def _parts(
+    source: ExportSource, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What the file holds: pairs of matrices by key, whole weights by name, and trained rows by their weight's name."""
+    pairs: dict[str, Tensor] = {}
+    wholes: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(_PREFIX)
+        if ".lora_embedding_" in name:
+            raise unusable(source.folder, f"{name} adapts the embeddings, which ftcli does not export")
+        if ".lora_" in name:
+            pairs[key] = tensor
+        elif name.endswith(_ROWS):
+            rows[f"{name.removesuffix(_ROWS)}.weight"] = tensor
+        elif name.endswith(_ROWS_BASE):
+            wholes[f"{name.removesuffix(_ROWS_BASE)}.weight"] = tensor
+        elif ".modules_to_save." in name:
+            wholes[name.replace(".modules_to_save", "")] = tensor
+        elif ".original_module." not in name and f"{_PREFIX}{_saved_key(name)}" not in tensors:
+            wholes[name] = tensor
+    return pairs, wholes, rows
+
+
+def _saved_key(name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.modules_to_save.{leaf}"
+
+
+def _with_rows(
+    source: ExportSource,
+    config: JsonObject,
+    model: PreTrainedModel,
+    wholes: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    *,
+    offline: bool,
+) -> dict[str, Tensor]:
+    """``wholes``, and each weight of which rows were trained, with those rows in it."""
+    made = dict(wholes)
+    base: StoredWeights | None = None
+    for name, trained in rows.items():
+        if name not in made:
+            base = base or base_weights(source, offline=offline)
+            made[name] = base.read(name)
+        ids = torch.tensor(_indices(config, name), dtype=torch.long)
+        if len(ids) != len(trained) or bool((ids < 0).any() | (ids >= len(made[name])).any()):
+            raise unusable(source.folder, f"{_INDICES} and the rows that are stored of {name} do not fit together")
+        made[name] = made[name].float().index_copy(0, ids, trained.float())
+    embedding, head = ends(model)
+    # PEFT trains a tied head with the embedding, and stores it once.
+    tied = model.get_parameter(head) is model.get_parameter(embedding) if head else False
+    follows = bool(config.get("ensure_weight_tying")) or embedding in rows
+    if tied and follows and embedding in made and head not in made:
+        made[head] = made[embedding]
+    return made
+
+
+def _indices(config: JsonObject, name: str) -> list[int]:
+    """The ids whose rows of a weight were trained: a list is the embedding's; a table names modules."""
+    said: Any = config.get(_INDICES) or []
+    if isinstance(said, dict):
+        return next((list(ids) for module, ids in said.items() if _covers([module], name)), [])
+    return list(said)
+
+
+def _require_both_ends(source: ExportSource, model: PreTrainedModel, wholes: Mapping[str, Tensor]) -> int | None:
+    """The new size of the vocabulary, None where it is the base's.
+
+    Raises FtcliError FT742 where one side of the resized model is not in the adapter: its new rows are nowhere stored.
+    """
+    embedding, head = ends(model)
+    size = model.get_parameter(embedding).shape[0]
+    found = {name: wholes[name].shape[0] for name in (embedding, head) if name in wholes}
+    if all(rows == size for rows in found.values()):
+        return None
+    if head and set(found) != {embedding, head}:
+        (missing,) = {embedding, head} - set(found)
+        reason = f"its vocabulary has {next(iter(found.values()))} tokens and the base's {size}, and the rows that "
+        raise unusable(source.folder, f"{reason}{missing} has for them are not in it")
+    if len(set(found.values())) > 1:
+        raise unusable(source.folder, f"{embedding} has {found[embedding]} rows and {head} {found[head]}")
+    return next(iter(found.values()))
