@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
-from tests.e2e.resilience import STEP, Drills, require_same_weights
+from tests.e2e.resilience import SAVE, STEP, Drills, require_same_weights
 
 #: 6 held-out rows are three batches: in the last round one of two ranks has none.
 SPREAD: dict[str, Any] = {
@@ -89,12 +89,13 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> No
 COPIES: dict[str, Any] = {"launch": {"dp_replicate_size": 2}}
 
 
+def accumulating(count: int) -> dict[str, Any]:
+    return {"train": {"gradient_accumulation_steps": count}}
+
+
 @pytest.mark.parametrize(("change", "accumulated"), [(NF4, 1), (FULL, 2)], ids=["adapters", "full"])
 def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
-    def accumulating(count: int) -> dict[str, Any]:
-        return {"eval": {"samples": 1}, "train": {"gradient_accumulation_steps": count}}
-
-    recipe = merged(SPREAD, change)
+    recipe = merged(merged(SPREAD, change), {"eval": {"samples": 1}})
     alone = drills.whole(**merged(recipe, accumulating(4 * accumulated)))
     run_ranks(drills, drills.recipe("four", **merged(merged(recipe, COPIES), accumulating(accumulated))), 4)
     require_close_run(drills, "four", alone)
@@ -172,21 +173,60 @@ def test_what_fails_on_one_rank_ends_all_of_them(
         assert drills.checkpoints("r") == ["step-00000002"]
 
 
-@pytest.mark.parametrize("change", [NF4, FULL], ids=["adapters", "full"])
-def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(change: dict[str, Any], drills: Drills) -> None:
+@pytest.mark.parametrize(("change", "count"), [(NF4, 2), (FULL, 4)], ids=["adapters", "full"])
+def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
+    change: dict[str, Any], count: int, drills: Drills
+) -> None:
     recipe = drills.recipe("r", **merged(SPREAD, change))
-    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", STEP, 4),)})
+    ranks = start_ranks(drills, recipe, count, prepared={1: (("pause", STEP, 4),)})
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
     (ranks.folder / "lost-1").write_text("SIGKILL")
     began = time.monotonic()
-    assert ranks.drills[0].wait(20) == 75, ranks.said
+    others = [drill for rank, drill in enumerate(ranks.drills) if rank != 1]
+    assert [drill.wait(20) for drill in others] == [75] * (count - 1), ranks.said
     assert time.monotonic() - began < 10
     assert "rank 1 was killed by SIGKILL" in ranks.said
     kept = ["step-00000002"] if change is FULL else ["step-00000002", "step-00000003"]
     assert drills.checkpoints("r") == kept
     assert drills.status("r")["state"] == "preempted"
+
+
+def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
+    prepared = {0: (("impatient", 4.0),), 1: (("pause", STEP, 3),)}
+    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=prepared)
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGSTOP)
+    assert ranks.drills[0].wait(30) == 75, ranks.said
+    ranks.drills[1].signal(signal.SIGKILL)
+    assert "error[FT710]" in ranks.said
+    assert "rank 1 has" in ranks.said
+    assert drills.checkpoints("r") == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(NF4, id="adapters", marks=pytest.mark.long), pytest.param(FULL, id="full")]
+)
+def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, Any], drills: Drills) -> None:
+    whole = merged(merged(SPREAD, change), {"eval": {"samples": 1}, "train": {"max_steps": 6}})
+    alone, recipe = drills.whole(**merged(whole, accumulating(4))), drills.recipe("r", **whole)
+    ranks = start_ranks(drills, recipe, 4, prepared={0: (("pause", SAVE, 1),)})
+    ranks.drills[0].until_reached()  # it writes, and the others have given their parts
+    (ranks.folder / "signal").write_text("SIGTERM")
+    for drill in ranks.drills:
+        drill.signal(signal.SIGHUP)
+    ranks.drills[0].release()
+    assert ranks.ended() == [75] * 4, ranks.said
+    assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", STEP, 1),)})
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGTERM)
+    ranks.drills[1].release()
+    assert ranks.ended() == [75, 75], ranks.said
+    assert drills.checkpoints("r")[-1] == "step-00000004"
+    assert "1 x 4 accumulated" in drills.run(recipe)
+    require_close_run(drills, "r", alone)
 
 
 def test_what_does_not_go_with_spread_weights_is_refused_by_name(drills: Drills) -> None:
