@@ -64,8 +64,8 @@ def _brings_embeddings(source: ExportSource, *, offline: bool) -> bool:
     if config.get(_INDICES) or config.get("ensure_weight_tying"):
         return True
     tensors = finite_tensors(source.folder)
-    if any(".lora_embedding_" in key for key in tensors):
-        return True
+    if any(".lora_embedding_" in key for key in tensors):  # alone they can be copied
+        return any(key.endswith(".base_layer.weight") for key in tensors)
     wholes = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items() if ".lora_" not in key}
     named = config.get("modules_to_save") or ()
     if not wholes:
