@@ -11,6 +11,7 @@ from ftcli.cli.place import cores, gpus_of_host, refuse_copies
 from ftcli.cli.request import Ended
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
+from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
@@ -43,7 +44,7 @@ def spread(
         more = options.overrides((), gpus=len(devices))
     loaded = load(more)
     wanted = loaded.recipe.launch.num_processes
-    if wanted == 1 or loaded.recipe.launch.engine == "single":
+    if wanted == 1 or engines.row(loaded.recipe.launch.engine).processes == 1:
         return loaded
     if gpus is None and _count():
         devices = children.devices(str(wanted), os.environ, _count)

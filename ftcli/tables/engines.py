@@ -23,9 +23,12 @@ class Engine:
     spreads: bool = False
 
 
+#: Chooses one of those that take any number of processes, by the memory estimate.
+AUTO = "auto"
+
 TABLE: Mapping[str, Engine] = MappingProxyType(
     {
-        "auto": Engine("ftcli.pipeline.launch:together"),
+        AUTO: Engine("ftcli.pipeline.launch:together"),
         "single": Engine("ftcli.pipeline.launch:in_this_process", processes=1),
         "ddp": Engine("ftcli.pipeline.launch:together"),
         "fsdp": Engine("ftcli.pipeline.launch:together", spreads=True),
@@ -46,3 +49,9 @@ def names() -> tuple[str, ...]:
 def supported() -> tuple[str, ...]:
     """Names of the engines that this version has."""
     return tuple(name for name, engine in TABLE.items() if engine.run is not None)
+
+
+def by_auto(*, spreads: bool) -> str:
+    """What `auto` becomes where weights are spread, or are not: the first such row."""
+    fitting = (name for name in supported() if name != AUTO and row(name).processes is None)
+    return next(name for name in fitting if row(name).spreads == spreads)

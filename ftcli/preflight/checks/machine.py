@@ -10,7 +10,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
 from ftcli.facts.spreading import spreads, why_not_spread
 from ftcli.preflight.checks.context import Context, Findings, NotMade
-from ftcli.tables import code_of, optimizers, quantizations
+from ftcli.tables import code_of, engines, optimizers, quantizations
 from ftcli.units import gib
 
 _BUSY_SHARE = 0.9
@@ -72,8 +72,8 @@ def spread(context: Context, execution: Execution) -> Findings:
     yield context.error(
         "FT518",
         key,
-        f"launch.engine: fsdp does not go with {key}: {said}",
-        help="change it, or use launch.engine: ddp where the model fits each GPU",
+        f"launch.engine: {context.recipe.launch.engine} does not go with {key}: {said}",
+        help=f"change it, or use launch.engine: {engines.by_auto(spreads=False)} where the model fits each GPU",
     )
 
 
