@@ -24,7 +24,7 @@ SPREAD = MappingProxyType({"plain": "spread"})
 
 @runtime_checkable
 class Documented(Protocol):
-    """What is written otherwise than field by field."""
+    """What is written differently than field by field."""
 
     def as_dict(self) -> JsonObject:
         """What JSON says of it; the values need not be plain."""

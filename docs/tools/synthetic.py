@@ -256,7 +256,7 @@ def task_rows(task: Callable[[Random], Exchange], rng: Random, count: int, *, ev
 
 
 def rows(kind: str, count: int, seed: int, *, evaluation: bool) -> Iterator[Row]:
-    """The rows of one data set: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward."""
+    """The rows of one dataset: `pretrain` and `mirror` as chats, `pick` as prompts with an `answer` for the reward."""
     rng = Random(f"{kind} {'evaluation' if evaluation else 'training'} {seed}")
     if kind == "pretrain":
         yield from pretraining_rows(rng, count, evaluation=evaluation)
@@ -284,7 +284,7 @@ def write_rows(path: Path, content: Iterator[Row]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write one data set as the command line says."""
+    """Write one dataset as the command line says."""
     parser = argparse.ArgumentParser(prog="python docs/tools/synthetic.py", description=__doc__)
     parser.add_argument("kind", choices=("pretrain", "mirror", "pick"))
     parser.add_argument("--rows", type=int, required=True)

@@ -123,7 +123,7 @@ def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[
     if not wanted.isdecimal() or int(wanted) < 1:
         help = "a number of GPUs, or `auto` for all that are visible"
         raise FtcliError.single(
-            "FT150", "that is no number of GPUs", exit_code=ExitCode.RECIPE, origin=origin, help=help
+            "FT150", "that is not a number of GPUs", exit_code=ExitCode.RECIPE, origin=origin, help=help
         )
     if int(wanted) > len(found):
         raise FtcliError.single(
@@ -131,7 +131,7 @@ def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[
             f"{len(found)} GPUs are visible here",
             exit_code=ExitCode.PREFLIGHT,
             origin=origin,
-            help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one is used at a time",
+            help="ask for fewer, or set CUDA_VISIBLE_DEVICES; without --gpus one GPU is used",
         )
     return found[: int(wanted)]
 

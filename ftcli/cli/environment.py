@@ -137,7 +137,7 @@ def _of_ranks(session: Session) -> Mapping[str, str]:
     left_over = _of_launchers(os.environ)
     if left_over:
         names = ", ".join(left_over)
-        session.reporter.warn(f"one process is used: {names} of the environment has no effect on ftcli")
+        session.reporter.warn(f"one process is used: {names} in the environment has no effect on ftcli")
     return {}
 
 

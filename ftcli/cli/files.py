@@ -35,7 +35,7 @@ def write_new(text: str, target: Path, *, force: bool) -> None:
             f"{target} cannot be written: {error.strerror}",
             exit_code=ExitCode.RECIPE,
             origin=_COMMAND_LINE,
-            help="name a file in a folder that exists and that you may write to",
+            help="name a file in a folder that exists and that you can write to",
         ) from None
 
 

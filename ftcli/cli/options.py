@@ -43,7 +43,7 @@ MaxStepsOption = Annotated[
 ]
 ResumeOption = Annotated[
     str | None,
-    typer.Option("--resume", metavar="auto|never|PATH", help="Continue a run, or start anew (run.resume)."),
+    typer.Option("--resume", metavar="auto|never|PATH", help="Continue a run, or start over (run.resume)."),
 ]
 GpusOption = Annotated[
     str | None,
@@ -59,7 +59,7 @@ CheckpointOption = Annotated[
     typer.Option("--checkpoint", metavar="STEP|best", help="A checkpoint of the run in place of its result."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else on stderr.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say only results and problems.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and problems.")]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Use no network.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -129,7 +129,7 @@ def run_directory(path: str, label: str) -> Path:
     if not is_file(folder / RUN_RECIPE):
         from ftcli.cli.near import run_meant
 
-        problem = "holds no recipe.yaml, so it is no run directory" if is_folder(folder) else "is not a directory"
+        problem = "holds no recipe.yaml, so it is not a run directory" if is_folder(folder) else "is not a directory"
         raise FtcliError.single(
             "FT154",
             f"{path} {problem}",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.chatting import Chat, ChatAnswer
     from ftcli.reporting import Reporter
 
-_HELP = "/reset begins anew, /exit or Ctrl-D ends; Ctrl-C stops an answer, at the prompt it ends"
+_HELP = "/reset starts over, /exit or Ctrl-D quits; Ctrl-C stops an answer, and quits at the prompt"
 
 
 def talk(chat: Chat, reporter: Reporter, out: TextIO, style: Style, read: Callable[[], str] | None = None) -> None:

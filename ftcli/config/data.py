@@ -21,8 +21,8 @@ class DatasetConfig(Section):
     path: str = Field(
         min_length=1,
         description="A .jsonl, .json, .csv, .tsv, .parquet or .arrow file (each also .gz), a folder of such files, "
-        "`bundled:NAME` for data that ships with ftcli, or `hub:ORG/NAME` for a data set of the Hugging Face Hub. "
-        "Relative paths start at the current directory.",
+        "`bundled:NAME` for data that ships with ftcli, or `hub:ORG/NAME` for a dataset of the Hugging Face Hub. "
+        "Relative paths are relative to the current directory.",
     )
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: `{name that ftcli expects: name in the file}`."
@@ -35,14 +35,14 @@ class DatasetConfig(Section):
         description="Share of this source in the mixture, relative to the other weights; with one weight, every source "
         "needs one. Each row is seen at least once an epoch; rows of sources that are too small repeat.",
     )
-    name: str | None = Field(default=None, description="Configuration of a Hub data set.")
+    name: str | None = Field(default=None, description="Configuration of a Hub dataset.")
     split: str | None = Field(
-        default=None, description="Split of a Hub data set (`train` when absent), or of a folder by its file names."
+        default=None, description="Split of a Hub dataset (`train` when absent), or of a folder by its file names."
     )
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub data set.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a Hub dataset.")
     streaming: bool = Field(
         default=False,
-        description="Read the first `max_rows` rows of a Hub data set without downloading the rest of it.",
+        description="Read the first `max_rows` rows of a Hub dataset without downloading the rest of it.",
     )
 
 
@@ -90,7 +90,7 @@ class DataConfig(Section):
     )
     history: Literal["split", "last", "template"] = Field(
         default="split",
-        description="What becomes of an earlier answer that the chat template writes otherwise once others follow. "
+        description="What happens to an earlier answer that the chat template writes differently once others follow. "
         "`split`: a row of its own, as generation sees it. `last`: no loss. `template`: the conversation is written by "
         "the training form of its template, where one is known. Each is counted.",
     )
@@ -111,7 +111,7 @@ class DataConfig(Section):
         default=0.0,
         ge=0.0,
         description="Rows of one source that may be broken: a share below 1, a number from 1 on. Up to there they are "
-        "skipped and counted, beyond it all of them are named and nothing is trained.",
+        "skipped and counted; with more, all of them are named and nothing is trained.",
     )
     loss_on: Literal["auto", "assistant", "completion", "all"] = Field(
         default="auto",

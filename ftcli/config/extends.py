@@ -60,7 +60,7 @@ def _extended(chain: tuple[Path, ...], path: Path, target: Path, origin: Origin)
     if target.resolve() in resolved:
         start = resolved.index(target.resolve())
         round_trip = " -> ".join(str(link) for link in (*chain[start:], target))
-        raise _error("FT123", f"`extends` forms a circle: {round_trip}", origin, "remove one of these `extends`")
+        raise _error("FT123", f"`extends` forms a cycle: {round_trip}", origin, "remove one of these `extends`")
     if len(chain) >= MAX_CHAIN:
         raise _error("FT124", f"more than {MAX_CHAIN} recipes extend one another", origin, "merge some of them")
     return chain

@@ -149,7 +149,9 @@ class _Writer:
             return Finding("FT204", f"{_dotted(path)}: {problem.message}", origin, "see docs/recipes.md")
         shown = mask(describe_kind(value))
         if path == ("version",) and isinstance(value, Leaf) and isinstance(value.value, int):
-            return Finding("FT211", f"recipe format {shown} is not known to this ftcli", origin, "it reads version: 1")
+            return Finding(
+                "FT211", f"recipe format {shown} is not known to this ftcli", origin, "it reads `version: 1`"
+            )
         code, help = self._judged(problem, node, value)
         if code == "FT208":
             what = "must not be empty" if problem.kind == "string_too_short" else f"cannot be {shown}"

@@ -109,7 +109,7 @@ def _axis(key: str, texts: Sequence[str], assignment: str) -> Axis:
     if key in PLACES:
         raise _refused(f"`{key}` is what a sweep sets itself for each run", assignment, "name the folder: --output-dir")
     if "" in texts:
-        help = "a value stands between two commas; quotes keep commas inside of a value"
+        help = "values are separated by commas; put quotes around a value that contains one"
         raise _refused(f"an empty value for `{key}`", assignment, help)
     values = tuple(plain(parse_value(text, f"--set {assignment}").tree) for text in texts)
     shown = [value_text(value) for value in values]

@@ -45,10 +45,10 @@ class JudgeConfig(Section):
     memory_mb: Annotated[int, Field(ge=64, le=1_048_576)] | None = Field(
         default=None, description="python_tests: MiB of address space of each program; 512 when absent."
     )
-    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments of your function.")
+    args: JsonObject = Field(default_factory=dict, description="Further keyword arguments for your function.")
     on_error: OnError | None = Field(
         default=None,
-        description="What becomes of a completion that cannot be judged, because the judge fails or takes too long: "
+        description="What happens to a completion that cannot be judged, because the judge fails or takes too long: "
         "`stop` ends the command, `skip` leaves the completion out, and a number is its score. `stop` for a function "
         "of yours when absent, `skip` for built-in judges.",
     )

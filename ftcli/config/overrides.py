@@ -93,6 +93,6 @@ def _index(tree: ListNode, path: tuple[str, ...], depth: int, origin: Origin) ->
     where, part, count = ".".join(path[:depth]), path[depth], len(tree.items)
     if part.isdecimal() and int(part) < count:
         return int(part)
-    message = f"{where} is a list of {count}, and `{part}` is no position in it"
+    message = f"{where} is a list of {count}, and `{part}` is not a position in it"
     help = f"positions are 0 to {count - 1}" if count else f"set the list itself: --set '{where}=[...]'"
     raise _Refused(Finding("FT131", message, origin, help))

@@ -54,7 +54,7 @@ def _number(text: str) -> int | float | None:
 def number_hint(text: str) -> str | None:
     """What was probably meant by text that stands where a number belongs."""
     if re.fullmatch(r"[-+]?[0-9]+:[0-5]?[0-9](:[0-5]?[0-9])*", text):
-        return "a value such as 1:30 is no number here; write it in one unit"
+        return "a value such as 1:30 is not a number here; write it in one unit"
     if re.fullmatch(r"[-+]?0[0-9]+", text):
         return f"write {text.lstrip('+-0') or '0'} without the leading zero"
     if re.fullmatch(r"[-+]?[0-9][0-9_,]*[0-9](\.[0-9]+)?", text):

@@ -32,7 +32,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(default=42, description="Seeds weights, data order, dropout.")
     resume: Annotated[str, Field(min_length=1)] = Field(
         default="auto",
-        description="`auto` continues an unfinished run; `never` starts anew and keeps the old run beside it; else "
+        description="`auto` continues an unfinished run; `never` starts over and keeps the old run beside it; else "
         "the path of a checkpoint.",
     )
 
@@ -87,7 +87,7 @@ class TrainConfig(Section):
     )
     loraplus_lr_ratio: Annotated[float, Field(ge=1, le=1e4)] | None = Field(
         default=None,
-        description="LoRA+: matrices B (and what has one dimension) learn so many times faster. 4 to 16 are usual, "
+        description="LoRA+: matrices B (and what has one dimension) learn this many times faster. 4 to 16 are usual, "
         "at a somewhat lower rate.",
     )
     train_sampling_strategy: Literal["random", "group_by_length"] = Field(
@@ -107,7 +107,7 @@ class TrainConfig(Section):
     )
     pure_bf16: bool = Field(
         default=False,
-        description="Full fine-tuning: hold parameters and gradients in bfloat16, a half of float32's memory. Updates "
+        description="Full fine-tuning: hold parameters and gradients in bfloat16, half of float32's memory. Updates "
         "are computed in float32 and rounded. `false` keeps the parameters in float32, and multiplies copies in the "
         "compute dtype.",
     )
@@ -117,11 +117,11 @@ class TrainConfig(Section):
         "average. `false` rounds to nearest, where most of them are lost at the learning rates of full fine-tuning.",
     )
     early_stopping: EarlyStoppingConfig | None = Field(
-        default=None, description="When training ends because evaluations get no better; never when absent."
+        default=None, description="When training ends because evaluations stop getting better; never when absent."
     )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,
-        description="What `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
+        description="Memory that `gradient_checkpointing: auto` plans with; all of the device's memory when absent.",
     )
 
     @property
@@ -160,7 +160,7 @@ class EntropyCollapseConfig(Section):
     """Ends training when sampled tokens have hardly any entropy: completions are all alike, and nothing is explored."""
 
     min_entropy: Annotated[float, Field(gt=0, le=100)] = Field(
-        default=0.01, description="Less than this is too little: mean entropy of sampled tokens, in nats."
+        default=0.01, description="Lowest mean entropy of sampled tokens that is not too little, in nats."
     )
     patience: Count = Field(default=10, description="Optimizer steps in a row with too little before training ends.")
 
@@ -168,7 +168,7 @@ class EntropyCollapseConfig(Section):
 class GrpoStoppingConfig(Section):
     """When GRPO ends before its last step. What was trained until then is the result."""
 
-    reward: RewardPlateauConfig | None = Field(default=None, description="When rewards rise no more.")
+    reward: RewardPlateauConfig | None = Field(default=None, description="When rewards stop rising.")
     entropy: EntropyCollapseConfig | None = Field(default=None, description="When entropy has collapsed.")
 
 
@@ -190,7 +190,7 @@ class GrpoConfig(Section):
     max_completion_length: Count = Field(default=256, description="Completion tokens sampled at most.")
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
-    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample among the k likeliest; 0 is off.")
+    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default=(),
         description="Texts that end a completion, beside the tokens that end a turn. They are trained; what rewards "
@@ -210,7 +210,7 @@ class GrpoConfig(Section):
         default="token", description="Whether each token has a ratio of its own, or each completion one (GSPO)."
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="Over what the advantages' deviation is taken."
+        default="group", description="What the advantages' standard deviation is taken over."
     )
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
     steps_per_generation: Count | None = Field(

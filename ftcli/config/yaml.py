@@ -134,7 +134,7 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
         before = self._count
         self._count += self._size_of_alias(event) if isinstance(event, yaml.AliasEvent) else 1
         if self._count > MAX_NODES:
-            help = "write the values out, or use `extends`; long lists belong into data files"
+            help = "write the values out, or use `extends`; long lists belong in data files"
             self._refuse("FT116", f"more than {MAX_NODES:,} values, aliases (`*`) expanded", mark, help)
         self._depth += 1
         node = super().compose_node(parent, index)

@@ -1,6 +1,6 @@
 """Where an assistant's answer begins and ends: after the generation prompt, and with the token that stops generation.
 
-Many templates write an earlier turn otherwise than the last one (they take its reasoning away, end it with another
+Many templates write an earlier turn differently than the last one (they take its reasoning away, end it with another
 token), and some end their generation prompt inside of the reasoning. So an answer is looked for in the text that ends
 with it, never in a later one.
 """

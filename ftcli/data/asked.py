@@ -211,7 +211,7 @@ class _Reader:
         bos = str(self._tokenizer.bos_token or "")
         head = bos if bos and one.text.startswith(bos) else ""
         offsets = self._tokenizer(one.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        for count in range(tokens - bool(head), 0, -1):  # what is left may be tokenized otherwise than it was
+        for count in range(tokens - bool(head), 0, -1):  # what is left may be tokenized differently than it was
             found = replace(one, text=f"{head}{one.text[offsets[-count][0] :]}")
             if self._lengths([found])[0] <= tokens:
                 return found

@@ -30,7 +30,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Identity of one file of a source. Of a Hub data set: the commit in place of the hash, ``bytes`` 1 where it was
+    """Identity of one file of a source. Of a Hub dataset: the commit in place of the hash, ``bytes`` 1 where it was
     read from this machine's copy.
     """
 
@@ -40,7 +40,7 @@ class Content:
 
 
 def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[Content] | None:
-    """What the source holds now, by content; None for a Hub data set whose commit nobody can say.
+    """What the source holds now, by content; None for a Hub dataset whose commit nobody can say.
 
     Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
     """
@@ -75,7 +75,7 @@ def key_of(
 ) -> str:
     """The name of the entry: a hash of everything that tokens, labels and the names of rows depend on.
 
-    Not in it: where a data set lies, when it was written, its weight, and how many processes read it.
+    Not in it: where a dataset lies, when it was written, its weight, and how many processes read it.
     """
     chosen = source.model_dump(mode="json", include={"columns", "max_rows", "name", "split"})
     names = {"format", "max_seq_len", "overlong", "max_bad_rows", "loss_on", "history", "reasoning"}
@@ -108,7 +108,7 @@ class TokenCache:
         try:
             return TokenStore(path)
         except (OSError, ValueError) as error:
-            self._warn(f"the tokenized data in {path} is damaged and made anew ({error})")
+            self._warn(f"the tokenized data in {path} is damaged and is made again ({error})")
             shutil.rmtree(path, ignore_errors=True)
             return None
 

@@ -170,8 +170,8 @@ class Chats:
             )
         return data_error(
             "FT423",
-            f"the chat template writes the conversation before turn {index + 1} otherwise than for generation, and the "
-            "answer cannot be told from it",
+            f"the chat template writes the conversation before turn {index + 1} differently than for generation, and "
+            "the answer cannot be told from it",
             row.origin,
             "use a template that keeps what is before an answer, such as data.chat_template: chatml",
         )
@@ -189,7 +189,7 @@ def _long(chat: Sequence[Message], row: Row, trained: Sequence[int], whole: str 
         spans = tuple((answer.start, answer.end) for answer in found)
         return Rendered(text, spans, tuple(hole for answer in found for hole in answer.holes), answers=True)
     if len(trained) * len(chat) > _TOO_MANY:
-        message = f"the chat template writes some of the {len(chat):,} turns otherwise once others follow, so each of "
+        message = f"the chat template writes some of the {len(chat):,}turns differently once others follow, so each of "
         message += f"{len(trained):,} answers would be looked at after all that is before it"
         help = "split the conversation, train its last answers alone (data.history: last), or use a template that "
         raise data_error("FT422", message, row.origin, f"{help}keeps what is before an answer (chatml)")

@@ -276,7 +276,7 @@ class Encoder:
         wrong = next((i for i in ids if not 0 <= i < size), None)
         problem = self._untrained(example, labels)
         if wrong is not None:
-            message = f"id {wrong} is none of this tokenizer's {size:,}: the row was tokenized by another one"
+            message = f"id {wrong} is not among this tokenizer's {size:,}: the row was tokenized by another one"
             problem = Finding("FT412", message, example.row.origin)
         return Tokens(Row(example.row.source, example.row.number, {}), ids, labels), problem
 

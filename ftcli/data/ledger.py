@@ -81,13 +81,13 @@ def skipped_finding(name: str, rows: int, codes: Mapping[str, int], examples: Se
 
 
 def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
-    """Notes about answers that are trained otherwise than the rows have them: FT444, FT445."""
+    """Notes about answers that are trained differently than the rows have them: FT444, FT445."""
     counts, found = Counter(ledger.counts), []
     if counts["turns_split"] or counts["turns_untrained"]:
         form = ", even in its training form" if history == "template" else ""
         fate = "have rows of their own, as generation will see them" if counts["turns_split"] else "bear no loss"
         turns = counts["turns_split"] or counts["turns_untrained"]
-        message = f"{ledger.name}: the chat template writes earlier answers otherwise{form}; {turns:,} of them {fate}"
+        message = f"{ledger.name}: the chat template writes earlier answers differently{form}; {turns:,} of them {fate}"
         help = "data.history: last trains the last answers alone, which costs fewer tokens"
         found.append(Finding("FT444", message, None, help if counts["turns_split"] else None, "note"))
     kinds = {

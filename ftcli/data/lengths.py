@@ -85,7 +85,7 @@ def _read(text: str) -> Sequence[int]:
     except OSError as error:
         raise _refused(f"{text!r} is neither lognormal:MEAN,SIGMA nor a file: {error.strerror}") from error
     except (UnicodeDecodeError, ValueError) as error:
-        raise _refused(f"{text!r} is no text file: {error}") from error
+        raise _refused(f"{text!r} is not a text file: {error}") from error
     found = _listed(path, content) if content.lstrip().startswith("[") else _by_line(path, content)
     if not found:
         raise _refused(f"{path} holds no length")
@@ -96,7 +96,7 @@ def _listed(path: Path, content: str) -> list[int]:
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"{path} is no JSON list: {error}") from error
+        raise _refused(f"{path} is not a JSON list: {error}") from error
     return [_length(f"{path}: number {number}", value) for number, value in enumerate(values, start=1)]
 
 
@@ -111,7 +111,7 @@ def _is_number(line: str) -> bool:
 
 def _length(where: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not SHORTEST <= value <= _LONGEST:
-        raise _refused(f"{where}: {str(value)[:40]!r} is no length; a row has at least {SHORTEST} tokens")
+        raise _refused(f"{where}: {str(value)[:40]!r} is not a length; a row has at least {SHORTEST} tokens")
     return value
 
 

@@ -18,7 +18,7 @@ def part_of(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Ten
         ``input_ids`` and ``targets`` (B, S / parts) int64, the target of a token being the label of the next one, which
         may lie in another part, -100 for none; ``position_ids`` (B or 1, S / parts), those of whole rows;
         ``document_starts`` of whole rows, as they came or (1, 1), a zero; ``lengths`` (B,), this part's tokens that
-        fill nothing up. Rows whose length is no multiple of ``parts`` are filled up at their end.
+        fill nothing up. Rows whose length is not a multiple of ``parts`` are filled up at their end.
     """
     ids = batch["input_ids"]
     width = -(-ids.shape[1] // parts)

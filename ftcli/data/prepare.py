@@ -296,7 +296,7 @@ def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
 
 
 def _bytes(source: DatasetConfig) -> int:
-    """About how much text the files of a source hold; 0 for a data set of the Hub, and for files that are not there."""
+    """About how much text the files of a source hold; 0 for a dataset of the Hub, and for files that are not there."""
     if is_hub(source):
         return 0
     with contextlib.suppress(FtcliError, OSError):  # whoever reads the files says what is wrong

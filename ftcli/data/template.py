@@ -130,7 +130,7 @@ class Renderer:
     ) -> str:
         """``messages`` as the model sees them, with everything that they hold.
 
-        Earlier answers may be written otherwise than last ones, as generation sees them; without a generation prompt
+        Earlier answers may be written differently than last ones, as generation sees them; without a generation prompt
         even these must show their reasoning. Raises FtcliError as :meth:`render`, FT426 when a turn, a call, its
         arguments or a tool is left out, FT427 for reasoning that the recipe refuses.
         """
@@ -287,7 +287,7 @@ class Renderer:
             row.origin,
             help="user and assistant must alternate, starting with the user"
             if own
-            else "the template expects something else than the row holds, such as arguments of a call as text",
+            else "the template expects something other than the row holds, such as arguments of a call as text",
         )
 
     def _knows(self, role: str) -> bool:

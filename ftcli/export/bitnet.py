@@ -174,7 +174,7 @@ def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[st
         return []
     wanted = layer(rows_for(layer.in_features))
     error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
-    return [] if error <= LAYER_TOLERANCE else [f"{name}: transformers computes another product, {error:.1e} off"]
+    return [] if error <= LAYER_TOLERANCE else [f"{name}: transformers computes a different product, {error:.1e} off"]
 
 
 def _require_masters(source: ExportSource) -> None:

@@ -304,7 +304,7 @@ def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:
         return f"is {found.dtype} {tuple(found.shape)} with a scale {tuple(scale.shape)}"
     largest = wanted.abs().amax(1, keepdim=True)
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        return "has a scale that is no positive number"
+        return "has a scale that is not a positive number"
     if bool(((scale * LARGEST > 1.02 * largest) & (largest > 0)).any()):
         return "has a scale that wastes what the type holds"
     again = found.float() * scale

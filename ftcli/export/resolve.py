@@ -90,7 +90,7 @@ def resolve_source(
 
 def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | None) -> ExportSource:
     if not run.recipe_path.is_file():
-        raise _nothing(run.path, "it is no run directory")
+        raise _nothing(run.path, "it is not a run directory")
     loaded = load_recipe(run.recipe_path)
     kind: Literal["adapter", "model"] = "model" if loaded.recipe.lora is None else "adapter"
     result = run.adapter_dir if kind == "adapter" else run.model_dir

@@ -74,7 +74,7 @@ def _beside_pairs(config: JsonMap, names: Iterable[str]) -> list[str]:
     if config.get("modules_to_save"):
         problems.append(f"modules were trained whole ({', '.join(config['modules_to_save'])})")
     elif other:
-        problems.append(f"{other[0]} is no pair of matrices of a linear layer")
+        problems.append(f"{other[0]} is not the pair of matrices of a linear layer")
     if config.get("target_parameters"):
         problems.append("experts are adapted as stacks")
     return problems

@@ -157,7 +157,7 @@ def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str,
                 magnitude=tensors.get(f"{key.removesuffix('A.weight')}magnitude_vector"),
             )
         elif part not in ("B.weight", "magnitude_vector"):
-            raise ValueError(f"{key} is no tensor of LoRA or DoRA")
+            raise ValueError(f"{key} is not a LoRA or DoRA tensor")
     return found
 
 
@@ -313,7 +313,7 @@ def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> lis
     if written["tokens"] != len(wanted):
         problems.append(f"the tokenizer has {written['tokens']} tokens instead of {len(wanted)}")
     if written["rendered"] != [rendered_ids(wanted, text) for text in TEXTS]:
-        problems.append("the tokenizer renders a conversation into other tokens")
+        problems.append("the tokenizer renders a conversation into different tokens")
     return problems
 
 

@@ -224,11 +224,11 @@ def _kept(source: ExportSource, name: str, reporter: Reporter) -> ExportResult |
     if not same:
         raise FtcliError.single(
             "FT743",
-            f"{target} is an earlier export, of other weights or settings, or changed since",
+            f"{target} is an earlier export with other weights or settings, or was changed since",
             exit_code=ExitCode.RECIPE,
             help="--force replaces it; --output DIR writes elsewhere",
         )
-    reporter.info(f"{target}: there already, of the same weights and settings; --force writes it again")
+    reporter.info(f"{target}: there already, with the same weights and settings; --force writes it again")
     return ExportResult(name, target, sum(record["files"].values()), Verified(str(told.pop("compared")), told))
 
 

@@ -49,9 +49,9 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     if recipe.launch.context_parallel_size > 1:
         return "ranks share rows, and exchange heads in each layer"
     if lora is None:
-        return "the gradients of all weights would be there three times"
+        return "the gradients of all weights would be held three times"
     if lora.dropout > 0 or facts.language.get("attention_dropout"):
-        return "dropout draws other numbers in each step"
+        return "dropout draws different numbers in each step"
     most = most_graph_tokens(recipe, facts)
     if most is None:
         return "the size of the layers is not known"

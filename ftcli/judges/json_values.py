@@ -83,7 +83,7 @@ def validator_of(json_schema: str | JsonObject) -> Validator:
         for sample in (None, True, 0, "", [0], {"": 0}):
             validator.is_valid(sample)
     except exceptions.SchemaError as error:
-        raise NoSchema(f"is no JSON Schema at {error.json_path}: {first_line(error)}") from error
+        raise NoSchema(f"is not a JSON Schema at {error.json_path}: {first_line(error)}") from error
     except Unresolvable as error:
         raise NoSchema(f"refers to what it does not hold, and nothing is fetched: {first_line(error)}") from error
     except RecursionError as error:
@@ -107,7 +107,7 @@ def _read(name: str) -> Any:
     except OSError as error:
         raise NoSchema(f"cannot be read from {path.absolute()}: {error.strerror or first_line(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise NoSchema(f"in {path.absolute()} is no JSON: {first_line(error)}") from error
+        raise NoSchema(f"in {path.absolute()} is not JSON: {first_line(error)}") from error
 
 
 def _passes(text: str, validator: Validator | None) -> Verdict:

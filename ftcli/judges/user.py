@@ -77,7 +77,7 @@ class UserFunction:
         end = time.monotonic() + _ALONE_TIMES * self.timeout
         for place in range(len(batch.completions)):
             seconds = min(self.timeout, end - time.monotonic())
-            one = self._call(batch.only([place]), seconds) if seconds > 0 else Failed("did not come in time")
+            one = self._call(batch.only([place]), seconds) if seconds > 0 else Failed("did not arrive in time")
             found.append(one if isinstance(one, Failed) else None)
         return found
 
@@ -127,7 +127,7 @@ _GUARD = "run `python {0}` and fix what it says; what only a script does belongs
 
 
 def file_of(spec: str) -> tuple[Path, str]:
-    """File and name of ``path.py:function``; the path starts at the current directory."""
+    """File and name of ``path.py:function``; the path is relative to the current directory."""
     name, _, function = spec.rpartition(":")
     return expanded(name), function
 
@@ -140,12 +140,12 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
     """
     path, function = file_of(spec)
     if not is_file(path):
-        raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path starts at the current directory")
+        raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path is relative to the current directory")
     worker = Worker(Source(path, function))
     try:
         found = worker.loaded()
     except Late:
-        found = {"raised": f"has not come to its end within {LOAD_SECONDS:g} seconds"}
+        found = {"raised": f"has not finished within {LOAD_SECONDS:g} seconds"}
     except Gone as error:
         found = {"raised": str(error)}
     if "raised" in found:

@@ -60,7 +60,7 @@ class PackedTernaryReader:
         if values.shape != (linear.out_features, linear.in_features):
             raise ValueError(f"its packed bytes are of a matrix {tuple(values.shape)}")
         if stored.numel() != 1 or not bool((stored > 0) & torch.isfinite(stored)):
-            raise ValueError("its weight_scale is no positive number")
+            raise ValueError("its weight_scale is not a positive number")
         scale = (1.0 / stored if self._divides else stored).float().reshape(())
         made = TernaryLinear(Ternary(values, scale), linear.bias, name)
         made.rms_norm = self._norm(parts, made, trained=False)

@@ -81,7 +81,7 @@ class Fp8Linear(QuantizedLinear):
         for scale in (weight.scale, weight.transposed_scale):
             mantissa, _ = torch.frexp(scale)
             if not bool((mantissa == 0.5).all()):
-                raise self.state_lost("its scales are no powers of two, so their memory was never written")
+                raise self.state_lost("its scales are not powers of two, so their memory was never written")
         # The second copy rounds what lies below its smallest step, 2^-9 of the scale.
         back = Fp8Rows(weight.transposed, weight.transposed_scale).dequantize(torch.bfloat16).t()
         off = (weight.dequantize(torch.bfloat16) - back).abs_().float()

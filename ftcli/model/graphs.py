@@ -151,7 +151,7 @@ class GraphRunner:
         self._pool = self._gradients = None
         self.status.stopped, self.status.pool_bytes = reason, 0
         torch.cuda.empty_cache()
-        self._reporter.info(f"CUDA graphs are given up: {reason}; training goes on without them")
+        self._reporter.info(f"CUDA graphs are switched off: {reason}; training goes on without them")
 
     # -- capture ---------------------------------------------------------------------------------------------
 

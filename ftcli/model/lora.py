@@ -153,7 +153,7 @@ def _require_adapted(adapted: peft.PeftModel, targets: Targets) -> None:
     wanted = {name for name in (*targets.modules, *targets.parameters) if name.removesuffix(".weight") not in whole}
     problem = next(iter(sorted(wanted - found)), None) or next(iter(sorted(found - wanted)), None)
     if problem is not None and not targets.by_peft:
-        said = "got an adapter unasked" if problem in found else "got no adapter"
+        said = "got an adapter without being asked to" if problem in found else "got no adapter"
         raise FtcliError.single(
             "FT311",
             f"PEFT did not adapt what lora.target_modules says: {problem} {said}",

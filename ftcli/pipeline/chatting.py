@@ -161,7 +161,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     """
     if options.base and options.checkpoint is not None:
         raise cannot_chat(
-            f"--checkpoint {options.checkpoint} is of the run, and --base asks its base model",
+            f"--checkpoint {options.checkpoint} belongs to the run, and --base asks its base model",
             help="leave one of them out",
         )
     run = RunDirectory(run_dir) if not options.base or is_run_directory(run_dir) else None
@@ -235,7 +235,7 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
         )
     limit = f"which leaves no room for an answer in data.max_seq_len {data.max_seq_len}"
     help = (
-        "shorten it, begin anew (/reset), raise the limit with --set data.max_seq_len=N, or let the oldest tokens go "
+        "shorten it, start over (/reset), raise the limit with --set data.max_seq_len=N, or let the oldest tokens go "
         "with --set eval.generate.overflow=sliding"
     )
     longest = sys.maxsize if job.recipe.eval.generate.overflow == "sliding" else data.max_seq_len - 1

@@ -76,6 +76,6 @@ def _as_trained(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:
     asked = [change for change in changed_since(loaded, run) if not change.is_in(_OF_EXPORT)]
     refuse_settings(loaded, asked, "an export")
     told = [change for change in asked if not change.is_in(HARMLESS)]
-    help = "what was trained is exported; train again to have it otherwise"
+    help = "what was trained is exported; train again to change it"
     message = "the run was trained by another recipe than this one: "
     return [Finding("FT749", f"{message}{change}", loaded.origins.at(change.key), help, "warning") for change in told]

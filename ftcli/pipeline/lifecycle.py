@@ -250,7 +250,7 @@ def _activations(report: PreflightReport) -> Activations:
 def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
     """The local data files by the names that the recipe gives them; files of a folder by their path below it.
 
-    Data sets of the Hub have no local files. Their content is compared by its token ids (:func:`keep_inputs`).
+    Datasets of the Hub have no local files. Their content is compared by its token ids (:func:`keep_inputs`).
     """
     found: dict[str, Path] = {}
     for source in sources:

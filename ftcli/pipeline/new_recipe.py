@@ -33,7 +33,7 @@ class Answers:
 
     Attributes:
         model: A Hub id, a folder, or ``bundled:NAME``.
-        data: Files, or data sets of the Hub.
+        data: Files, or datasets of the Hub.
         held_out: The same, for evaluation.
         gpu: A name or a size as ``ftcli check --as`` takes it.
         method: A key of :data:`METHODS`.

@@ -198,7 +198,7 @@ class _Crew:
         if load_recipe(self._plan.recipe, run.overrides).recipe != run.recipe:
             raise FtcliError.single(
                 "FT751",
-                f"{self._plan.recipe} was changed while the sweep ran, so that its runs could not be compared",
+                f"{self._plan.recipe} was changed while the sweep ran, so its runs could not be compared",
                 exit_code=ExitCode.RECIPE,
                 help="undo the change, and repeat the command; or sweep the new recipe into another --output-dir",
             )

@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hugging Face Hub, through `datasets`."""
+"""Rows of a dataset on the Hugging Face Hub, through `datasets`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def hub_rows(source: DatasetConfig, *, offline: bool, load: Loader | None = None
         load: Stands in for `datasets.load_dataset`.
 
     Raises:
-        FtcliError: FT406 when the data set, its split or the network is not there.
+        FtcliError: FT406 when the dataset, its split or the network is not there.
     """
     from datasets import load_dataset
 
@@ -49,7 +49,7 @@ def hub_rows(source: DatasetConfig, *, offline: bool, load: Loader | None = None
 
 
 def _cached(source: DatasetConfig) -> str:
-    """The folder of the data set's files in this machine's cache. Raises an OSError where there is none."""
+    """The folder of the dataset's files in this machine's cache. Raises an OSError where there is none."""
     from huggingface_hub import snapshot_download
 
     # Given its name, `datasets` would ask the network for half a minute even when told to use local files only.
@@ -74,7 +74,7 @@ def _require_whole(folder: Path) -> None:
 def _reachable(source: DatasetConfig) -> bool:
     """Whether the Hub answers, asked once: `datasets` would try for half a minute before it reads its own cache.
 
-    Raises FtcliError FT406 when it answers that there is no such data set, or none for this user.
+    Raises FtcliError FT406 when it answers that there is no such dataset, or none for this user.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -102,13 +102,13 @@ def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) 
     if offline:
         return data_error(
             "FT406",
-            f"the data set {what} is not in this machine's cache, and ftcli was told to use no network",
+            f"the dataset {what} is not in this machine's cache, and ftcli was told to use no network",
             Origin(source.path),
             f"run once without --offline, or `hf download --repo-type dataset {what}` and name the folder ({reason})",
         )
     return data_error(
         "FT406",
-        f"the data set {what} cannot be read from the Hub: {reason}",
+        f"the dataset {what} cannot be read from the Hub: {reason}",
         Origin(source.path),
         "check name, configuration (`name`), `split`, `revision` and the network; gated data needs `hf auth login`",
     )

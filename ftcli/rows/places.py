@@ -1,4 +1,4 @@
-"""From a recipe's ``path`` to files: one file, a folder of them, bundled data, or a data set of the Hub."""
+"""From a recipe's ``path`` to files: one file, a folder of them, bundled data, or a dataset of the Hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataFile:
 
 
 def is_hub(source: DatasetConfig) -> bool:
-    """Whether the source is a data set of the Hugging Face Hub."""
+    """Whether the source is a dataset of the Hugging Face Hub."""
     return source.path.startswith(HUB)
 
 
@@ -99,8 +99,8 @@ def _where(source: DatasetConfig) -> str:
     if source.path.startswith(BUNDLED):
         return f"bundled are: {', '.join(sorted(p.name.split('.')[0] for p in asset('data').glob('*.jsonl*')))}"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source.path):
-        return f"paths start at the current directory; a data set of the Hub is written {HUB}{source.path}"
-    return "paths start at the current directory"
+        return f"paths are relative to the current directory; a dataset of the Hub is written {HUB}{source.path}"
+    return "paths are relative to the current directory"
 
 
 def _folder(source: DatasetConfig, folder: Path) -> list[DataFile]:
@@ -145,8 +145,8 @@ def _saved(source: DatasetConfig, folder: Path) -> list[DataFile]:
         names = [str(entry["filename"]) for entry in state.get("_data_files", ())]
         held = state.get("_split")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        message = f"{source.path} is a saved data set whose state.json cannot be read: {first_line(error)}"
-        raise data_error("FT402", message, Origin(source.path), "save the data set again") from error
+        message = f"{source.path} is a saved dataset whose state.json cannot be read: {first_line(error)}"
+        raise data_error("FT402", message, Origin(source.path), "save the dataset again") from error
     if source.split is not None and held is not None and source.split != held:
         raise _ambiguous(source, [str(held)], source.split)
     return [DataFile(f"{source.path.rstrip('/')}/{name}", folder / name, ".arrow", False) for name in names]

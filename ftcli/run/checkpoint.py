@@ -104,7 +104,7 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
             if digest is not None and (thorough or size <= QUICK_BYTES) and _digest(path) != digest:
-                return f"{name} has other content than was written"
+                return f"{name} differs from what was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None
@@ -183,7 +183,7 @@ class Checkpoints:
             "FT725",
             f"{self.root} has no usable checkpoint of {what}",
             exit_code=ExitCode.RECIPE,
-            help=f"there are: {steps}; `checkpoint.keep_best: true` keeps the best one",
+            help=f"choose from: {steps}; `checkpoint.keep_best: true` keeps the best one",
         )
 
     @contextlib.contextmanager

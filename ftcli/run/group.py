@@ -338,7 +338,7 @@ class Group:
                 raise RankLost(hung, f"has given no sign of life for {patience.silent:.0f} s")
             if now - begun > patience.late:
                 self._over = True
-                raise RankLost(self._behind(), f"has not come within {patience.late:.0f} s")
+                raise RankLost(self._behind(), f"has not arrived within {patience.late:.0f} s")
             if now - begun > patience.told and not told:
                 told = True
                 self._reporter.info(f"waiting for {self._signs.described(self._behind(), silent)}")
@@ -391,7 +391,7 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 silent = [rank for rank, seconds in self._signs.silent_for().items() if seconds > 3]
                 if silent:
-                    return RankLost(silent, "has ended without a word")
+                    return RankLost(silent, "has ended without a message")
             time.sleep(0.1)
         return RankLost([], f"has closed its connection ({first_line(error)[:200]})")
 

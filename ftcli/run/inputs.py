@@ -28,7 +28,7 @@ _KEPT_DIGEST = 4
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _DIFF_LINES = 12
-_REMEDY = "restore it to continue; or start anew with --resume never, which keeps the old run beside it"
+_REMEDY = "restore it to continue; or start over with --resume never, which keeps the old run beside it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
         findings.append(
             Finding(
                 "FT731",
-                "the training rows give other token ids or labels than when this run began, though no file, setting or "
-                f"template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer or a library "
-                "must have changed",
+                "the training rows give different token ids or labels than when this run began, though no file, "
+                f"setting or template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer or "
+                "a library must have changed",
                 help=f"restore the tokenizer and the library versions of manifest.json: {_REMEDY}",
             )
         )

@@ -73,7 +73,7 @@ class RunDirectory:
 
     @property
     def tokens_path(self) -> Path:
-        """Tokens kept, cut and masked per data set."""
+        """Tokens kept, cut and masked per dataset."""
         return self.path / "tokens.json"
 
     @property
@@ -103,5 +103,5 @@ def unreadable(path: Path, error: Exception) -> FtcliError:
         "FT727",
         f"{path} cannot be read: {first_line(error)}",
         exit_code=ExitCode.RECIPE,
-        help="restore the file, or start anew with --resume never, which keeps the old run beside it",
+        help="restore the file, or start over with --resume never, which keeps the old run beside it",
     )

@@ -14,7 +14,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import plain
 from ftcli.run.atomic import json_bytes, storage_errors, write_bytes
 
-#: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and data sets have names of the recipe's.
+#: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and datasets have names of the recipe's.
 MetricsLine: TypeAlias = Mapping[str, Any]
 
 

@@ -85,7 +85,7 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
 def update_evaluation(path: Path, measured: Evaluation) -> None:
     """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now.
 
-    A task, and a task of lm-evaluation-harness, is replaced by the one of its name; loss and data sets together.
+    A task, and a task of lm-evaluation-harness, is replaced by the one of its name; loss and datasets together.
 
     Raises:
         FtcliError: FT723 or FT724 when it cannot be written.
@@ -115,7 +115,7 @@ def _maps(values: Any) -> list[JsonObject]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetTokens:
-    """What became of one data set's rows and tokens.
+    """What became of one dataset's rows and tokens.
 
     ``tokens`` are those of all rows that could be tokenized; ``tokens_kept`` of them are in the batches, of which
     ``tokens_masked`` carry no loss and ``tokens_trained`` do; ``tokens_cut`` were truncated or dropped with their row.

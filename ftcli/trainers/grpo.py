@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ftcli.run.group import Group
 
 
-#: The column of the data set that says which row a prompt is.
+#: The column of the dataset that says which row a prompt is.
 _ROW = "ftcli_row"
 #: Lies in a checkpoint that was written between two uses of the same completions.
 _COMPLETIONS = "completions.pt"
@@ -348,7 +348,7 @@ def _of_rows(
 ) -> Callable[..., list[float | None]]:
     """The reward as TRL calls it: with the numbers of rows, whose values it gets as the data has them.
 
-    A data set would bring all values of a column into one type, or refuse them.
+    A dataset would bring all values of a column into one type, or refuse them.
     """
 
     def score(prompts: Sequence[str], completions: Sequence[str], **given: Any) -> list[float | None]:

@@ -215,7 +215,7 @@ class OptimisationMixin:
         saved = load_file(path)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if set(saved) != set(trained):
-            raise ValueError(f"{TRAINING_WEIGHTS} holds other parameters than are trained")
+            raise ValueError(f"{TRAINING_WEIGHTS} holds parameters other than those trained")
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(saved[name])

@@ -33,7 +33,7 @@ ROWS, LONGEST = 2, 64
 _ALLOWED: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
 #: Products that are coarser than the compute dtype leave at least this much: a mask that is wrong is 0.3 to 0.5 in the
 #: tests. In a deep model roundings multiply (0.299 for a Llama-3.1-8B of random weights in fp8 on an H200, 2026-11-22),
-#: and so many times as much is let pass as one more rounding of the embeddings makes in its own log-probabilities.
+#: and so many times as much is allowed as one more rounding of the embeddings makes in its own log-probabilities.
 _ALLOWED_COARSE, _TIMES_ROUNDING = 0.3, 2.0
 
 
@@ -59,7 +59,7 @@ class Parity:
         text = f"log-probabilities: {self.plain_mean:.1e} nats from the model's own a token"
         if self.sampler_mean is not None:
             text += f", {self.sampler_mean:.1e} from the sampler's"
-        return f"{text} (mean of {self.tokens} tokens; at most {self.allowed_mean:g} is let pass)"
+        return f"{text} (mean of {self.tokens} tokens; at most {self.allowed_mean:g} is allowed)"
 
 
 @torch.no_grad()
@@ -192,7 +192,7 @@ def _require(found: Parity) -> None:
             code,
             f"the log-probabilities that training works with are not {whose}: they differ by {mean:.2g} nats a token "
             f"on average, {largest:.2g} at most, over {found.tokens} tokens of {found.rows} completions; "
-            f"{found.allowed_mean:g} is let pass",
+            f"{found.allowed_mean:g} is allowed",
             exit_code=ExitCode.BUG,
             help=help,
         )

@@ -133,7 +133,7 @@ class RewardFailures:
                 f"grpo.reward_failures.max_fraction {self.max_fraction:g} lets no more than "
                 f"{int(self.max_fraction * max(of, _AT_LEAST)):,} pass",
                 exit_code=ExitCode.DATA,
-                help="mend the reward (FT457 says what it failed on first), or raise max_fraction",
+                help="fix the reward (FT457 says what it failed on first), or raise max_fraction",
             )
 
     def state(self) -> dict[str, list[list[int]]]:

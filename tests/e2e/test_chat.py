@@ -26,7 +26,7 @@ ASKED = "mirror: kano"
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A recipe whose run is there, trained far enough to answer otherwise than its base."""
+    """A recipe whose run is there, trained far enough to answer differently than its base."""
     folder = tmp_path_factory.mktemp("chat")
     change = {
         "run": {"output_dir": str(folder / "run")},

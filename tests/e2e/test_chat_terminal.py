@@ -46,11 +46,11 @@ def talking(run: Path, *options: str, server: Server | None = None) -> Iterator[
 @pytest.mark.timeout(600)
 def test_a_talk_in_a_terminal_ends_with_0(run: Path, drill_server: Server) -> None:
     with talking(run, "--max-new-tokens", "4", server=drill_server) as terminal:
-        assert "/reset begins anew, /exit or Ctrl-D ends" in terminal.shown()
+        assert "/reset starts over, /exit or Ctrl-D quits" in terminal.shown()
         terminal.type("xyz\n")
         assert "> xyz\nzzzz\n(ended by --max-new-tokens 4)\n> " in terminal.wait_for(r"^> ", 2)
         terminal.type("/what\n")
-        assert terminal.wait_for(r"^> ", 3).count("/exit or Ctrl-D ends") == 2
+        assert terminal.wait_for(r"^> ", 3).count("/exit or Ctrl-D quits") == 2
         terminal.type("\x04")
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown()

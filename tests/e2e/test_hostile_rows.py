@@ -1,4 +1,4 @@
-"""GRPO on rows that no data set of one type could hold: rewards get what the file has, or the row is refused."""
+"""GRPO on rows that no dataset of one type could hold: rewards get what the file has, or the row is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that hold something else than they should: damage to files, and JSON with another value somewhere in it."""
+"""Folders that hold something other than they should: damage to files, and JSON with another value somewhere in it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def chat(
         ),
     ],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and end; without it, stdin or a talk.")
+        str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this and exit; else stdin or a conversation.")
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Ask the base model instead, to compare.")] = False,
     checkpoint: options.CheckpointOption = None,
@@ -44,23 +44,23 @@ def chat(
         float | None,
         typer.Option(
             "--temperature", metavar="T", min=0.0, max=10.0,
-            help="0 takes the likeliest token: the default for --prompt and stdin. In a talk: 0.7.",
+            help="0 takes the likeliest token, the default for --prompt and stdin; 0.7 in a conversation.",
         ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", metavar="P", min=0.0001, max=1.0, help="Sample among this share of probability."),
+        typer.Option("--top-p", metavar="P", min=0.0001, max=1.0, help="Sample from this share of the probability."),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             "--max-new-tokens", metavar="N", min=1,
-            help="Longest answer in tokens (eval.generate.max_new_tokens; in a talk at least 512).",
+            help="Longest answer in tokens (eval.generate.max_new_tokens; in a conversation at least 512).",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Of sampling (run.seed; in a talk a new one)."),
+        typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Of sampling (run.seed; new when conversing)."),
     ] = None,
     set_: options.SetOption = None,
     json: options.JsonOption = False,
@@ -133,7 +133,7 @@ def _piped() -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        message = f"stdin is not UTF-8 text: byte {error.start + 1} is part of no character"
+        message = f"stdin is not UTF-8 text: byte {error.start + 1} is not part of any character"
         raise cannot_chat(message, "convert it, as with iconv", "stdin") from error
     return text.removesuffix("\n").removesuffix("\r")
 

@@ -77,5 +77,5 @@ def _require_known(dialect: str | None) -> None:
         f"no tool `{dialect}` is known",
         exit_code=ExitCode.RECIPE,
         origin=Origin(f"--from {dialect}"),
-        help=f"there are: {', '.join(dialects.names())}",
+        help=f"choose from: {', '.join(dialects.names())}",
     )

@@ -36,7 +36,7 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export of something else.")] = False,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not hold it against what was trained; the record says so.")
+        bool, typer.Option("--no-verify", help="Do not compare it with what was trained; the record says so.")
     ] = False,
     push_to_hub: Annotated[
         str | None,

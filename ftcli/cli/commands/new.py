@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 #: Each option with its question, and what Enter means.
 _QUESTIONS = {
-    "--model": ("Which model? A Hub id, a folder, or bundled:tiny-gemma2 to try things", "bundled:tiny-gemma2"),
-    "--data": ("Your rows? Files (.jsonl, .csv, …) or hub:ORG/NAME, with commas between", "bundled:sample-chat"),
-    "--gpu": ("For which GPU, or how much memory? As in rtx4090, h100, 24GiB or cpu", "24GiB"),
+    "--model": ("Which model? A Hub id, a folder, or bundled:tiny-gemma2 to try things out", "bundled:tiny-gemma2"),
+    "--data": ("Your data? Files (.jsonl, .csv, …) or hub:ORG/NAME, separated by commas", "bundled:sample-chat"),
+    "--gpu": ("For which GPU, or how much memory? For example rtx4090, h100, 24GiB or cpu", "24GiB"),
     "--method": ("How? lora, qlora (least memory), full (all weights) or grpo (by rewards)", "lora"),
 }
 
@@ -49,11 +49,14 @@ def new(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="GPU", help="A GPU or a size, as in 24GiB.", autocompletion=completion.gpus),
+        typer.Option("--gpu", metavar="GPU", help="A GPU, or a size such as 24GiB.", autocompletion=completion.gpus),
     ] = None,
     method: Annotated[str | None, typer.Option("--method", metavar="M", help="lora, qlora, full or grpo.")] = None,
     output: Annotated[
-        str | None, typer.Option("--output", metavar="FILE", help="Where to; MODEL-METHOD.yaml here when absent.")
+        str | None,
+        typer.Option(
+            "--output", metavar="FILE", help="Where to write it; by default MODEL-METHOD.yaml in this folder."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     json: options.JsonOption = False,
@@ -120,10 +123,10 @@ def _ask(question: str, default: str) -> str:
         print(file=sys.stderr)  # noqa: T201
         raise FtcliError.single(
             "FT150",
-            "the questions were left without an answer",
+            "the questions were not answered",
             exit_code=ExitCode.RECIPE,
             origin=Origin("command line"),
-            help="Enter takes what stands in brackets; `ftcli recipes new --help` has the options",
+            help="Enter takes the value in brackets; `ftcli recipes new --help` has the options",
         )
     return clean(line).strip() or default
 
@@ -142,7 +145,7 @@ def _known_method(word: str) -> str:
         f"no method `{word}`",
         exit_code=ExitCode.RECIPE,
         origin=Origin(f"--method {word}"),
-        help=f"there are: {', '.join(METHODS)}",
+        help=f"choose from: {', '.join(METHODS)}",
     )
 
 

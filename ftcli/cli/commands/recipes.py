@@ -123,7 +123,10 @@ def show(name: NameArgument, json: options.JsonOption = False, debug: options.De
 def copy(
     name: NameArgument,
     destination: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="Where to; NAME.yaml here when absent.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[FILE]", help="Where to write it; by default NAME.yaml in this folder.", show_default=False
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     json: options.JsonOption = False,
@@ -166,7 +169,7 @@ def find(name: str) -> Path:
     if stem in recipes:
         return recipes[stem]
     near = get_close_matches(stem, recipes, n=1, cutoff=0.5)
-    help = f"did you mean {near[0]}?" if near else f"there are: {', '.join(recipes)}"
+    help = f"did you mean {near[0]}?" if near else f"choose from: {', '.join(recipes)}"
     raise FtcliError.single(
         "FT152", f"no recipe `{name}` ships with ftcli", exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help
     )

@@ -24,17 +24,19 @@ def sweep(
         typer.Option(
             "--set",
             metavar="KEY=V1,V2,...",
-            help="Values to try, as in train.learning_rate=1e-4,2e-4; one value is the same for all. Repeatable.",
+            help="Values to try, as in train.learning_rate=1e-4,2e-4; a single value applies to all runs. Repeatable.",
             show_default=False,
         ),
     ] = None,
     output_dir: Annotated[
-        str | None, typer.Option("--output-dir", metavar="DIR", help="Where the runs go; runs/NAME when absent.")
+        str | None, typer.Option("--output-dir", metavar="DIR", help="Where the runs go; runs/NAME by default.")
     ] = None,
     max_steps: options.MaxStepsOption = None,
     gpus: Annotated[
         str | None,
-        typer.Option("--gpus", metavar="N|auto", help="Use N GPUs, one for each run; one after another when absent."),
+        typer.Option(
+            "--gpus", metavar="N|auto", help="Use N GPUs, one for each run; without it, runs come one after another."
+        ),
     ] = None,
     json: options.JsonOption = False,
     quiet: options.QuietOption = False,

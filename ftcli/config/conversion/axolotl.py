@@ -63,12 +63,12 @@ def _datasets(key: str) -> r.Rule:
     def rule(draft: Draft, given: Given) -> None:
         tree = given.tree
         if not isinstance(tree, ListNode):
-            draft.unusable(given, "datasets that are no list", "name the files in data.train")
+            draft.unusable(given, "datasets that are not a list", "name the files in data.train")
             return
         items, found = [], set()
         for item in tree.items:
             if not isinstance(item, MapNode):
-                draft.unusable(given, "a data set that is no map", "name the file in data.train")
+                draft.unusable(given, "a dataset that is not a map", "name the file in data.train")
                 continue
             read = _Item(draft, Given(given.name, item, item.origin))
             items += read.sources()
@@ -90,7 +90,7 @@ class _Item:
         self.kind = str(self.map.get("type") or "")
 
     def sources(self) -> list[JsonObject]:
-        """Its files, or its data set of the Hub, with what is known of the rows."""
+        """Its files, or its dataset of the Hub, with what is known of the rows."""
         path, files = str(self.map.get("path") or ""), self.map.get("data_files")
         more = {key: self.map.get(key) for key in ("name", "split", "revision")}
         if files:
@@ -154,9 +154,7 @@ class _Item:
             self.draft.unusable(self.given, f"train_on_eos: {self.map['train_on_eos']}", help)
         for key in ("shards", "drop_system_message", "split_thinking"):
             if self.map.get(key):
-                self.draft.unusable(
-                    self.given, f"`{key}` of a data set", "there is no counterpart: prepare the file so"
-                )
+                self.draft.unusable(self.given, f"`{key}` of a dataset", "there is no counterpart: prepare the file so")
 
 
 def _chat_template(draft: Draft, given: Given) -> None:

@@ -86,7 +86,7 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, list[Finding]
     """The arguments of all calls that are known, by the names of the tool's recipes; the tool, unsloth or trl; and what
     only running the code would tell (FT162).
 
-    Of an argument that is given twice the last one counts; of several data sets none.
+    Of an argument that is given twice the last one counts; of several datasets none.
 
     Raises:
         FtcliError: FT163 for a notebook that is none, a script that cannot be parsed, or another method's trainer.
@@ -119,7 +119,7 @@ def _pieces(text: str, path: Path) -> Iterator[_Piece]:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise _refused(path, "this is no Jupyter notebook", "name a notebook, a script or a recipe") from None
+        raise _refused(path, "this is not a Jupyter notebook", "name a notebook, a script or a recipe") from None
     for number, source in enumerate(sources, 1):
         code = "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in source.splitlines())
         try:

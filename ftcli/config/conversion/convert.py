@@ -62,7 +62,7 @@ def _detected(source: Source) -> str:
     found = [name for name, score in scores.items() if score == best]
     known = ", ".join(dialects.names())
     if best == 0:
-        raise _unclear(source, "no tool's recipe that ftcli knows", f"say whose it is with --from: {known}")
+        raise _unclear(source, "not a recipe of a tool that ftcli knows", f"say whose it is with --from: {known}")
     if len(found) > 1:
         raise _unclear(source, f"it may be a recipe of {' or '.join(found)}", f"say which with --from {found[0]}")
     return found[0]

@@ -106,7 +106,7 @@ class Draft:
             ours = words.get(value) or words.get(value.lower())
             if ours is None:
                 self.left_out.add(key)
-                there_are = f"there are: {', '.join(choices)}"
+                there_are = f"choose from: {', '.join(choices)}"
                 self.unusable(given, f"`{given.name}: {value}` is unknown here", there_are)
                 return
             resolved = resolve(ours)

@@ -12,7 +12,7 @@ from ftcli.config.conversion.source import Given
 from ftcli.config.conversion.transformers_like import trainer_defaults
 from ftcli.plain import JsonObject
 
-#: What its registry of data sets calls a conversation of `from` and `value`, and one of OpenAI's form.
+#: What its registry of datasets calls a conversation of `from` and `value`, and one of OpenAI's form.
 _INDEX = "dataset_info.json"
 _MAX_INDEX = 2**22
 
@@ -78,7 +78,7 @@ def _datasets(key: str) -> r.Rule:
 
 
 def _index(draft: Draft) -> JsonObject:
-    """Its registry of data sets, where it lies in the folder that the recipe names; else nothing."""
+    """Its registry of datasets, where it lies in the folder that the recipe names; else nothing."""
     path = Path(str(draft.said("dataset_dir") or "data")) / _INDEX
     try:
         if path.stat().st_size > _MAX_INDEX:
@@ -94,7 +94,7 @@ def _registered(draft: Draft, given: Given, name: str, index: JsonObject) -> tup
     folder = str(draft.said("dataset_dir") or "data")
     if not isinstance(entry, dict):
         help = f"{folder}/{_INDEX} says which file `{name}` is: write that file, or hub:ORG/NAME"
-        draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of data sets", help)
+        draft.unusable(given, f"`{name}` is a name in LLaMA-Factory's list of datasets", help)
         return {"path": f"{folder}/{name}.json"}, None
     columns, sharegpt = entry.get("columns") or {}, entry.get("formatting") == "sharegpt"
     ours = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
@@ -171,7 +171,7 @@ RULES = r.Rules(
         "enable_liger_kernel": r.kernels,
         "do_train": r.ignored,
         "do_eval": r.ignored,
-        "overwrite_output_dir": r.harmless("`ftcli train --resume never` begins anew, and keeps the old run"),
+        "overwrite_output_dir": r.harmless("`ftcli train --resume never` starts over, and keeps the old run"),
         "adapter_name_or_path": r.missing("training goes on from a checkpoint of ftcli with --resume PATH"),
         "plot_loss": r.ignored,
         "predict_with_generate": r.missing("write eval.tasks: {use: exact_match}, and others, judge what is generated"),

@@ -122,7 +122,7 @@ def steps(key: str, what: str) -> Rule:
             draft.put(key, int(number), given)
         else:
             draft.unusable(
-                given, f"`{given.name}: {value}` is no number of steps", f"{what} count optimizer steps: {key}"
+                given, f"`{given.name}: {value}` is not a number of steps", f"{what} count optimizer steps: {key}"
             )
 
     return rule

@@ -1,4 +1,4 @@
-"""Data sets as other tools name them, and as `data.train` and `data.eval` do."""
+"""Datasets as other tools name them, and as `data.train` and `data.eval` do."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def source(draft: Draft, given: Given, path: str, **more: Any) -> JsonObject:
     """One item of `data.train`: where rows are, and what else is known of them. What is None is left out."""
     found = place(path)
     if found is None:
-        help = "write the file, or hub:ORG/NAME for a data set of the Hub"
-        draft.unusable(given, f"`{path}` is no file, and the Hub wants ORG/NAME", help)
+        help = "write the file, or hub:ORG/NAME for a dataset of the Hub"
+        draft.unusable(given, f"`{path}` is not a file, and the Hub wants ORG/NAME", help)
     item = {"path": found or path, **{key: value for key, value in more.items() if value not in (None, {}, "")}}
     split = item.get("split")
     if split is not None:

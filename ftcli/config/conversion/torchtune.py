@@ -11,7 +11,7 @@ from ftcli.config.conversion.source import Given
 from ftcli.config.dialect_values import VALUES
 from ftcli.tables.dialects import words
 
-#: Builders of data sets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
+#: Builders of datasets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
 _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
     "alpaca_dataset": ("hub:tatsu-lab/alpaca", "alpaca", True),
     "alpaca_cleaned_dataset": ("hub:yahma/alpaca-cleaned", "alpaca", True),
@@ -69,7 +69,7 @@ def _dataset(key: str) -> r.Rule:
         section = given.section
         builder = str(given.value).rpartition(".")[2]
         if builder not in _DATASETS:
-            draft.unusable(given, f"the data set `{builder}`", f"name its rows in {key}: a file, or hub:ORG/NAME")
+            draft.unusable(given, f"the dataset `{builder}`", f"name its rows in {key}: a file, or hub:ORG/NAME")
             return
         where, layout, prompts = _DATASETS[builder]
         source, files = draft.said(f"{section}.source"), draft.said(f"{section}.data_files")

@@ -102,9 +102,7 @@ def _after(draft: Draft) -> None:
         help = "train_on_responses_only does as ftcli does; data.loss_on: all trains prompts as well"
         draft.remark("a notebook without train_on_responses_only trains prompts, too", help)
     if "data.train" not in draft.values:
-        draft.remark(
-            "the data set is Python code in a notebook", "name its rows in data.train: a file, or hub:ORG/NAME"
-        )
+        draft.remark("the dataset is Python code in a notebook", "name its rows in data.train: a file, or hub:ORG/NAME")
 
 
 RULES = r.Rules(

@@ -91,7 +91,7 @@ def verify_adapter(wanted: Wanted, path: Path) -> tuple[list[str], float]:
         alpha = float(values[_ALPHA])
     except (OSError, ValueError, IndexError, KeyError) as error:
         return [f"{path.name} cannot be read: {type(error).__name__}: {error}"], 0.0
-    problems = [] if values.get("general.architecture") == wanted.architecture.name else ["it is of another model"]
+    problems = [] if values.get("general.architecture") == wanted.architecture.name else ["it belongs to another model"]
     if (values.get("general.type"), values.get("adapter.type")) != ("adapter", "lora"):
         problems.append("it does not say that it is an adapter")
     expected = {f"{wanted.names.stored[w]}.lora_{part}" for w in _pairs(wanted) for part in "ab"}

@@ -34,7 +34,7 @@ def describe(config: PretrainedConfig, file: ReadFile, architecture: Architectur
         plain = said["rope.freq_base"] ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         found = plain / file.read("rope_freqs.weight").double()
         if not torch.allclose(found, rotary(text).double(), rtol=ROUNDING, atol=0.0):
-            problems.append("the rotation's frequencies are others")
+            problems.append("the rotary frequencies differ")
     if any(name.startswith("rope_f") for name in file.names):
         changes.pop("rope_parameters")
     for key, value in changes.items():

@@ -147,7 +147,7 @@ def _likeliest_error(answer: Completion, reference: Tensor, greedy: Sequence[int
 
 def _compare_tokens(found: Sequence[Sequence[int]], wanted: Wanted) -> list[str]:
     return [
-        f"{text[:20]!r} is cut into other tokens"
+        f"{text[:20]!r} is cut into different tokens"
         for text, tokens in zip(TEXTS, found, strict=True)
         if list(tokens) != list(wanted.tokenizer(text, add_special_tokens=False)["input_ids"])
     ]

@@ -45,7 +45,7 @@ class Description:
     Attributes:
         values: By key, without the architecture's name in front.
         tensors: Factors of the rotation.
-        warnings: Where llama.cpp computes something else than transformers.
+        warnings: Where llama.cpp computes something other than transformers.
     """
 
     values: Mapping[str, Value]

@@ -67,7 +67,7 @@ def completed(
                 str(_ask(port, "/props", None, seconds).get("build_info", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerFailed(f"llama-server answered something else than was asked ({error!r})") from error
+            raise ServerFailed(f"llama-server answered something other than was asked ({error!r})") from error
 
 
 def _tokens(port: int, text: str, seconds: float) -> list[int]:

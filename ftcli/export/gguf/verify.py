@@ -157,7 +157,7 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
             scale = scale.reshape(-1, row.block).amax(-1, keepdim=True).expand(-1, row.block).reshape(wished.shape)
         room = row.error * scale + (2.0**-24 if ggml != "F32" else 0.0)  # float16 has no smaller numbers
         if row.ternary and not torch.equal(got.sign(), wished.sign()):
-            return "has other signs than were trained"
+            return "has signs other than those trained"
         if bool(((got - wished).abs() > room).any()):
             return f"differs by up to {float((got - wished).abs().max()):.3g} from what was trained"
     return None
@@ -195,7 +195,9 @@ def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
     written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
     written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary.values}
-    return [f"{key} is another than was written" for key, value in written.items() if not _same(values.get(key), value)]
+    return [
+        f"{key} differs from what was written" for key, value in written.items() if not _same(values.get(key), value)
+    ]
 
 
 def compare_vocabulary(values: JsonMap, wanted: Wanted) -> list[str]:
@@ -205,12 +207,12 @@ def compare_vocabulary(values: JsonMap, wanted: Wanted) -> list[str]:
     missing = [stop for stop in wanted.stops[:3] if stop not in ids]
     problems += [f"the stop token {stop} is not named" for stop in missing]
     if tokenizer.bos_token_id is not None and values.get("tokenizer.ggml.bos_token_id") != tokenizer.bos_token_id:
-        problems.append("bos is another token")
+        problems.append("bos is a different token")
     text_config: Any = wanted.config.get_text_config()
     if len(values["tokenizer.ggml.tokens"]) != text_config.vocab_size:
         problems.append("there are more or fewer tokens than embeddings")
     problems += [
-        f"{text[:20]!r} is cut into other tokens"
+        f"{text[:20]!r} is cut into different tokens"
         for text in TEXTS
         if pieces_of(values, text) != _plain(tokenizer, text)
     ]
@@ -235,5 +237,5 @@ def _compare_template(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> li
     served: Any = deepcopy(tokenizer)
     served.chat_template = template
     if any(rendered_ids(served, text) != rendered_ids(tokenizer, text) for text in TEXTS):
-        return ["the chat template renders a conversation otherwise than training did"]
+        return ["the chat template renders a conversation differently than training did"]
     return []

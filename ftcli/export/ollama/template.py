@@ -81,7 +81,7 @@ def parts_of(tokenizer: PreTrainedTokenizerBase) -> Parts:
     turn = _around(_rest(_needed(rendered(tokenizer, (user, answer, again), cue=False)), two), _AGAIN)
     first = _around(one, _USER)
     if not first.before.endswith(turn.before) or first.after != turn.after:
-        raise cannot("the first user turn is written otherwise than later ones")
+        raise cannot("the first user turn is written differently from later ones")
     opening = first.before.removesuffix(turn.before)
     bos = bool(tokenizer.bos_token) and opening.startswith(str(tokenizer.bos_token))
     mark = str(tokenizer.bos_token) if bos else ""

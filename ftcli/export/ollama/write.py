@@ -101,7 +101,7 @@ def check_modelfile(path: Path, file: str, prepared: Prepared, *, with_bos: bool
 
 
 def require_same(template: str, tokenizer: PreTrainedTokenizerBase, *, with_bos: bool) -> None:
-    """Raises FtcliError FT759 where ``template`` renders a conversation otherwise than training did."""
+    """Raises FtcliError FT759 where ``template`` renders a conversation differently than training did."""
     difference = _difference(template, tokenizer, with_bos=with_bos)
     if difference:
         raise cannot(f"written as one, it renders {difference}")

@@ -16,7 +16,7 @@ def check(context: Context) -> Findings:
             yield context.error(
                 "FT274",
                 "train.loraplus_lr_ratio",
-                "train.loraplus_lr_ratio is about the matrices of adapters, and there is no section `lora`",
+                "train.loraplus_lr_ratio is about adapters, and there is no `lora` section",
                 help="remove it, or add a `lora` section",
             )
         return
@@ -61,7 +61,7 @@ def _kinds(context: Context) -> Findings:
     if not lora.changes_base:
         return
     path, said = "lora.init_lora_weights", f"init_lora_weights: {lora.init_lora_weights}"
-    why = "takes a part of the base weights over"
+    why = "takes over a part of the base weights"
     if packed:
         yield context.error(
             "FT274", path, f"{said} {why}, and quantization.method: {method} stores them packed", help=f"use {others}"

@@ -119,7 +119,7 @@ def _source_findings(
     context: Context, facts: ModelFacts, path: str, source: DatasetConfig, *, offline: bool
 ) -> Findings:
     limit = min(SAMPLE_ROWS, source.max_rows or SAMPLE_ROWS)
-    # A look at the first rows of a Hub data set must not download all of it.
+    # A look at the first rows of a Hub dataset must not download all of it.
     looked_at = source.model_copy(update={"max_rows": limit, "streaming": is_hub(source)})
     items = list(_first(iterate(looked_at, offline=offline)))
     broken = [item for item in items if isinstance(item, Finding)]

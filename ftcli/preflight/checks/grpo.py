@@ -81,7 +81,7 @@ def _batch(context: Context, grpo: GrpoConfig) -> Findings:
         yield context.error(
             "FT261",
             key,
-            f"{key} {steps} is no multiple of train.gradient_accumulation_steps {accumulation}: an optimizer step "
+            f"{key} {steps} is not a multiple of train.gradient_accumulation_steps {accumulation}: an optimizer step "
             "would learn from completions of two policies",
             help=f"use {key}: {accumulation * -(-steps // accumulation)}",
         )
@@ -211,7 +211,7 @@ def reference_findings(context: Context, grpo: GrpoConfig) -> Findings:
     yield context.error(
         "FT274",
         "lora.init_lora_weights",
-        f"init_lora_weights: {lora.init_lora_weights} takes a part of the base weights over, and grpo.beta compares "
+        f"init_lora_weights: {lora.init_lora_weights} takes over a part of the base weights, and grpo.beta compares "
         "with the model without adapters",
         help="use grpo.beta: 0, or another init_lora_weights",
     )

@@ -38,7 +38,7 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
                 yield context.error(
                     "FT257",
                     f"{path}.{name}",
-                    f"{name} is for data sets of the Hub, but {source.path} is read from this machine",
+                    f"{name} is for datasets of the Hub, but {source.path} is read from this machine",
                     f"write the path as hub:ORG/NAME, or remove {name}",
                 )
         if source.split and resolve_path(source.path).is_file():

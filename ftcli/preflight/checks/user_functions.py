@@ -18,7 +18,7 @@ def function_findings(context: Context, path: str, spec: str) -> Findings:
             "FT451",
             path,
             f"no file at {file.absolute()}",
-            help="write `path.py:function`; the path starts at the current directory",
+            help="write `path.py:function`; the path is relative to the current directory",
         )
         return
     try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ftcli.facts.spreading import why_not_spread
 from ftcli.preflight.memory.candidates import candidate, policies_by_speed
 from ftcli.preflight.memory.setup import Setup
-
-_WHOLE, _SPREAD = "ddp", "fsdp"
+from ftcli.tables import engines
 
 
 def choose_engine(setup: Setup) -> Setup:
@@ -14,20 +13,21 @@ def choose_engine(setup: Setup) -> Setup:
     needs all of their gradients and optimizer state.
     """
     recipe = setup.recipe
-    if not setup.trains or recipe.launch.engine != "auto" or recipe.launch.num_processes == 1:
+    if not setup.trains or recipe.launch.engine != engines.AUTO or recipe.launch.num_processes == 1:
         return setup
     usable = setup.method.supports.get("launch.engine")
-    can_spread = (usable is None or _SPREAD in usable) and why_not_spread(recipe, setup.execution) is None
+    whole, spread = engines.by_auto(spreads=False), engines.by_auto(spreads=True)
+    can_spread = (usable is None or spread in usable) and why_not_spread(recipe, setup.execution) is None
     copies = recipe.launch.dp_replicate_size > 1  # which only spread weights have: what forbids them is said later
-    spreads = copies or (can_spread and (recipe.lora is None or not _fits_one(setup)))
-    return setup.changed({"launch.engine": _SPREAD if spreads else _WHOLE})
+    spreads = copies or (can_spread and (recipe.lora is None or not _fits_one(setup, whole)))
+    return setup.changed({"launch.engine": spread if spreads else whole})
 
 
-def _fits_one(setup: Setup) -> bool:
+def _fits_one(setup: Setup, engine: str) -> bool:
     """Whether the whole model fits a GPU under some policy; also where that is not known."""
     if setup.facts.shape is None:
         return True
-    whole = setup.changed({"launch.engine": _WHOLE, "train.cuda_graphs": False, "quantization.keep_dequantized": False})
+    whole = setup.changed({"launch.engine": engine, "train.cuda_graphs": False, "quantization.keep_dequantized": False})
     asked = whole.recipe.train.gradient_checkpointing
     policies = policies_by_speed(whole.under(False)) if asked == "auto" else (asked,)
     found = (candidate(whole.under(name)) for name in policies)

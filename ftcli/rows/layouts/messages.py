@@ -17,7 +17,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _THOUGHTS = ("thinking", "reasoning")
 #: What templates may show of a message beside its text and calls. Other keys (ids, sources, dates) are not rendered.
 _SHOWN = ("role", "name", "tool_call_id", *REASONING_KEYS)
-#: Columns of a row, and keys of a message, that hold something else than text.
+#: Columns of a row, and keys of a message, that hold something other than text.
 _MEDIA = ("image", "images", "audio", "video", "videos")
 #: Keys of a message that are refused, because training without them would be training on something else.
 _UNSUPPORTED = ("function_call", *_MEDIA)
@@ -70,7 +70,7 @@ def list_of(value: Any) -> list[Any]:
         try:
             value = parse(value)
         except ValueError as error:
-            raise Misfit(f"the conversation is text that is no JSON: {error}") from error
+            raise Misfit(f"the conversation is text that is not JSON: {error}") from error
     if not isinstance(value, list) or not value:
         raise Misfit("the conversation must be a list with at least one message")
     return value
@@ -97,7 +97,7 @@ def refuse_unsupported(turn: JsonObject, number: int) -> None:
     if found is not None:
         raise Misfit(f"message {number} has {found!r}, which is not supported: text and `tool_calls` are")
     if any(turn.get(key) is not None and not isinstance(turn[key], str) for key in REASONING_KEYS):
-        raise Misfit(f"message {number} has reasoning that is no text")
+        raise Misfit(f"message {number} has reasoning that is not text")
     if len({turn[key] for key in REASONING_KEYS if turn.get(key)}) > 1:
         raise Misfit(f"message {number} has two reasonings, and they differ")
 
@@ -108,7 +108,7 @@ def _content(content: Any, number: int, *, optional: bool) -> str:
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, dict) and p.get("type") not in _THOUGHTS else None for p in content]
         if not all(isinstance(part, str) for part in parts):
-            raise Misfit(f"message {number} holds something else than text, and only text is trained")
+            raise Misfit(f"message {number} holds something other than text, and only text is trained")
         return "".join(map(str, parts))
     if not isinstance(content, str):
         raise Misfit(f"message {number} has no text in 'content'")
@@ -125,7 +125,7 @@ def call_of(call: Any, number: int) -> JsonObject:
         try:
             arguments = parse(arguments or "{}")
         except ValueError as error:
-            raise Misfit(f"message {number}: the arguments of {function['name']} are no JSON: {error}") from error
+            raise Misfit(f"message {number}: the arguments of {function['name']} are not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise Misfit(f"message {number}: the arguments of {function['name']} must be a JSON object")
     kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
@@ -162,7 +162,7 @@ def switches_of(row: Row) -> Switches:
         raise Misfit("column 'chat_template_kwargs' must map names of switches to booleans, numbers or texts")
     taken = sorted(ARGUMENTS_OF_RENDERING & set(value))
     if taken:
-        raise Misfit(f"column 'chat_template_kwargs' sets {taken[0]!r}, which is no switch of a template")
+        raise Misfit(f"column 'chat_template_kwargs' sets {taken[0]!r}, which is not a template switch")
     return value
 
 
@@ -174,4 +174,4 @@ def _from_text(row: Row, name: str) -> Any:
     try:
         return parse(value)
     except ValueError as error:
-        raise Misfit(f"column {name!r} is text that is no JSON: {error}") from error
+        raise Misfit(f"column {name!r} is text that is not JSON: {error}") from error

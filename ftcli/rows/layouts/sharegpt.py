@@ -51,6 +51,6 @@ def _called(text: str, number: int) -> Message:
     try:
         calls = parse(text)
     except ValueError as error:
-        raise Misfit(f"message {number} is a function call and no JSON: {error}") from error
+        raise Misfit(f"message {number} is a function call but not JSON: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}

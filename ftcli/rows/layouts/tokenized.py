@@ -56,7 +56,7 @@ def _ints(row: Row, name: str) -> list[int]:
         try:
             value = parse(value)
         except ValueError as error:
-            raise Misfit(f"{name!r} is text that is no JSON: {error}") from error
+            raise Misfit(f"{name!r} is text that is not JSON: {error}") from error
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise Misfit(f"{name!r} must be a list of whole numbers")
     return value

@@ -63,7 +63,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """A data set of training: its name without the path, its size, and its content's digest."""
+    """A dataset of training: its name without the path, its size, and its content's digest."""
 
     name: str
     rows: str
@@ -268,7 +268,7 @@ def _data(manifest: JsonMap, tokens: JsonMap) -> list[DataRow]:
 
 
 def public_name(name: str) -> str:
-    """A data set's name as others may know it: no folder of this machine."""
+    """A dataset's name as others may know it: no folder of this machine."""
     if name.startswith((HUB, BUNDLED)):
         return name
     return Path(name).name

@@ -41,7 +41,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A data set's tokens as a bar: class, width in percent and number of each part."""
+    """A dataset's tokens as a bar: class, width in percent and number of each part."""
 
     name: str
     trained: str
@@ -56,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What became of the data: a bar for each data set, and the counts."""
+    """What became of the data: a bar for each dataset, and the counts."""
 
     bars: Sequence[Bar]
     table: Table
@@ -77,12 +77,12 @@ class Setting:
 
 
 def tokens(counts: JsonMap) -> Tokens | None:
-    """Tokens trained, masked and cut of each data set."""
+    """Tokens trained, masked and cut of each dataset."""
     datasets = maps(counts.get("datasets"))
     if not datasets:
         return None
     rows = [[f"{d.get('name')} ({d.get('split')})", *(count(d.get(c)) for c in _COUNTS)] for d in datasets]
-    table = Table(["Data set", *_COUNTS.values()], rows, numeric=range(1, 1 + len(_COUNTS)))
+    table = Table(["Dataset", *_COUNTS.values()], rows, numeric=range(1, 1 + len(_COUNTS)))
     return Tokens([_bar(dataset) for dataset in datasets], table)
 
 

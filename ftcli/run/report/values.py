@@ -66,7 +66,7 @@ def plain(value: Any) -> str:
         return ", ".join(plain(item) for item in value) or "–"
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if item not in (None, False, {}, [], ())}
-        if set(kept) == {"path"}:  # a data set of which nothing else is said
+        if set(kept) == {"path"}:  # a dataset of which nothing else is said
             return plain(kept["path"])
         return ", ".join(f"{key}: {plain(item)}" for key, item in kept.items()) or "–"
     return str(value)

@@ -28,7 +28,7 @@ CASES = [
     ("negative steps", ["bench", "r.yaml", "--steps", "-1"], "FT150", "`ftcli bench --help`"),
     ("negative batch", ["bench", "r.yaml", "--batch", "-1"], "FT150", "`ftcli bench --help`"),
     ("no such subcommand", ["recipes", "lst"], "FT150", "`ftcli recipes --help`"),
-    ("no such shipped recipe", ["recipes", "show", "zzzz"], "FT152", "there are: "),
+    ("no such shipped recipe", ["recipes", "show", "zzzz"], "FT152", "choose from: "),
     ("export of a folder", ["export", "."], "FT154", "runs/smoke"),
 ]
 
@@ -78,7 +78,7 @@ def test_usage_error_with_json_is_one_document(ftcli: Callable[..., object]) -> 
     [
         (["sweep", "r.yaml", "--set", "lora.r=8"], HERE, "two values or more"),
         (["sweep", "r.yaml"], HERE, "two values or more"),
-        (["sweep", "r.yaml", "--set", "lora.r=8,,16"], "--set lora.r=8,,16", "between two commas"),
+        (["sweep", "r.yaml", "--set", "lora.r=8,,16"], "--set lora.r=8,,16", "separated by commas"),
         (["sweep", "r.yaml", "--set", "run.name=a,b"], "--set run.name=a,b", "--output-dir"),
     ],
 )

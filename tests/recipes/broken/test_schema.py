@@ -37,7 +37,7 @@ CASES = [
     ("yes for a boolean", "data: {packing: yes}\n", "FT204", "3:17", "write true"),
     ("off for a boolean", "data:\n  packing: off\n", "FT204", "4:12", "write false"),
     ("one for a boolean", "data: {packing: 1}\n", "FT204", "3:17", "write true"),
-    ("sexagesimal", "train: {max_steps: 1:30}\n", "FT204", "3:20", "no number here"),
+    ("sexagesimal", "train: {max_steps: 1:30}\n", "FT204", "3:20", "not a number here"),
     ("leading zero", "lora: {r: 010}\n", "FT204", "3:11", "write 10 without the leading zero"),
     ("underscores", "train: {max_steps: 1_000}\n", "FT204", "3:20", "write 1000"),
     ("suffix", "data: {max_seq_len: 4k}\n", "FT204", "3:21", "write the number out"),

@@ -90,9 +90,9 @@ def test_of_several_data_sets_none_is_guessed(made: Callable[..., Made]) -> None
         ("x.py", "(" * 5000, "cannot be parsed"),
         ("x.py", "print(1)\n", "no model is named"),
         ("x.py", "from_pretrained(model_name=" + "-" * 3000 + "1)\n", "cannot be parsed"),
-        ("x.ipynb", "{}", "no Jupyter notebook"),
-        ("x.ipynb", "[" * 5000, "no Jupyter notebook"),
-        ("x.ipynb", json.dumps({"cells": [{"cell_type": "code", "source": 3}]}), "no Jupyter notebook"),
+        ("x.ipynb", "{}", "not a Jupyter notebook"),
+        ("x.ipynb", "[" * 5000, "not a Jupyter notebook"),
+        ("x.ipynb", json.dumps({"cells": [{"cell_type": "code", "source": 3}]}), "not a Jupyter notebook"),
         ("x.ipynb", notebook("x = 1"), "no model is named"),
     ],
 )

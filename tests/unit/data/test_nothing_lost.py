@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "only text"),
         ("messages", {"messages": CHAT, "images": ["a.png"]}, "only text"),
         ("messages", {"messages": [CHAT[0], {**CHAT[1], "thinking": "a", "reasoning": "b"}]}, "two reasonings"),
-        ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "reasoning": ["a"]}]}, "no text"),
+        ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "reasoning": ["a"]}]}, "not text"),
     ],
 )
 def test_turns_and_media_are_not_dropped_in_silence(layout: Any, fields: dict[str, Any], word: str) -> None:

@@ -76,9 +76,9 @@ def test_a_rows_switches_reach_the_template_over_those_of_the_recipe(
     ("switches", "code", "said"),
     [
         ({"unknown": True}, "FT426", "does not read 'unknown'"),
-        ({"add_generation_prompt": True}, "FT412", "no switch of a template"),
+        ({"add_generation_prompt": True}, "FT412", "not a template switch"),
         ({"mode": [1]}, "FT412", "must map names"),
-        ("no json", "FT412", "no JSON"),
+        ("no json", "FT412", "not JSON"),
     ],
 )
 def test_switches_that_would_be_ignored_are_refused(

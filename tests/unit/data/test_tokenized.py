@@ -42,7 +42,7 @@ def test_the_first_token_has_nothing_that_predicts_it(prepared: Prepare) -> None
         ({"labels": LABELS[:-1]}, "has 5 values and 'labels' 4"),
         ({"labels": [*IDS[1:], -100]}, "shifted by one"),
         ({"labels": [-100, -100, 99, 72, 4]}, "neither -100 nor the id 71"),
-        ({"labels": "no"}, "no JSON"),
+        ({"labels": "no"}, "not JSON"),
         ({"input_ids": [2, 70.0, 71, 72, 4]}, "list of whole numbers"),
         ({"attention_mask": [1, 0, 1, 1, 1]}, "hides tokens between"),
         ({"attention_mask": [1, 1, 1, 1, 0]}, "train a token that 'attention_mask' hides"),

@@ -108,7 +108,7 @@ def swap_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: -t), "no positive number"),
+    "a flipped scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: -t), "not a positive number"),
     "another scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: t * 1.5), "wastes what the type holds"),
     "a swapped permutation": (lambda f: change(f, WEIGHT, swap_halves), "differs by up to"),
     "a missing tensor": (lambda f: drop(f, WEIGHT), "is missing"),

@@ -98,7 +98,7 @@ def test_a_flipped_sign_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return packed
 
     monkeypatch.setattr(gguf.quants, "quantize", flipped)
-    with pytest.raises(FtcliError, match="has other signs than were trained"):
+    with pytest.raises(FtcliError, match="has signs other than those trained"):
         export(made, "tq2_0")
 
 

@@ -134,9 +134,9 @@ def says_something_else(said: dict[str, Any]) -> None:
 FAULTS = {
     other_token: "in llama.cpp generated token 3 is another",
     other_logits: "in llama.cpp the likeliest tokens' logits differ by",
-    other_pieces: "is cut into other tokens",
+    other_pieces: "is cut into different tokens",
     dies: "in llama.cpp it cannot be loaded: unknown model architecture",
-    says_something_else: "answered something else than was asked",
+    says_something_else: "answered something other than was asked",
 }
 
 

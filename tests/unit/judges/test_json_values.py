@@ -62,8 +62,8 @@ UNUSABLE = {
     "dynamic": ({"$dynamicRef": "http://x.y/z#a"}, "nothing is fetched"),
     "nowhere": ({"$ref": "#/$defs/a"}, "nothing is fetched: '/.defs/a' does not exist"),
     "circle": ({"$ref": "#"}, "refers to itself without end"),
-    "type": ({"type": "objec"}, r"is no JSON Schema at \$.type"),
-    "pattern": ({"properties": {"a": {"pattern": "("}}}, r"is no JSON Schema at \$.properties.a.pattern"),
+    "type": ({"type": "objec"}, r"is not a JSON Schema at \$.type"),
+    "pattern": ({"properties": {"a": {"pattern": "("}}}, r"is not a JSON Schema at \$.properties.a.pattern"),
     "draft": ({"$schema": "http://x.y/z"}, "names a draft that is not known"),
     "file": ("no-such.json", "cannot be read from .*no-such.json: No such file"),
 }
@@ -86,7 +86,7 @@ def test_a_schema_that_cannot_be_used_is_refused(
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(FtcliError, match="is no JSON"):
+    with pytest.raises(FtcliError, match="is not JSON"):
         scores(str(tmp_path / "a.json"))
 
 

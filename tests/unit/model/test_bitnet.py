@@ -179,7 +179,7 @@ def test_packed_files_without_their_scale_or_of_another_shape_are_refused(saved:
     for change, said in (
         ({f"{name}_scale": None}, "without its weight_scale"),
         ({name: whole[name][:4]}, "packed bytes are of a matrix"),
-        ({f"{name}_scale": torch.zeros(1)}, "no positive number"),
+        ({f"{name}_scale": torch.zeros(1)}, "not a positive number"),
         ({name: torch.full_like(whole[name], 255)}, "stands for no ternary value"),
     ):
         tensors = {key: tensor for key, tensor in {**whole, **change}.items() if tensor is not None}

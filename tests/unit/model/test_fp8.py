@@ -119,7 +119,7 @@ def _stale(layer: Fp8Linear) -> None:
         (_without, "scale gone"),
         (_cut, "a matrix and its transpose"),
         (_other, "shape \\(8, 64\\)"),
-        (_unwritten, "no powers of two"),
+        (_unwritten, "not powers of two"),
         (_stale, "two copies of the weight differ"),
     ],
 )

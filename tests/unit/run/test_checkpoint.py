@@ -137,7 +137,7 @@ def test_a_changed_byte_in_a_large_file_is_found_before_a_run_goes_on(checkpoint
     scan = checkpoints.newest_sound()
     assert scan.newest == good
     assert scan.damaged == (bad,)
-    assert "model.safetensors has other content than was written" in scan.warnings[0].message
+    assert "model.safetensors differs from what was written" in scan.warnings[0].message
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer/state.bin", "complete.json"])
