@@ -106,7 +106,7 @@ def adapter_findings(context: Context) -> list[tuple[str, str]]:
         ("lora: {init_lora_weights: olora, use_dora: true}\n", "FT274", "cannot be saved as an adapter"),
         ("lora: {init_lora_weights: pissa_niter_4}\ngrpo: {beta: 0.1}\n", "FT274", "without adapters"),
         ("lora: {layers_pattern: [layers]}\n", "FT274", "lora.layers_to_transform names none"),
-        ("train: {loraplus_lr_ratio: 8.0}\n", "FT274", "there is no section `lora`"),
+        ("train: {loraplus_lr_ratio: 8.0}\n", "FT274", "there is no `lora` section"),
         ("lora: {exclude_modules: '('}\n", "FT264", "not a regular expression"),
         ("lora: {alpha_pattern: {'(?i)q_proj': 3.0}}\n", "FT264", "not a regular expression"),
         ("lora: {rank_pattern: {'q[': 3}}\n", "FT264", "not a regular expression"),
