@@ -170,7 +170,7 @@ def _rescued(trainer: Any, context: RunContext) -> Any:
             raise
         let_go(error)
         checkpoint = _rescue(trainer, context)
-        if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY:
+        if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY or not context.leads:
             raise
         raise with_checkpoint(error, checkpoint) from error
     except Exception as error:
@@ -194,7 +194,9 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
 
 def _with_rescue(trainer: Any, context: RunContext, error: FtcliError) -> FtcliError:
     checkpoint = _rescue(trainer, context)
-    return error if checkpoint is None else with_checkpoint(error, checkpoint)
+    if checkpoint is None or not context.leads:  # the leading rank writes it, later than this one looks
+        return error
+    return with_checkpoint(error, checkpoint)
 
 
 def _rescue(trainer: Any, context: RunContext) -> Path | None:

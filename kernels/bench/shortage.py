@@ -131,6 +131,7 @@ def measure(out: Path, recipe: str, engine: str, on_gpu: bool) -> dict[str, Any]
         "it names the rows": f"rows.jsonl:{', '.join(map(str, chosen))})" in said,
         "the finished steps are saved": f"step-{_STEP - 1:08d}" in checkpoints,
         "status.json says failed, exit 5": (status.get("state"), status.get("exit_code")) == ("failed", 5),
+        "one checkpoint to go on from is named": said.count("--resume") == 1,
         "no traceback": "Traceback" not in said,
     }
     more = {"rows": chosen, "left_bytes": left, "reached": reached, "first": begun, "checkpoints": checkpoints}

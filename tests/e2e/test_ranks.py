@@ -85,11 +85,11 @@ def test_a_run_on_two_ranks_that_is_interrupted_is_the_same_run(drills: Drills) 
         (1, ("spoil", STEP, 3), 6, ("FT702", "the loss of rank 1 is nan at step 3", "rows of that batch: ")),
         (
             1,
-            ("starve", STEP, 3, 1 << 20),
+            ("starve", STEP, 4, 1 << 20),
             5,
-            ("FT703", "rank 1: out of memory", "bundled:smoke-train:", "step-00000002"),
+            ("FT703", "rank 1: out of memory", "bundled:smoke-train:", "step-00000003"),
         ),
-        (1, ("fail", STEP, "no such thing", 3), 1, ("FT190", "rank 1: this is a bug", "no such thing")),
+        (1, ("fail", STEP, "no such thing", 4), 1, ("FT190", "rank 1: this is a bug", "no such thing")),
         (0, ("small_files", 100_000), 3, ("FT724",)),
     ],
     ids=["NaN", "memory", "a bug", "disk"],
@@ -97,15 +97,15 @@ def test_a_run_on_two_ranks_that_is_interrupted_is_the_same_run(drills: Drills) 
 def test_what_fails_on_one_rank_ends_all_of_them_with_its_exit_code(
     rank: int, prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
 ) -> None:
-    recipe = drills.recipe("r", **{**CHANGE, "checkpoint": {"every_steps": 3}})
-    ranks = start_ranks(drills, recipe, 2, prepared={rank: (prepared,)})
+    ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared={rank: (prepared,)})
     assert ranks.ended(30)[0] == status, ranks.said
     for word in words:
         assert word in ranks.said
     assert ranks.said.count("error[") == 1
     assert drills.status("r")["exit_code"] == status
     if status in (1, 5):  # the steps that all have finished are saved
-        assert drills.checkpoints("r") == ["step-00000002"]
+        assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
+        assert ranks.said.count("--resume") == (status == 5)
 
 
 def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) -> None:

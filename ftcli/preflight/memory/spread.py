@@ -1,8 +1,8 @@
 """What a rank needs of weights that are spread over all of them (``launch.engine: fsdp``).
 
 Each holds its part. While a layer computes, its weights are there whole, the next layer's are being put together, and
-what came from the other ranks lies in a buffer; embedding and head are whole during a whole step. Where weights are
-trained, the gradients of two layers are there, and what is being added up of them, in float32.
+what came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over.
+Where weights are trained, the gradients of two layers are there, and what is being added up of them, in float32.
 """
 
 from __future__ import annotations
@@ -40,13 +40,32 @@ def put_together_bytes(setup: Setup, dequantized_layers: int) -> int:
     return outer + _LAYERS_AT_ONCE * layer
 
 
-def summed_bytes(setup: Setup) -> tuple[int, int]:
-    """Gradients of trained weights that are being added up: those of layers, of which one is added up while the next
-    one's are made; and those of embedding and head, the last of a backward pass.
+def spreads_trained(setup: Setup) -> bool:
+    """Whether what is spread is trained."""
+    return setup.spread_over > 1 and setup.recipe.lora is None
+
+
+def summed_bytes(setup: Setup) -> int:
+    """Gradients of trained layers that are being added up: one's are while the next one's are made."""
+    layer, each = _layer_elements(setup), setup.plan.compute_bytes + _SUMMED_BYTES
+    return 2 * layer * (each + _SUMMED_BYTES // setup.spread_over)
+
+
+def last_bytes(setup: Setup, workspace: int) -> int:
+    """What is there at the end of a backward pass beside the ranks' own parts, the gradients included.
+
+    Either the first layer's backward with its ``workspace``, while embedding and head are whole, the head has its
+    gradient, and those of the layer are added up; or gradients of embedding and head being added up, of which the whole
+    weights are gone by then. These are in the gradients only afterwards, unless they are added to earlier ones.
     """
-    if setup.recipe.lora is not None:
-        return 0, 0
-    outer, element = outer_elements(setup), setup.plan.compute_bytes
-    layer = (setup.shape.parameters - outer) // setup.shape.num_layers
-    each = element + _SUMMED_BYTES + _SUMMED_BYTES // setup.spread_over
-    return 2 * layer * each, outer * each
+    outer, layer, element = outer_elements(setup), _layer_elements(setup), setup.plan.compute_bytes
+    own = _SUMMED_BYTES * outer // setup.spread_over
+    there_before = setup.recipe.train.gradient_accumulation_steps > 1
+    head = setup.shape.hidden_size * setup.shape.vocab_size
+    summed = layer * (element + _SUMMED_BYTES + _SUMMED_BYTES // setup.spread_over)
+    first_layer = element * (outer + layer + head) + summed + workspace - (0 if there_before else own)
+    return max(first_layer, outer * (element + _SUMMED_BYTES) + (own if there_before else 0))
+
+
+def _layer_elements(setup: Setup) -> int:
+    return (setup.shape.parameters - outer_elements(setup)) // setup.shape.num_layers

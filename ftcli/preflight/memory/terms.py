@@ -27,7 +27,13 @@ from ftcli.preflight.memory.activations import Setting, norm_bytes
 from ftcli.preflight.memory.checkpointing import Held, Offloaded
 from ftcli.preflight.memory.generation import Generator, generation, made_once
 from ftcli.preflight.memory.setup import Generation, Setup
-from ftcli.preflight.memory.spread import part_bytes, put_together_bytes, summed_bytes
+from ftcli.preflight.memory.spread import (
+    last_bytes,
+    part_bytes,
+    put_together_bytes,
+    spreads_trained,
+    summed_bytes,
+)
 from ftcli.preflight.memory.workspaces import cublas_bytes
 from ftcli.tables import code_of, exports, optimizers, policies
 from ftcli.tables.policies import Policy
@@ -91,12 +97,11 @@ def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
     spread, weights = setup.spread_over > 1, _weights(setup, settled)
     yield Term("weights", part_bytes(setup, weights) if spread else weights, always, lasting=True)
     if spread:
-        whole = tuple(phase for phase in always if phase != STEP)
+        without = (END, STEP) if spreads_trained(setup) else (STEP,)  # counted with what is added up last
+        whole = tuple(phase for phase in always if phase not in without)
         yield Term("weights put together", put_together_bytes(setup, settled.dequantized_layers), whole)
-        of_layers, of_others = summed_bytes(setup)
-        if of_layers:
-            yield Term("gradients added up", of_layers, (BACKWARD,))
-            yield Term("gradients added up last", of_others, (END,))
+        if spreads_trained(setup):
+            yield Term("gradients added up", summed_bytes(setup), (BACKWARD,))
     if setup.recipe.lora is not None:
         yield Term("adapters", 4 * setup.trained.elements, always, lasting=True)
     if setup.work != "export" and (workspaces := _cublas(setup)):
@@ -186,8 +191,10 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     yield Term("loss workspace", loss, (FORWARD,))
     yield Term("backward workspace", workspace, backward)
     last = 0 if setup.wholly_graphed else workspace + int(tokens * layer.kept)
-    embedding = _embedding_gradient(setup) if setup.spread_over == 1 else 0  # counted with what is added up
-    yield Term("last workspace", max(last, embedding), (END,))
+    if spreads_trained(setup):
+        yield Term("gradients added up last", last_bytes(setup, last), (END,))
+    else:
+        yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
     optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
     if not setup.own_optimizer:  # which works on one parameter after the other
         yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
