@@ -138,10 +138,11 @@ class LaunchConfig(Section):
         "them. `auto` is `fsdp` in full fine-tuning and where the model fits no single GPU, else `ddp`.",
     )
     num_processes: Count = Field(default=1, description="Processes, one for each GPU.")
-    dp_replicate_size: Count = Field(
-        default=1,
+    dp_replicate_size: Count | Literal["auto"] = Field(
+        default="auto",
         description="Under `fsdp`: copies of the model, each spread over `num_processes` / `dp_replicate_size` "
-        "processes (HSDP); one for each host keeps the exchange of weights within hosts. Divides `num_processes`.",
+        "processes (HSDP). `auto` makes one for each host where it fits there, so that weights are exchanged within "
+        "hosts; on one host there is one.",
     )
     context_parallel_size: Count = Field(
         default=1,
@@ -149,9 +150,14 @@ class LaunchConfig(Section):
     )
 
     @property
+    def copies(self) -> int:
+        """Copies of a model that is spread; 1 where that is not decided."""
+        return 1 if self.dp_replicate_size == "auto" else self.dp_replicate_size
+
+    @property
     def spread_size(self) -> int:
         """Processes that one copy of the model is spread over, where it is."""
-        return max(1, self.num_processes // self.dp_replicate_size)
+        return max(1, self.num_processes // self.copies)
 
     @property
     def row_shares(self) -> int:

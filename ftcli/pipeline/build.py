@@ -191,7 +191,10 @@ def spread(job: Job, model: Model, group: Group) -> None:
         return
     from ftcli.model.sharded import shard
 
-    mesh = group.mesh(job.device, job.recipe.launch.dp_replicate_size)
+    launch = job.recipe.launch
+    copies = f", {launch.copies} copies of them" if launch.copies > 1 else ""
+    job.reporter.info(f"weights: spread over {launch.spread_size} processes{copies}")
+    mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
         shard(model, mesh, parts_of(base_of(model)) or parts, job.plan)
 

@@ -48,7 +48,9 @@ def checked(
     loaded: LoadedRecipe, session: Session, command: Command, device: DeviceFacts | None = None
 ) -> PreflightReport:
     """Preflight for ``command``, its warnings and notes told. Raises FtcliError as :func:`preflight`."""
-    report = preflight(loaded, command=command, device=device, offline=session.offline)
+    place = session.place
+    hosts = 1 if place is None or place.size % place.local_size else place.size // place.local_size
+    report = preflight(loaded, command=command, device=device, offline=session.offline, hosts=hosts)
     for finding in report.findings:
         session.reporter.finding(finding)
     return report

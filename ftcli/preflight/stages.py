@@ -52,11 +52,14 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of
 
 
-def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool) -> PreflightReport:
+def preflight(
+    loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | None, offline: bool, hosts: int = 1
+) -> PreflightReport:
     """All checks for ``command`` on a loaded recipe.
 
     Args:
         device: The device to answer for; None looks at this machine, which imports torch.
+        hosts: Machines like it that the processes are on, as many on each.
         offline: Use no network. Checks that would need it are reported as not made.
 
     Raises:
@@ -74,8 +77,9 @@ def preflight(loaded: LoadedRecipe, *, command: Command, device: DeviceFacts | N
     device = probe_device() if device is None else device
     if context.work != "export":
         device = with_products_tried(device, loaded.recipe.quantization)
-    each = device.of_each(loaded.recipe.launch.num_processes if context.work == "train" else 1)
-    setup = Setup(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method)
+    here = loaded.recipe.launch.num_processes // hosts if context.work == "train" else 1
+    each = device.of_each(here)
+    setup = Setup(loaded.recipe, facts, within_budget(each, loaded.recipe), context.work, context.method, hosts)
     setup = choose_engine(setup)
     checkpointing = choose_checkpointing(setup)
     setup = with_graphs_that_fit(checkpointing.applied_to(setup))

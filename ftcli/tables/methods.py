@@ -116,7 +116,7 @@ TABLE: Mapping[str, Method] = MappingProxyType(
                     "train.neftune_noise_alpha": (None,),
                     "train.train_sampling_strategy": ("random",),
                     "launch.engine": ("auto", "single", "ddp"),
-                    "launch.dp_replicate_size": (1,),
+                    "launch.dp_replicate_size": ("auto", 1),
                     "launch.context_parallel_size": (1,),
                 }
             ),

@@ -46,9 +46,10 @@ def start_ranks(
     prepared: Mapping[int, tuple[Preparation, ...]] | None = None,
     environment: Mapping[str, str] | None = None,
     command: str = "train",
+    hosts: int = 1,
 ) -> Ranks:
     """Starts the command as ``count`` ranks, some of them prepared, as ftcli does, or as the launcher does that has
-    set ``environment``.
+    set ``environment``; as if they were on several ``hosts``.
     """
     folder = drills.folder / f"ranks-{sum(1 for _ in drills.folder.glob('ranks-*'))}"
     folder.mkdir()
@@ -57,9 +58,9 @@ def start_ranks(
         place = {
             **(environment or {"FTCLI_GROUP": str(folder)}),
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % (count // hosts)),
             "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count // hosts),
         }
         started.append(
             drills.server.start(
@@ -72,8 +73,8 @@ def start_ranks(
     return Ranks(tuple(started), folder)
 
 
-def run_ranks(drills: Drills, recipe: str, count: int, *words: str, command: str = "train") -> Ranks:
+def run_ranks(drills: Drills, recipe: str, count: int, *words: str, command: str = "train", hosts: int = 1) -> Ranks:
     """Trains to the end."""
-    ranks = start_ranks(drills, recipe, count, *words, command=command)
+    ranks = start_ranks(drills, recipe, count, *words, command=command, hosts=hosts)
     assert ranks.ended() == [0] * count, ranks.said
     return ranks

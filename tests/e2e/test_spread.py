@@ -97,7 +97,10 @@ def accumulating(count: int) -> dict[str, Any]:
 def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
     recipe = merged(merged(SPREAD, change), {"eval": {"samples": 1}})
     alone = drills.whole(**merged(recipe, accumulating(4 * accumulated)))
-    run_ranks(drills, drills.recipe("four", **merged(merged(recipe, COPIES), accumulating(accumulated))), 4)
+    asked = merged(recipe, COPIES) if change is FULL else recipe  # on two hosts there is one on each
+    hosts = 1 if change is FULL else 2
+    ranks = run_ranks(drills, drills.recipe("four", **merged(asked, accumulating(accumulated))), 4, hosts=hosts)
+    assert "weights: spread over 2 processes, 2 copies of them" in ranks.said
     require_close_run(drills, "four", alone)
 
 

@@ -11,7 +11,7 @@ _KEY = "launch.dp_replicate_size"
 def check(context: Context) -> Findings:
     """FT287, from the recipe alone."""
     launch = context.recipe.launch
-    copies, processes = launch.dp_replicate_size, launch.num_processes
+    copies, processes = launch.copies, launch.num_processes
     if copies == 1 or context.work != "train":
         return
     if launch.engine != "auto" and not engines.row(launch.engine).spreads:

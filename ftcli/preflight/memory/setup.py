@@ -62,6 +62,7 @@ class Setup:
         device: The machine, with no more memory than the run may use.
         work: What is done with the model. Evaluation and export have no backward pass.
         method: How the recipe trains.
+        hosts: Machines that its processes are on, as many on each.
     """
 
     recipe: Recipe
@@ -69,6 +70,7 @@ class Setup:
     device: DeviceFacts
     work: Work
     method: Method
+    hosts: int = 1
 
     @property
     def shape(self) -> ModelShape:

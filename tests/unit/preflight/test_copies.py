@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,27 @@ def test_copies_that_cannot_be(settings: tuple[str, ...], message: str, help: st
     assert finding.code == "FT287"
     assert message in finding.message
     assert help in finding.help
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hosts", "device", "copies"),
+    [
+        (LLAMA, 2, "h100", 2),  # full fine-tuning of 8B on eight
+        (LLAMA, 1, "h100", 1),
+        (LLAMA, 3, "h100", 1),  # sixteen processes are not three times as many
+        (LLAMA, 16, "h100", 1),  # one on each host is nothing to spread over
+        (LLAMA.replace("8B", "70B"), 2, "h100", 1),  # too large for eight
+        (LLAMA + "launch: {dp_replicate_size: 1}\n", 2, "h100", 1),
+        (LLAMA + "lora: {r: 16}\n", 2, "h100", 1),  # whole on each GPU
+    ],
+)
+def test_each_host_has_a_copy_where_it_fits(
+    recipe: str, hosts: int, device: str, copies: int, load: Callable[..., Any]
+) -> None:
+    loaded = load(recipe, "launch.num_processes=16")
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    setup = choose_engine(replace(setup_of(loaded.recipe, facts, device), hosts=hosts))
+    assert setup.recipe.launch.copies == copies
 
 
 def test_each_gpu_has_its_part_of_a_copy(load: Callable[..., Any]) -> None:
