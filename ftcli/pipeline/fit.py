@@ -15,7 +15,7 @@ from ftcli.pipeline.context import Launched, RunContext
 from ftcli.pipeline.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
-from ftcli.pipeline.start import Rows, tell_start
+from ftcli.pipeline.start import Rows, tell_start, tell_warm_ups
 from ftcli.plain import SPREAD
 from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
@@ -82,7 +82,9 @@ def fit(
     )
     with (
         tempfile.TemporaryDirectory(prefix="ftcli-") as scratch,
-        StepProgress(context.session.reporter, context.command, context.live) as progress,
+        StepProgress(
+            context.session.reporter, context.command, context.live, known=lambda steps: tell_warm_ups(context, steps)
+        ) as progress,
     ):
         with context.phase("preparing the trainer"):
             trainer = make_trainer(hooks, scratch)

@@ -32,10 +32,13 @@ class StepProgress:
         description: str,
         live: LiveReport | Unwritten,
         clock: Callable[[], float] = time.monotonic,
+        known: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """``known`` is told the number of steps, once."""
         self._reporter = reporter
         self._description = description
         self._live = live
+        self._known = known
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._pace = Pace(clock)
@@ -53,6 +56,7 @@ class StepProgress:
     def begin(self, step: int, total: int) -> None:
         """Starts at ``step`` (0, or the checkpoint's) of ``total``."""
         self._reporter.info(f"steps       {total:,}" + (f", {step:,} of them done" if step else ""))
+        self._known(total)
         self._progress = self._stack.enter_context(self._reporter.progress(total, self._description))
         self._step, self._total = step, total
         self._progress.advance(step)

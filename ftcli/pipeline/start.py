@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
+from ftcli.errors import Finding
 from ftcli.pipeline.context import RunContext
+from ftcli.preflight.checks.optimisation import long_warm_ups
 from ftcli.tables import quantizations
 
 if TYPE_CHECKING:
@@ -35,6 +37,16 @@ def tell_start(context: RunContext, job: Job, model: Any, rows: Rows) -> None:
     )
     width = max(len(name) for name, _ in lines)
     context.session.reporter.info("\n".join(f"{name:<{width}}  {text}" for name, text in lines))
+
+
+def tell_warm_ups(context: RunContext, steps: int) -> None:
+    """Warns of warm-ups that last as long as training, whose length follows from the data. Where the recipe says it
+    (``train.max_steps``), preflight has told already.
+    """
+    if context.recipe.train.max_steps is not None or not context.leads:
+        return
+    for _, problem, remedy in long_warm_ups(context.recipe, steps, f"the {steps:,} steps of this run"):
+        context.session.reporter.finding(Finding("FT268", problem, help=remedy, severity="warning"))
 
 
 def trained(job: Job, model: Any) -> str:

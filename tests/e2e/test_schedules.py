@@ -92,3 +92,16 @@ def test_the_rate_falls_when_evaluations_get_no_better(user: User) -> None:
     user.done("train", user.recipe("r", train=train, eval={"every_steps": 1, "samples": 0}))
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
+
+
+@pytest.mark.parametrize(("warm_up", "told"), [(2, ["warning"]), (1, [])])
+def test_a_warm_up_as_long_as_training_is_told_where_its_length_follows_from_the_data(
+    user: User, warm_up: int, told: list[str]
+) -> None:
+    data = {"train": [{"path": "bundled:smoke-train", "max_rows": 8}], "eval": []}
+    train = {"max_steps": None, "num_train_epochs": 1, "warmup_steps": warm_up}
+    status, document = user.run("train", user.recipe("r", data=data, train=train))
+    assert status == 0
+    found = [finding for finding in document["findings"] if finding["code"] == "FT268"]
+    assert [finding["severity"] for finding in found] == told
+    assert all("2 is not less than the 2 steps of this run" in finding["message"] for finding in found)

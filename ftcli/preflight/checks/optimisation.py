@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ftcli.config import Recipe
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import optimizers, schedules
@@ -16,7 +19,6 @@ def check(context: Context, installed: Installed = is_installed) -> Findings:
     yield from _schedule(context)
     yield from _arguments(context)
     yield from _warm_up(context)
-    yield from _rounding_warm_up(context)
     yield from _grouping(context)
 
 
@@ -181,29 +183,26 @@ def _warm_up(context: Context) -> Findings:
             f"train.warmup_steps has no effect with lr_scheduler_type: {train.lr_scheduler_type}",
             help=f"use {schedules.CONSTANT_AFTER_WARMUP}" if constant else "remove it",
         )
-    if context.trains and steps is not None and train.warmup_steps >= 1 and train.warmup_steps >= steps:
+    if not context.trains or steps is None:
+        return
+    for key, problem, remedy in long_warm_ups(context.recipe, steps, f"train.max_steps {steps}"):
         # A run that is shortened on the command line is a trial: this is a warning then.
-        tell = context.warning if context.is_trial else context.error
-        yield tell(
-            "FT268",
-            "train.warmup_steps",
-            f"train.warmup_steps {train.warmup_steps:g} is not less than train.max_steps {steps}: "
-            "the learning rate would never reach its peak",
-            "use fewer, or a fraction such as 0.1",
-        )
+        is_error = key == "train.warmup_steps" and not context.is_trial
+        yield (context.error if is_error else context.warning)("FT268", key, problem, help=remedy)
 
 
-def _rounding_warm_up(context: Context) -> Findings:
-    """FT268: the model that is saved is fully quantised, and no step was."""
-    steps, warm_up = context.recipe.train.max_steps, context.recipe.quantization.lambda_warmup_steps
-    if context.trains and steps is not None and warm_up >= steps:
-        yield context.warning(
-            "FT268",
-            "quantization.lambda_warmup_steps",
-            f"quantization.lambda_warmup_steps {warm_up} is not less than train.max_steps {steps}: the model that is "
-            "saved rounds everything, and no step of training did",
-            "use fewer, or train longer",
-        )
+def long_warm_ups(recipe: Recipe, steps: int, training: str) -> Iterator[tuple[str, str, str]]:
+    """Key, problem and remedy of each warm-up that is not over before ``steps`` are, which ``training`` names."""
+    train, rounding = recipe.train, recipe.quantization.lambda_warmup_steps
+    warms_up = schedules.row(train.lr_scheduler_type).warms_up or optimizers.row(train.optim).warms_up
+    if warms_up and train.warmup_steps >= max(steps, 1):
+        problem = f"train.warmup_steps {train.warmup_steps:g} is not less than {training}"
+        never = "the learning rate would never reach its peak"
+        yield "train.warmup_steps", f"{problem}: {never}", "use fewer, or a fraction such as 0.1"
+    if rounding >= steps:
+        problem = f"quantization.lambda_warmup_steps {rounding} is not less than {training}"
+        never = "the model that is saved rounds everything, and no step of training did"
+        yield "quantization.lambda_warmup_steps", f"{problem}: {never}", "use fewer, or train longer"
 
 
 def _grouping(context: Context) -> Findings:
