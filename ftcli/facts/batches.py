@@ -8,7 +8,7 @@ Preflight asks before anything is built, and the job again once there is a model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,14 +34,6 @@ def bucket(tokens: int) -> int:
     below = 1 << (tokens - 1).bit_length() >> 1 if tokens > 0 else 0  # the largest power of two that is less
     step = min(max(_MULTIPLE, below // _STEPS), _LONGEST_STEP)
     return -(-tokens // step) * step
-
-
-def buckets(most: int) -> Iterator[int]:
-    """Every number that :func:`bucket` gives for 1 to ``most`` tokens, ascending."""
-    size = 0
-    while size < most:
-        size = bucket(size + 1)
-        yield size
 
 
 def unpadded_shape(lengths: Sequence[int]) -> tuple[int, int]:

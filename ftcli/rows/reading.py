@@ -11,7 +11,7 @@ from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub
 from ftcli.rows.readers import Broken, kind_of, read_file
-from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, column_names, data_error, raise_findings
+from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, column_names, data_error
 
 
 def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | Finding]:
@@ -21,19 +21,6 @@ def iterate(source: DatasetConfig, *, offline: bool = False) -> Iterator[Row | F
     """
     for name, number, value in islice(_values(source, offline=offline), source.max_rows):
         yield _row(source, name, number, value)
-
-
-def read_rows(source: DatasetConfig, *, offline: bool = False) -> list[Row]:
-    """All rows of one source at once, for what needs them all: prompts of tasks and of GRPO.
-
-    Raises FtcliError (exit 4): FT401, FT402, FT406, FT407 when the source cannot be read, FT403 and FT405 for broken
-    rows (all in one go), FT404 without rows.
-    """
-    items = list(iterate(source, offline=offline))
-    raise_findings([item for item in items if isinstance(item, Finding)])
-    if not items:
-        raise no_rows(source)
-    return [item for item in items if isinstance(item, Row)]
 
 
 def no_rows(source: DatasetConfig) -> FtcliError:

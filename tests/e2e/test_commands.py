@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
 from ftcli.config import DatasetConfig
-from ftcli.rows.reading import read_rows
 from tests.e2e.conftest import User
+from tests.rows import read_rows
 from tests.small_models import build
 
 

@@ -13,7 +13,7 @@ from ftcli.config import DatasetConfig
 from ftcli.data.template import Renderer
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.rows.prompts import prompts_of
-from ftcli.rows.reading import read_rows
+from tests.rows import read_rows
 
 BENCH = Path(__file__).resolve().parents[3] / "kernels" / "bench"
 

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.config import DatasetConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.rows.reading import read_rows
+from tests.rows import read_rows
 
 
 def write(path: Path, *lines: str) -> DatasetConfig:
