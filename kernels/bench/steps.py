@@ -59,18 +59,24 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "short-2048-fused": Case("llama3.1-8b", 1, 2048, (*Case.settings, "train.optim=adamw_torch_fused"), 16),
         "gemma2-1024": Case("gemma2-9b", 1, 1024, steps=16),
         "nf4-2048": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=true", "lora.r=16"), 16),
+        "nf4-lean": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=lean", "lora.r=16"), 16),
         "nf4-offload": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=offload", "lora.r=16"), 16),
     }
 )  # fmt: skip
 
 
-def run(case: Case, *, profile: bool = False) -> BenchResult:
-    """One run of a case; nothing of it stays on the device."""
+def bench(case: Case, *, profile: bool = False) -> BenchResult:
+    """One run of a case, whose model may stay on the device until garbage is collected."""
     settings = [Override(text=text, label=f"--set {text}") for text in case.settings]
     loaded = load_recipe(RECIPES / f"{case.recipe}.yaml", settings)
     options = BenchOptions(batch=case.batch, seq=case.seq, lengths=case.lengths, steps=case.steps, profile=profile)
+    return bench_step(loaded, Session(SilentReporter(), offline=True), options)
+
+
+def run(case: Case, *, profile: bool = False) -> BenchResult:
+    """One run of a case; nothing of it stays on the device."""
     try:
-        return bench_step(loaded, Session(SilentReporter(), offline=True), options)
+        return bench(case, profile=profile)
     finally:
         gc.collect()
         if torch.cuda.is_available():
