@@ -77,8 +77,9 @@ class TrainConfig(Section):
     gradient_checkpointing: CheckpointingSetting = Field(
         default="auto",
         description="What backward computes again: `false` nothing, `selective` gate and up of the MLP, `true` whole "
-        "layers, `offload` the same with what is kept in pinned host memory. Each takes less memory than the last. "
-        "`auto` takes the fastest that fits by the memory estimate.",
+        "layers, `offload` the same with what is kept in pinned host memory; each takes less memory than the last. "
+        "`lean` is `true` with a frozen embedding in pinned host memory. `auto` takes the fastest that fits by the "
+        "memory estimate.",
     )
     uncheckpointed_layers: Annotated[int, Field(ge=0)] = Field(
         default=0,

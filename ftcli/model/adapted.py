@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ftkernels.projection import FrozenWeight, Packed, Projection
+from ftkernels.side_stream import Late
 from torch import Tensor, nn
 
 from ftcli.facts.execution import DORA
@@ -15,11 +16,13 @@ from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 class Prepared(NamedTuple):
     """What is made already for the projections of a group: their adapters, packed, or copies of their trained weights
-    in the dtype of the products, one for each. Without, they are made in each call.
+    in the dtype of the products, one for each. Without, they are made in each call. ``late``: where the gradients of
+    adapters may be made.
     """
 
     packed: Packed | None = None
     copies: tuple[Tensor, ...] = ()
+    late: Late | None = None
 
 
 class LayerPacks(NamedTuple):
@@ -63,13 +66,16 @@ def why_not_fused(layer: nn.Module) -> str | None:
 def projections_of(layers: Sequence[Any], prepared: Prepared = _NOTHING) -> list[Projection]:
     """:func:`projection_of` each layer of a group."""
     copies = prepared.copies or (None,) * len(layers)
-    return [projection_of(layer, prepared.packed, copy) for layer, copy in zip(layers, copies, strict=True)]
+    pairs = zip(layers, copies, strict=True)
+    return [projection_of(layer, prepared.packed, copy, prepared.late) for layer, copy in pairs]
 
 
-def projection_of(layer: Any, packed: Packed | None = None, copy: Tensor | None = None) -> Projection:
+def projection_of(
+    layer: Any, packed: Packed | None = None, copy: Tensor | None = None, late: Late | None = None
+) -> Projection:
     """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged.
 
-    ``packed`` and ``copy``: its group's adapters, or its own trained weight, as they are now (:class:`Prepared`).
+    ``packed``, ``copy`` and ``late`` are of :class:`Prepared`: the copy of its own weight.
     """
     base = getattr(layer, "base_layer", layer)
     weight = _frozen(base)
@@ -87,6 +93,7 @@ def projection_of(layer: Any, packed: Packed | None = None, copy: Tensor | None 
         scaling=float(layer.scaling[name]),
         dropout=dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0,
         packed=packed,
+        late=late,
     )
 
 

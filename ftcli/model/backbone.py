@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model import attention
 from ftcli.model.masks import Documents
+from ftcli.model.tied import TiedEmbedding
 from ftcli.tables.families import family_of
 
 if TYPE_CHECKING:
+    from ftkernels.tied_embedding import HeadGradient
     from peft import PeftModel
     from transformers import PreTrainedModel
 
@@ -57,12 +59,14 @@ class Head:
     """The language-model head: logits = cap(scale · (hidden @ weight.T + bias)).
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
+    ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.tied`).
     """
 
     weight: Tensor
     bias: Tensor | None
     softcap: float
     logit_scale: float
+    handed: HeadGradient | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +182,13 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
     scale = next((found for name in _MULTIPLIERS if (found := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
     cap = next((found for name in _CAPS if (found := getattr(config, name, None))), None)
+    embedding = base.get_input_embeddings()
     return Head(
         weight=weight,
         bias=getattr(layer, "bias", None),
         softcap=float(cap or 0.0),
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
+        handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
     )
 
 
@@ -236,6 +242,7 @@ def next_token_loss(
         reduction="sum" if num_items is None else "mean",
         with_accuracy=True,
         rows=supervised,
+        handed=head.handed,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 

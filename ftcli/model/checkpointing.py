@@ -7,6 +7,7 @@
 ``true``       a layer's input alone; the layer runs again
 ``offload``    the input of each half of a layer, in pinned host memory; the halves run again up to what is kept.
                Where the host has no room for that, the layer's input alone; the layer runs again
+``lean``       as ``true``; a frozen embedding lies in pinned host memory (:mod:`ftcli.model.host_embedding`)
 =============  =======================================================================================================
 
 All give the same bits. ``true`` and ``false`` are transformers' own setting, applied by its trainer.
@@ -69,6 +70,14 @@ def use_selective(layers: Sequence[Any], offloaded: Offloaded) -> None:
             layer.selective = True
         else:
             _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
+
+
+def use_lean(layers: Sequence[Any], offloaded: Offloaded) -> None:
+    """``lean``: layers are checkpointed whole. Unlike transformers' own setting this asks for no gradient of what the
+    first one reads.
+    """
+    for layer in layers:
+        _checkpoint_with(layer, partial(checkpoint, use_reentrant=False))
 
 
 def use_offload(layers: Sequence[Any], offloaded: Offloaded) -> Offload:

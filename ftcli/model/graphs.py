@@ -45,6 +45,7 @@ class GraphStatus:
         beyond: Of the latter, those of a shape that came when as many were captured as may be.
         stopped: Why graphs were given up, as one clause; None while they are not.
         pool_bytes: Memory of the device that the graphs keep to themselves.
+        pool_counted_bytes: What of it torch counts as allocated, such as cuBLAS' workspaces.
         earlier_peak_bytes: torch's peak of allocated bytes before the last capture.
     """
 
@@ -54,6 +55,7 @@ class GraphStatus:
     beyond: int = 0
     stopped: str | None = None
     pool_bytes: int = 0
+    pool_counted_bytes: int = 0
     earlier_peak_bytes: int = 0
 
     @property
@@ -70,7 +72,8 @@ class GraphStatus:
         """The most memory of the device that was needed at once. What lies in the graphs' pool is in use all the time,
         though torch counts it as free.
         """
-        return max(self.earlier_peak_bytes, torch.cuda.max_memory_allocated() + self.pool_bytes)
+        idle = self.pool_bytes - self.pool_counted_bytes
+        return max(self.earlier_peak_bytes, torch.cuda.max_memory_allocated() + idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class GraphRunner:
         self._captured.clear()
         self._buffers.clear()
         self._pool = self._gradients = None
-        self.status.stopped, self.status.pool_bytes = reason, 0
+        self.status.stopped, self.status.pool_bytes, self.status.pool_counted_bytes = reason, 0, 0
         torch.cuda.empty_cache()
         self._reporter.info(f"CUDA graphs are switched off: {reason}; training goes on without them")
 
@@ -172,7 +175,7 @@ class GraphRunner:
         captured = self._capture(call, self._pool)
         status.earlier_peak_bytes = max(status.earlier_peak_bytes, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
-        status.pool_bytes = self._pool.total_bytes
+        status.pool_bytes, status.pool_counted_bytes = self._pool.sizes()
         status.shapes.append((int(call.hidden.shape[0]), int(call.hidden.shape[1])))
         return captured
 
@@ -194,7 +197,8 @@ class GraphRunner:
                 out.copy_(result.detach())
             with pool.records(backward):
                 inputs = leaves if d_hidden is None else [*leaves, leaf]
-                gradients = torch.autograd.grad(result, inputs, d_out)
+                with self._stack.late.deferring(hidden.device):
+                    gradients = torch.autograd.grad(result, inputs, d_out)
                 self._gradients.write(gradients[: len(leaves)])
                 if d_hidden is not None:
                     d_hidden.copy_(gradients[-1])
@@ -247,11 +251,10 @@ class _Pool:
                 raise
             graph.capture_end()
 
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the device that belongs to the pool."""
+    def sizes(self) -> tuple[int, int]:
+        """Memory of the device that belongs to the pool, and what of it is allocated now."""
         segments = torch.cuda.memory_snapshot(self._handle)  # type: ignore[no-untyped-call]
-        return sum(int(segment["total_size"]) for segment in segments)
+        return sum(int(each["total_size"]) for each in segments), sum(int(each["allocated_size"]) for each in segments)
 
 
 class _Layers(nn.Module):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from ftkernels.adapter_packs import AdapterPacks
+from ftkernels.side_stream import Late
 from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -71,7 +72,10 @@ class DecoderStack:
         groups = [] if dtype is None else [group for layer in self.layers for group in layer.groups()]
         self._adapters = AdapterPacks(groups, dtype or torch.float32)
         self._copies = WeightCopies(groups, dtype or torch.float32)
-        found = [Prepared(*each) for each in zip(self._adapters.packs, self._copies.copies, strict=True)]
+        #: Where a backward pass whose gradients are read at its end alone makes those of the adapters.
+        self.late = Late()
+        pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
+        found = [Prepared(packed, copies, self.late) for packed, copies in pairs]
         found = found or [Prepared()] * (4 * len(self.layers))
         self._packs = [LayerPacks(*found[at : at + 4]) for at in range(0, len(found), 4)]
         self.runner: Runner | None = None

@@ -31,6 +31,8 @@ class Optimizer:
             them in float32, and keeps its state as ``state`` says. Without any, it trains float32 parameters alone.
         build_own: Code: a class of ours that takes its place in full fine-tuning on the kernels, and for parameters
             in bfloat16; made with the keyword argument ``rounding``. None: it is itself everywhere.
+        on_gpu: The row that takes its place on a GPU where adapters are trained on the kernels: the same formula in
+            fewer passes. None: it is itself.
         build: Code: a class of optimizer that transformers does not have, made from parameter groups and keyword
             arguments; ``hidden`` in a group says that it holds hidden matrices. None: transformers builds it.
     """
@@ -46,6 +48,7 @@ class Optimizer:
     warms_up: bool = False
     rounds: tuple[Literal["nearest", "stochastic"], ...] = ()
     build_own: str | None = None
+    on_gpu: str | None = None
     build: str | None = None
 
 
@@ -61,7 +64,8 @@ _SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]", "schedule-free o
 TABLE: Mapping[str, Optimizer] = MappingProxyType(
     {
         "adamw_torch": Optimizer(
-            "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN
+            "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN,
+            on_gpu="adamw_torch_fused",
         ),
         "adamw_torch_fused": Optimizer(
             "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN

@@ -31,6 +31,8 @@ class Policy:
         by_layer: Single layers may be left out of it (``train.uncheckpointed_layers``).
         on_host: It keeps tensors in pinned host memory, which gains nothing on a CPU.
         off_kernels: The policy that it is the same as where layers are not on the kernels; None: there it is itself.
+        embedding_on_host: A frozen embedding that is not the head's weight as well lies in pinned host memory, from
+            where the device reads rows.
     """
 
     time: float
@@ -42,6 +44,7 @@ class Policy:
     by_layer: bool = False
     on_host: bool = False
     off_kernels: PolicyName | None = None
+    embedding_on_host: bool = False
 
 
 _HELD = "ftcli.preflight.memory.checkpointing"
@@ -61,6 +64,9 @@ TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
         ),
         "offload": Policy(1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True),
         True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True),
+        "lean": Policy(
+            1.37, 1.42, f"{_HELD}:input_alone", f"{_APPLY}:use_lean", off_kernels=True, embedding_on_host=True
+        ),
     }
 )
 

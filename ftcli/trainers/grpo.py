@@ -20,7 +20,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.model.backbone import compute_context
-from ftcli.model.checkpointing import checkpointing_kept, use_checkpointing
+from ftcli.model.checkpointing import checkpointing_kept
 from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
@@ -33,7 +33,7 @@ from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.said import newest, packed, restore
-from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_one_gpu
+from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_one_gpu, use_policy
 from ftcli.trainers.sharing import SharingMixin
 from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.trainers.stagnation import Stagnation
@@ -316,9 +316,7 @@ def build_grpo_trainer(
     with own_ranks():
         settings = _grpo_arguments(grpo, rewards, job.stops)
         args = GRPOConfig(**training_arguments(job, scratch_dir), **settings, steps_per_generation=batches)
-    use_checkpointing(
-        model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
-    )
+    use_policy(job, model)
     use_one_gpu(args, job.reporter)
     with config_kept(model):
         trainer = GrpoTrainer(

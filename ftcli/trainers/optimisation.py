@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.model.stack import DecoderStack
+    from ftcli.trainers.norms import GradientNorms
 
 
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
@@ -46,6 +47,8 @@ class OptimisationMixin:
     settings: TrainConfig
     plan: DtypePlan
     own_optimizer: bool
+    #: Takes the norms of gradients while backward runs, where nothing changes them afterwards.
+    norms: GradientNorms | None = None
     stack: DecoderStack | None
     model: PreTrainedModel
     optimizer: Any
@@ -86,9 +89,11 @@ class OptimisationMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, AdamW):
             return None
-        norm = self.norm_of_all(
-            torch.nn.utils.get_total_norm([own(p.grad) for p in self.model.parameters() if p.grad is not None])
-        )
+        if self.norms is not None:
+            norm = self.norms.total()
+        else:
+            gradients = [own(p.grad) for p in self.model.parameters() if p.grad is not None]
+            norm = self.norm_of_all(torch.nn.utils.get_total_norm(gradients))
         optimizer.clip = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
         return norm
 

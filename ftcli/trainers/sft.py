@@ -22,19 +22,24 @@ from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import (
     SUPERVISED,
+    base_of,
     compute_context,
     forward_loss,
     head_of,
     next_tokens,
+    root_of,
     target_positions,
 )
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.host_embedding import use_host_embedding
+from ftcli.model.tied import use_tied_embedding
 from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter
 from ftcli.tables import optimizers, policies
 from ftcli.trainers.base import NO_SAVING, RunTrainerMixin
 from ftcli.trainers.graphed import use_stack
 from ftcli.trainers.hooks import TrainerHooks
+from ftcli.trainers.norms import GradientNorms
 from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.quantised import train_quantised
 from ftcli.trainers.scaling import use_loss_scaling
@@ -151,7 +156,7 @@ def training_arguments(job: Job, scratch_dir: str) -> Arguments:
         "learning_rate": train.learning_rate,
         "warmup_steps": train.warmup_steps,
         "weight_decay": train.weight_decay,
-        "optim": train.optim if optimizers.row(train.optim).build is None else "adamw_torch",
+        "optim": job.report.setup.optim if optimizers.row(train.optim).build is None else "adamw_torch",
         "adam_beta1": train.adam_beta1,
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
@@ -210,6 +215,18 @@ def config_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
                 delattr(config, name)
 
 
+def use_policy(job: Job, model: PreTrainedModel | PeftModel) -> None:
+    """Sets the job's checkpointing policy on its model, which is on the kernels."""
+    train = job.recipe.train
+    use_checkpointing(
+        model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
+    )
+    if job.report.setup.host_table_bytes:
+        use_host_embedding(model, job.reporter)
+    if job.recipe.lora is None and root_of(model) is None:
+        use_tied_embedding(base_of(model))
+
+
 def build_sft_trainer(
     job: Job,
     model: PreTrainedModel | PeftModel,
@@ -227,9 +244,7 @@ def build_sft_trainer(
     """
     train = job.recipe.train
     epochs = data if isinstance(data, Epochs) else plain_epochs(data, job.recipe.run.seed)
-    use_checkpointing(
-        model, train.checkpointing, offloaded=job.offloaded, uncheckpointed_layers=train.uncheckpointed_layers
-    )
+    use_policy(job, model)
     with own_ranks():
         args = SFTConfig(
             **training_arguments(job, scratch_dir),
@@ -254,6 +269,8 @@ def build_sft_trainer(
         use_loss_scaling(trainer, job.device)
     trainer.epochs = epochs
     trainer.stack, trainer.graphs = use_stack(job, model)
+    if trainer.own_optimizer and group is None and not job.plan.loss_scaling and job.device.type == "cuda":
+        trainer.norms = GradientNorms([p for p in model.parameters() if p.requires_grad])
     trainer.model_accepts_loss_kwargs = True  # our loss is normalised over the whole accumulated batch
     train_quantised(trainer, job.recipe.quantization, trained=job.recipe.lora is None)
     trainer.bind(hooks, train, lambda unit: [tokens.row.origin for tokens in epochs.members(unit)])

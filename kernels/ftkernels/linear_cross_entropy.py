@@ -13,7 +13,9 @@ Legend: N rows (tokens), H hidden size, V vocabulary size, C rows of one chunk.
 
 The logits exist for C rows at a time; dx overwrites them. Because the loss is a sum over rows, its gradient with
 respect to the inputs is known in the forward up to the scalar that backward brings, so the forward computes it and
-keeps (N, H) and no logits. With ``reduction="none"`` backward brings one factor a row: dhidden is row-wise and only
+keeps (N, H) and no logits. With ``reduction="mean"`` that scalar is 1 as a rule, since dx is divided by the count as it
+is formed: the head's gradient then needs no pass of its own (float16, whose range is short, is divided in backward).
+With ``reduction="none"`` backward brings one factor a row: dhidden is row-wise and only
 needs scaling, dweight is not, and is computed in backward from a second pass over the chunks.
 
 Labels equal to ``ignore_index`` are dropped before the head's GEMM: prompt tokens cost nothing. Labels are not
@@ -34,6 +36,8 @@ from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entro
 from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
 from ftkernels.gemm import add_mm_accurate_, compute_dtype, mm_accurate
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_rows
+from ftkernels.scale import scale_
+from ftkernels.tied_embedding import HeadGradient
 
 Reduction = Literal["sum", "mean", "none"]
 
@@ -53,6 +57,7 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     with_accuracy: bool = False,
     rows: Tensor | None = None,
+    handed: HeadGradient | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy between ``hidden @ weight.T + bias`` and ``labels``; the module docstring has the formula.
@@ -73,6 +78,8 @@ def linear_cross_entropy(
             int64 scalar.
         rows: (R,) int64, what ``labelled_rows`` gives for ``labels``, on their device, where the caller knows it:
             finding it out waits for the device.
+        handed: takes the weight's gradient in place of autograd; the embedding that has the same weight
+            (``ftkernels.tied_embedding``) adds to it.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -91,11 +98,17 @@ def linear_cross_entropy(
         triton=choose_backend(hidden.device, backend).is_triton,
         per_row=reduction == "none",
         grad_enabled=torch.is_grad_enabled(),
+        handed=handed,
     )
-    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, plan)
+    divisor = None
     if reduction == "mean":
         count = max(plan.rows.shape[0], 1) if num_items is None else num_items
-        loss = loss / (count.to(loss.dtype) if isinstance(count, Tensor) else count)
+        acc = accumulate_dtype(plan.dtype)
+        divisor = count.to(acc) if isinstance(count, Tensor) else torch.full((), count, dtype=acc, device=hidden.device)
+    inside = divisor is not None and plan.dtype != torch.float16
+    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor if inside else None, plan)
+    if divisor is not None and not inside:
+        loss = loss / divisor
     return (loss, correct) if with_accuracy else loss
 
 
@@ -146,6 +159,7 @@ class _Plan:
     triton: bool
     per_row: bool
     grad_enabled: bool
+    handed: HeadGradient | None = None
 
 
 @dataclass(slots=True)
@@ -190,7 +204,10 @@ def _run_chunks(
         out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
     total = int(plan.rows.shape[0])
-    size = plan.chunk_rows or loss_rows(total, weight.shape[0], plan.dtype.itemsize, on_gpu=plan.triton)
+    hidden_size = weight.shape[1] if wants[1] else 0
+    size = plan.chunk_rows or loss_rows(
+        total, weight.shape[0], plan.dtype.itemsize, on_gpu=plan.triton, trained_width=hidden_size
+    )
     buffer = head.new_empty((min(size, total), weight.shape[0]))  # the only logits there are, chunk after chunk
     for start in range(0, total, size):
         stop = min(start + size, total)
@@ -234,14 +251,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        divisor: Tensor | None,
+        plan: _Plan,
     ) -> tuple[Tensor, Tensor]:
         wanted = [bool(n) and plan.grad_enabled for n in ctx.needs_input_grad]
         needs = (wanted[0], wanted[1], wanted[2])
         # With one factor a row, the head's gradient waits for backward; dhidden then comes from that same pass.
         later = plan.per_row and (needs[1] or needs[2])
+        ctx.divisor = divisor
         with without_autocast(hidden):
-            sums = _run_chunks(hidden, weight, bias, labels, plan, (False, False, False) if later else needs)
+            scale = _per_row(ctx, labels) if any(needs) else None
+            sums = _run_chunks(hidden, weight, bias, labels, plan, (False, False, False) if later else needs, scale)
         ctx.plan, ctx.needs, ctx.spent, ctx.hidden_dtype = plan, needs, later, hidden.dtype
         keep_inputs = needs[1] or needs[2]
         ctx.save_for_backward(
@@ -249,7 +274,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.d_weight, ctx.d_bias = sums.d_weight, sums.d_bias
         ctx.mark_non_differentiable(sums.correct)
-        return (sums.losses if plan.per_row else sums.losses.sum()), sums.correct
+        if plan.per_row:
+            return sums.losses, sums.correct
+        total = sums.losses.sum()
+        return (total if divisor is None else total / divisor), sums.correct
 
     @staticmethod
     @once_differentiable
@@ -257,13 +285,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels, d_hidden = ctx.saved_tensors
         if ctx.needs[1] or ctx.needs[2]:
             if ctx.spent:  # one factor a row, or a second backward through a retained graph
-                scale = d_loss.expand(labels.shape[0])
+                scale = _per_row(ctx, labels, d_loss)
                 with without_autocast(hidden):
                     sums = _run_chunks(hidden, weight, bias, labels, ctx.plan, ctx.needs, scale)
                 return (
                     None if sums.d_hidden is None else sums.d_hidden.to(hidden.dtype),
-                    None if sums.d_weight is None else sums.d_weight.to(weight.dtype),
+                    _given(ctx, sums.d_weight, weight),
                     None if sums.d_bias is None or bias is None else sums.d_bias.to(bias.dtype),
+                    None,
                     None,
                     None,
                 )
@@ -274,11 +303,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if d_hidden is None else _scaled(d_hidden, d_loss, ctx.hidden_dtype),
             # In place: at V x H in float32 a second copy would be gigabytes. `spent` keeps a second backward from
             # reading it.
-            None if d_weight is None else d_weight.mul_(d_loss).to(weight.dtype),
+            _given(ctx, None if d_weight is None else scale_(d_weight, d_loss), weight),
             None if d_bias is None or bias is None else d_bias.mul_(d_loss).to(bias.dtype),
             None,
             None,
+            None,
         )
+
+
+def _given(ctx: Any, d_weight: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """The weight's gradient in its dtype for autograd; None where another takes it as it was accumulated."""
+    if d_weight is None or weight is None:
+        return None
+    if ctx.plan.handed is not None:
+        ctx.plan.handed.put(d_weight)
+        return None
+    return d_weight.to(weight.dtype)
+
+
+def _per_row(ctx: Any, labels: Tensor, d_loss: Tensor | None = None) -> Tensor | None:
+    """(N,) what each row's gradient is multiplied by: the incoming gradient, over the count where that is inside."""
+    if ctx.divisor is None:
+        return None if d_loss is None else d_loss.expand(labels.shape[0])
+    factor = ctx.divisor.reciprocal() if d_loss is None else d_loss / ctx.divisor
+    return factor.expand(labels.shape[0]).contiguous()
 
 
 def _scaled(d_hidden: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ them again from what they read anyway; where weights are trained, x is formed ag
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -318,7 +319,10 @@ def _unit_backward(
             d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
     grads: list[Tensor | None] = [None, None]
     if want_a and h is not None and dha is not None:
-        a_grads(outer, RowSums(dha, None), h, None, grads, [True])
+        later = Side(dh.device, outer.late)
+        with nullcontext() if later.waits else later.work():
+            a_grads(outer, RowSums(dha, None), h, None, grads, [True])
+        later.join(grads[0], reads=(dha, h))
     d_weight, dy = None, spec.handed.dy
     if want_w and h is not None and dy is not None:
         d_weight, spec.handed.dy = weight_grads(outer, dy, h, [True, False])[0], None
@@ -359,13 +363,15 @@ class _Down(torch.autograd.Function):
         dha = None
         with without_autocast(dy):
             low = dy.to(outer.dtype)
-            side = Side(dy.device)
+            side, later = Side(dy.device), Side(dy.device, outer.late)
             dh = base_backward(outer, low, None)
             if ctx.b is not None:
                 with side.work():
                     dha = adapter_input_grad(outer, ctx.b, low).to(outer.dtype)
+                with later.work():
                     b_grads(outer, low, ctx.ha, grads, [wants_b])
-            side.join(dha, grads[1])
+            side.join(dha)
+            later.join(grads[1], reads=(low, ctx.ha))
             d_bias = weight_grads(outer, low, low, [False, wants_bias])[1]
         if ctx.handed is not None:
             ctx.handed.dy = low

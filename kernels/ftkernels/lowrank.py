@@ -215,7 +215,7 @@ def group_backward(
         sums = row_sums(dxa, None if plan.drops else rstd, plan.dtype, triton_kernel=plan.triton)
         if (wants[0] or wants[1]) and not comes_second:
             dx = adapter_dx(plan, packed.a, sums.low)
-    side = Side(dy.device)
+    side = Side(dy.device, plan.late)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
         if comes_second and sums is not None and packed.a is not None:
@@ -235,7 +235,8 @@ def group_backward(
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass
-    side.join(*adapters)
+    reads = () if sums is None else (dy, xa, x, norm_weight, sums.low, sums.scaled)
+    side.join(*adapters, reads=reads)
     return GroupGrads(dx, d_norm_weight, adapters, weights)
 
 

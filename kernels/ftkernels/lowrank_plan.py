@@ -25,6 +25,7 @@ from ftkernels.fp8 import Fp8Weight, joined_fp8
 from ftkernels.gemm import compute_dtype
 from ftkernels.limits import LARGEST_FUSED_RANK, NormForm, packed_rank
 from ftkernels.projection import Norm, Packed, Projection
+from ftkernels.side_stream import Late
 
 
 def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
@@ -54,6 +55,11 @@ class Plan:
     def out_features(self) -> int:
         """The sum of the projections' output features."""
         return sum(p.out_features for p in self.projections)
+
+    @property
+    def late(self) -> Late | None:
+        """Where the gradients of the group's adapters may be made."""
+        return self.projections[0].late
 
     @property
     def drops(self) -> bool:

@@ -82,8 +82,10 @@ def test_packed_ranks(rank: int, packed: int) -> None:
 @pytest.mark.parametrize(("tokens", "vocabulary", "element", "on_gpu", "rows", "size"), [
     (0, 32000, 2, True, 256, None),
     (100, 32000, 2, True, 256, 100 * 32000 * 2),
-    (8192, 128256, 2, True, 2048, 2048 * 128256 * 2),
-    (8000, 128256, 2, True, 2048, 2000 * 128256 * 2),
+    (8192, 128256, 2, True, 1024, 1024 * 128256 * 2),
+    (8000, 128256, 2, True, 1024, 1000 * 128256 * 2),
+    (2048, 128256, 2, True, 512, 512 * 128256 * 2),
+    (16384, 32000, 2, True, 4096, 4096 * 32000 * 2),
     (8192, 256000, 2, True, 1024, 1024 * 256000 * 2),
     (8192, 128256, 4, False, 256, 256 * 128256 * 4 * 5),
     (600, 10**9, 2, True, 256, 200 * 10**9 * 2),
@@ -96,6 +98,15 @@ def test_chunks_of_the_loss(
         assert loss_bytes(tokens, vocabulary, element, on_gpu=on_gpu) == size
     if rows > 256:
         assert rows * vocabulary * element <= LOSS_WORKSPACE_BYTES
+
+
+def test_a_trained_head_takes_larger_chunks() -> None:
+    """Each but the first passes over its gradient in float32: logits may take as much memory."""
+    assert loss_rows(8192, 151_936, 2, on_gpu=True, trained_width=2560) == 4096
+    needed = loss_bytes(8192, 151_936, 2, on_gpu=True, trained_width=2560)
+    assert needed == 4096 * 151_936 * 2 <= 4 * 151_936 * 2560
+    assert loss_rows(8192, 151_936, 2, on_gpu=True) == 1024
+    assert loss_rows(8192, 151_936, 4, on_gpu=False, trained_width=2560) == 256
 
 
 @pytest.mark.parametrize(("gpu", "dtype", "head_size", "reason"), [

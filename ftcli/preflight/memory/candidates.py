@@ -14,7 +14,7 @@ from ftcli.config import LoraConfig
 from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
-from ftcli.preflight.memory.host import pinnable_bytes
+from ftcli.preflight.memory.host import pinnable_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import policies
 from ftcli.tables.policies import PolicyName
@@ -71,19 +71,18 @@ def policies_by_speed(setup: Setup) -> tuple[PolicyName, ...]:
 
     Where the host only has room for the layers' inputs, ``offload`` runs whole layers again, with one product more than
     ``true``. It is the slowest policy then; and so it is where micro-batches are so small that the others run as CUDA
-    graphs.
+    graphs. There ``lean`` comes before it; elsewhere ``offload`` is faster, and leaner as a rule.
     """
     usable = setup.method.supports.get("train.gradient_checkpointing")
-    on_kernels = setup.execution.on_kernels
+    on_kernels, graphed = setup.execution.on_kernels, runs_as_graphs(setup)
     found = [
         name
         for name, row in policies.TABLE.items()
         if (usable is None or name in usable)
         and (on_kernels or row.off_kernels is None)
         and (setup.device.kind != "cpu" or not row.by_layer)
+        and (not row.embedding_on_host or (graphed and setup.under(name).host_table_bytes))
     ]
-
-    graphed = runs_as_graphs(setup)
 
     def time(name: PolicyName) -> tuple[bool, float]:
         row = policies.row(name)
@@ -118,7 +117,10 @@ def leaner_policies(setup: Setup) -> tuple[PolicyName, ...]:
 
 def _host_has_room_for(setup: Setup) -> bool:
     free = setup.device.host_free_bytes
-    return free is None or not setup.policy.on_host or pinned_by(setup, offloaded_of(setup)) <= pinnable_bytes(free)
+    if free is None:
+        return True
+    sent = pinned_by(setup, offloaded_of(setup)) if setup.policy.on_host else 0
+    return sent + pinned_whole(setup.host_table_bytes) <= pinnable_bytes(free)
 
 
 def smaller_batches(setup: Setup) -> Iterator[Settings]:

@@ -15,7 +15,7 @@ from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.generation import Generator, generation
-from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes
+from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import GENERATION, Phase, Settled, graph_pool, held_by_layers, phases_of, terms
 from ftcli.tables import quantizations
@@ -168,13 +168,13 @@ def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
     parts = {term.name: term.bytes for term in found}
     parts["runtime"] = _RUNTIME_BYTES[setup.device.kind] + int(_FRAGMENTATION * short_lived)
     names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
-    pinned = pinned_by(setup, settled.offloaded)
+    pinned, table = pinned_by(setup, settled.offloaded), pinned_whole(setup.host_table_bytes)
     whole = setup.layers.gate_and_up is None  # layers that know no halves send their input
     sent: Offloaded = "layers" if whole else settled.offloaded
     return MemoryEstimate(
         MappingProxyType(parts),
         MappingProxyType(names),
-        pinned,
+        pinned + table,
         sent if pinned else None,
         settled.dequantized_layers,
         paged_by(setup),

@@ -1,4 +1,4 @@
-"""Host memory: what ``gradient_checkpointing: offload`` pins, and how much it may pin."""
+"""Host memory: what ``gradient_checkpointing: offload`` and ``lean`` pin, and how much they may pin."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def pinned_bytes(tensors: int, tensor_bytes: int) -> int:
     return tensors * -(-tensor_bytes // SMALLEST_PIECE) * SMALLEST_PIECE
 
 
+def pinned_whole(tensor_bytes: int) -> int:
+    """Bytes of pinned memory that torch's allocator takes for one tensor: a power of two."""
+    return 1 << (tensor_bytes - 1).bit_length() if tensor_bytes else 0
+
+
 def pinnable_bytes(host_free_bytes: int) -> int:
-    """How much of the host's free memory activations may take."""
+    """How much of the host's free memory a run may pin."""
     return int(_PINNABLE * host_free_bytes)

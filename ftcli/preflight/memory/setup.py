@@ -18,7 +18,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.spreading import spreads
-from ftcli.facts.trained import Trained, trained_parameters
+from ftcli.facts.trained import EMBEDDING, Trained, trained_parameters
 from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
 from ftcli.tables import code_of, optimizers, policies, quantizations
@@ -145,6 +145,13 @@ class Setup:
             whole or self.plan.rounding is not None
         )
 
+    @property
+    def optim(self) -> str:
+        """The row of the optimizer that steps: the recipe's, or what takes its place on a GPU."""
+        asked = self.recipe.train.optim
+        on_gpu = self.device.kind == "cuda" and self.execution.on_kernels
+        return (on_gpu and optimizers.row(asked).on_gpu) or asked
+
     @cached_property
     def trained(self) -> Trained:
         """What is trained."""
@@ -166,6 +173,17 @@ class Setup:
     def policy(self) -> Policy:
         """The checkpointing policy."""
         return policies.row(self.recipe.train.checkpointing)
+
+    @property
+    def host_table_bytes(self) -> int:
+        """Bytes of the embedding where it lies in pinned host memory; 0 where it is on the device."""
+        on_gpu = self.device.kind == "cuda" and self.execution.on_kernels and self.spread_over == 1
+        if not (self.trains and on_gpu and self.policy.embedding_on_host):
+            return 0
+        lora, shape = self.recipe.lora, self.shape
+        if lora is None or EMBEDDING in lora.modules_to_save or shape.tied:
+            return 0
+        return shape.vocab_size * shape.hidden_size * self.plan.parameter_bytes
 
     @property
     def uncheckpointed(self) -> int:

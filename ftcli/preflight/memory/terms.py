@@ -195,7 +195,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
         yield Term("gradients added up last", last_bytes(setup, last), (END,))
     else:
         yield Term("last workspace", max(last, _embedding_gradient(setup)), (END,))
-    optim, cuda = setup.recipe.train.optim, setup.device.kind == "cuda"
+    optim, cuda = setup.optim, setup.device.kind == "cuda"
     if not setup.own_optimizer:  # which works on one parameter after the other
         yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if setup.head_is_trained:
@@ -244,7 +244,8 @@ def _weights(setup: Setup, settled: Settled) -> int:
         return _exported(setup)
     stored, element = setup.recipe.quantization, setup.plan.parameter_bytes
     layers, trained = settled.dequantized_layers, setup.recipe.lora is None
-    return weight_bytes(stored, setup.shape, element, dequantized_layers=layers, trained=trained)
+    found = weight_bytes(stored, setup.shape, element, dequantized_layers=layers, trained=trained)
+    return found - setup.host_table_bytes
 
 
 def _exported(setup: Setup) -> int:
@@ -352,13 +353,14 @@ def _shared(setup: Setup) -> int:
 def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = setup.shape, setup.plan.compute_bytes
-    needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=setup.device.kind == "cuda")
+    on_gpu, width = setup.device.kind == "cuda", shape.hidden_size if training and setup.head_is_trained else 0
+    needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=on_gpu, trained_width=width)
     held_apart = setup.recipe.lora is not None and setup.head_is_trained  # in float32
     cast = setup.plan.parameter_bytes != element and setup.spread_over == 1
     if cast or (setup.plan.autocast and held_apart):
         needed += shape.vocab_size * shape.hidden_size * element  # the head, cast
     if training and setup.head_is_trained:
-        slab = 0 if setup.device.kind == "cuda" else min(shape.vocab_size, LOSS_VOCABULARY_SLAB)
+        slab = 0 if on_gpu else min(shape.vocab_size, LOSS_VOCABULARY_SLAB)
         needed += 4 * shape.hidden_size * (shape.vocab_size + slab)
     return needed
 

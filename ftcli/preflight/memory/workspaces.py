@@ -13,13 +13,13 @@ def cublas_bytes(device: DeviceFacts, execution: Execution, *, backward: bool, g
     """cuBLAS' workspaces: one for each thread that multiplies, and in it for each stream.
 
     Backward runs in a thread of its own; our layers multiply in two streams. CUDA graphs are captured on a stream of
-    their own, which takes the place of the first.
+    their own, which takes the place of the first, and in backward there is a third.
     """
     if device.kind != "cuda":
         return 0
     each = _CUBLAS_HOPPER_BYTES if device.capability is not None and device.capability[0] == 9 else _CUBLAS_BYTES
     streams = (2 if execution.layers.code == "fused" else 1) + graphs
-    return each * (2 if backward else 1) * streams
+    return each * ((2 if backward else 1) * streams + graphs)
 
 
 def mask_bytes(

@@ -70,13 +70,57 @@ def test_what_graphs_keep_to_themselves_is_there_in_every_phase(setup: Callable[
 
 
 def test_offload_comes_last_where_the_others_run_as_graphs(setup: Callable[..., Setup]) -> None:
-    assert policies_by_speed(setup()) == (False, "selective", True, "offload")
+    assert policies_by_speed(setup()) == (False, "selective", True, "lean", "offload")
     assert policies_by_speed(setup("train.cuda_graphs=false")) == (False, "selective", "offload", True)
     lean = setup("train.gradient_checkpointing=auto")
     needed = estimate_of(setup("train.gradient_checkpointing=true").recipe, lean.facts, "h100").total_bytes
     device = replace(named_device("h100"), memory_bytes=int(needed / 0.9) + 2**20)
     choice = choose_checkpointing(lean.on(device).changed({"train.gradient_checkpointing": "auto"}))
     assert choice.policy is True
+
+
+def test_lean_has_a_frozen_embedding_on_the_host(setup: Callable[..., Setup]) -> None:
+    """It takes the place of `true` where that does not fit, while layers run as graphs."""
+    table = 128_256 * 4096 * 2
+    whole, lean = (setup(f"train.gradient_checkpointing={policy}") for policy in ("true", "lean"))
+    assert lean.why_no_graphs is None
+    assert (whole.host_table_bytes, lean.host_table_bytes) == (0, table)
+    needed, less = (estimate_of(s.recipe, s.facts, "h100") for s in (whole, lean))
+    assert needed.parts["weights"] - less.parts["weights"] == table
+    assert needed.total_bytes - less.total_bytes >= table
+    assert (needed.pinned_host_bytes, less.pinned_host_bytes, less.offloaded) == (0, 2**30, None)
+
+    asked = setup().changed({"train.gradient_checkpointing": "auto"})
+    device = replace(named_device("h100"), memory_bytes=int(less.total_bytes / 0.9) + 2**20)
+    assert choose_checkpointing(asked.on(device)).policy == "lean"
+    # Not where the host lacks the room for the table.
+    poor = replace(device, host_free_bytes=2**30)
+    assert choose_checkpointing(asked.on(poor)).policy != "lean"
+    assert "lean" not in policies_by_speed(setup("train.cuda_graphs=false"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("lora.modules_to_save=[embed_tokens]",),
+        ("lora.modules_to_save=[lm_head, embed_tokens]",),
+        ("lora=null",),
+        ("model.kernels=off",),
+        ("model.name_or_path=google/gemma-2-2b",),  # the head has the same weight
+        ("train.gradient_checkpointing=true",),
+    ],
+)
+def test_an_embedding_that_has_to_stay_stays(settings: tuple[str, ...], setup: Callable[..., Setup]) -> None:
+    made = setup("train.gradient_checkpointing=lean", *settings)
+    assert made.host_table_bytes == 0
+    assert "lean" not in policies_by_speed(made) or "gradient_checkpointing=true" in settings[0]
+
+
+def test_adapters_are_stepped_in_one_kernel_on_a_gpu(setup: Callable[..., Setup]) -> None:
+    assert setup().optim == "adamw_torch_fused"
+    assert setup("train.optim=adamw_8bit").optim == "adamw_8bit"
+    assert setup(device="cpu").optim == setup("model.kernels=off").optim == "adamw_torch"
+    assert estimate_of(setup().recipe, setup().facts, "h100").parts["optimizer workspace"] == 0
 
 
 def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable[..., Setup]) -> None:
