@@ -59,7 +59,8 @@ class Head:
     """The language-model head: logits = cap(scale · (hidden @ weight.T + bias)).
 
     ``weight`` has shape (vocab_size, hidden_size); ``softcap`` 0 is off, else cap(x) = softcap · tanh(x / softcap).
-    ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.tied`).
+    ``handed`` takes the weight's gradient where the embedding adds its own to it (:mod:`ftcli.model.tied`);
+    ``is_spread`` where ranks have parts of the model.
     """
 
     weight: Tensor
@@ -67,6 +68,7 @@ class Head:
     softcap: float
     logit_scale: float
     handed: HeadGradient | None = None
+    is_spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
         softcap=float(cap or 0.0),
         logit_scale=float(scale) if scale is not None else 1.0 / scaling if scaling else 1.0,
         handed=embedding.head_gradient if isinstance(embedding, TiedEmbedding) else None,
+        is_spread=root_of(model) is not None,
     )
 
 
@@ -243,6 +246,7 @@ def next_token_loss(
         with_accuracy=True,
         rows=supervised,
         handed=head.handed,
+        large_chunks=not head.is_spread,
     )
     return TokenLoss(loss=loss, correct=correct, count=(targets != IGNORE_INDEX).sum())
 

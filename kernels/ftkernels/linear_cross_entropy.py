@@ -58,6 +58,7 @@ def linear_cross_entropy(
     with_accuracy: bool = False,
     rows: Tensor | None = None,
     handed: HeadGradient | None = None,
+    large_chunks: bool = True,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy between ``hidden @ weight.T + bias`` and ``labels``; the module docstring has the formula.
@@ -80,6 +81,8 @@ def linear_cross_entropy(
             finding it out waits for the device.
         handed: takes the weight's gradient in place of autograd; the embedding that has the same weight
             (``ftkernels.tied_embedding``) adds to it.
+        large_chunks: where the head is trained, chunks whose logits take as much memory as its gradient, over which
+            there are fewer passes then.
         backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
@@ -99,6 +102,7 @@ def linear_cross_entropy(
         per_row=reduction == "none",
         grad_enabled=torch.is_grad_enabled(),
         handed=handed,
+        large_chunks=large_chunks,
     )
     divisor = None
     if reduction == "mean":
@@ -160,6 +164,7 @@ class _Plan:
     per_row: bool
     grad_enabled: bool
     handed: HeadGradient | None = None
+    large_chunks: bool = True
 
 
 @dataclass(slots=True)
@@ -204,7 +209,7 @@ def _run_chunks(
         out.d_bias = torch.zeros(weight.shape[0], dtype=acc, device=weight.device)
     rows_fn = cross_entropy_rows if plan.triton else cross_entropy_rows_reference
     total = int(plan.rows.shape[0])
-    hidden_size = weight.shape[1] if wants[1] else 0
+    hidden_size = weight.shape[1] if wants[1] and plan.large_chunks else 0
     size = plan.chunk_rows or loss_rows(
         total, weight.shape[0], plan.dtype.itemsize, on_gpu=plan.triton, trained_width=hidden_size
     )

@@ -350,10 +350,15 @@ def _shared(setup: Setup) -> int:
     return made_once(setup, *setup.largest, padded=_masked_densely(setup))
 
 
+def _width_of_trained_head(setup: Setup) -> int:
+    """Columns of a trained head, which this device has alone; else 0."""
+    return setup.shape.hidden_size if setup.head_is_trained and setup.spread_over == 1 else 0
+
+
 def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = setup.shape, setup.plan.compute_bytes
-    on_gpu, width = setup.device.kind == "cuda", shape.hidden_size if training and setup.head_is_trained else 0
+    on_gpu, width = setup.device.kind == "cuda", _width_of_trained_head(setup) if training else 0
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=on_gpu, trained_width=width)
     held_apart = setup.recipe.lora is not None and setup.head_is_trained  # in float32
     cast = setup.plan.parameter_bytes != element and setup.spread_over == 1
