@@ -76,6 +76,22 @@ def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Dril
     require_same_weights(drills.folder / "r" / "adapter", alone / "adapter")
 
 
+def test_a_signal_between_batches_of_an_evaluation_stops_all_ranks_there(drills: Drills) -> None:
+    recipe = drills.recipe("r", **merged(merged(SPREAD, FULL), {"eval": {"samples": 1}}))
+    # The evaluation before training has two rounds of batches, and that after step 2 begins with the third.
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", "ftcli.evaluate.loss:tried", 3),)})
+    ranks.drills[1].until_reached()
+    ranks.drills[1].signal(signal.SIGTERM)
+    ranks.drills[1].release()
+    assert ranks.ended() == [75, 75], ranks.said
+    assert drills.checkpoints("r") == ["step-00000002"]
+    run_ranks(drills, recipe, 2)
+    whole = drills.recipe("whole", **merged(merged(SPREAD, FULL), {"eval": {"samples": 1}}))
+    run_ranks(drills, whole, 2)
+    assert drills.metrics("r") == drills.metrics("whole")
+    require_same_weights(drills.folder / "r" / "model", drills.folder / "whole" / "model")
+
+
 def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> None:
     scarce = {1: (("scarce", "evaluation", 0),)}
     ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=scarce)
