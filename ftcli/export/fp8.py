@@ -22,14 +22,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.export.clean.ask import fits, model_request, sent
+from ftcli.export.clean.ask import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import difference
 from ftcli.export.copying import copy_processors
 from ftcli.export.lazy import reading
 from ftcli.export.loading import attach, not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.merge import outputs
-from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
+from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import require_room
 from ftcli.export.safetensors import SHARD_BYTES, Plan, prepare, random_base, save_config
@@ -40,6 +40,7 @@ from ftcli.export.verify import (
     check_generation,
     check_stops,
     compare_tokenizers,
+    loaded,
     logits_problems,
     not_asked,
     reloaded,
@@ -80,7 +81,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
 
     Raises:
         FtcliError: FT740 for stacks of experts, FT741 when what was written is not the model, FT747 for a base of
-            random weights, FT748 for too little memory to verify it, FT758 where the package compressed-tensors is not
+            random weights, FT758 where the package compressed-tensors is not
             there, and as the format ``safetensors``.
         OSError: it cannot be written.
     """
@@ -89,8 +90,6 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     if source.verify:
         require_library()
     plan = prepare(source, offline=offline)
-    if source.verify:
-        _require_memory(_parameters(plan.base))
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
     say(f"rounding {len(rounded.names)} weights to 8 bits")
@@ -124,18 +123,6 @@ def require_library() -> None:
 
 def _parameters(base: StoredWeights) -> int:
     return sum(torch.Size(base.shape(name)).numel() for name in base.names)
-
-
-def _require_memory(parameters: int) -> None:
-    """Refuses before anything is written what could not be verified: transformers reads this layout as a whole."""
-    if not fits(parameters):
-        raise FtcliError.single(
-            "FT748",
-            f"to verify fp8 transformers loads a model of {parameters / 1e9:.1f} billion parameters as a whole, and "
-            "memory does not hold that",
-            exit_code=ExitCode.PREFLIGHT,
-            help="export on a machine with more memory, or without verification (--no-verify)",
-        )
 
 
 def _rounded(model: PreTrainedModel, base: StoredWeights) -> Rounded:
@@ -230,9 +217,11 @@ def _verify(
     tokenizer = source_tokenizer(source, offline=offline)
     model: Any = unwritten(plan.config) if adapted is None else adapted
     with reading(model, base.read, base.names):
-        probe: Probe = continued(model, probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0]))
+        probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
+        probe = continued(model, probe, tokens_compared(_parameters(base)))
         trained = logits(model, probe)
-    answer = source.reload(model_request(folder, probe, _parameters(base)), sent(probe))
+    request = model_request(folder, probe, _parameters(base), names=_keys(plan, rounded, base, changes))
+    answer = source.reload(request, sent(probe))
     problems += answer.problems
     if problems:
         raise not_verified(folder, problems)
@@ -250,6 +239,7 @@ def _verify(
         "tolerance": LOGITS_TOLERANCE,
         "top1_agreement": compared.top1_agreement,
         "greedy_tokens": same_greedy(found, probe),
+        "loaded": loaded(request),
     }
     words = "every weight, logits with rounded activations, tokenizer, stop tokens"
     return Verified(words, {**facts, **reloaded(answer)}, merged_with=plan.merged_with)
@@ -292,6 +282,13 @@ def _kept(plan: Plan, base: StoredWeights, rounded: Rounded, changes: Mapping[st
     found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
     found |= {base.renaming.key_of(name): name for name in untied(base, changes)}
     return {key: name for key, name in found.items() if key not in rounded.names}
+
+
+def _keys(plan: Plan, rounded: Rounded, base: StoredWeights, changes: Mapping[str, Update]) -> dict[str, str]:
+    """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
+    found = {**_kept(plan, base, rounded, changes), **{name: key for key, name in rounded.names.items()}}
+    found |= {f"{name}_scale": rounded.scale_key(key) for key, name in rounded.names.items()}
+    return found | {name: found[other] for name, other in base.ties.items() if name not in found}
 
 
 def _wanted(base: StoredWeights, changes: Mapping[str, Update], name: str) -> Tensor:

@@ -74,7 +74,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
         "bitnet": ExportFormat(
             "ftcli.export.bitnet:write", merges=True, whole=True, masters=True, of_quantized=("bitnet",)
         ),
-        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, whole=True, package=_FP8),
+        "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.room:model_bytes"),
     }
 )
 

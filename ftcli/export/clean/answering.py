@@ -84,6 +84,8 @@ def _libraries() -> str:
 
 def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder as transformers loads it."""
+    if asked.from_disk and getattr(_config(asked.folder), "quantization_config", None) is not None:
+        return _streamed(asked, sent)
     options: dict[str, Any] = {"dtype": "auto" if asked.dtype == "stored" else torch.float32}
     if asked.from_disk:
         options = {"dtype": torch.float32, "device_map": {"": "disk"}}
@@ -110,6 +112,17 @@ def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[st
             tensors = {} if problems else _computed(model, asked, sent)
         facts: JsonObject = {"problems": problems, "stops": _stops(model), "tokenizer": _tokenizer(asked)}
     return facts, tensors
+
+
+def _streamed(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+    """A folder whose weights are rounded, layer by layer."""
+    from ftcli.export.clean.streamed import streamed
+
+    folder = Path(asked.folder)
+    with streamed(folder, _config(asked.folder), asked.names, _empty) as model:
+        with torch.compiler.set_stance("force_eager"):
+            logits = _logits(model, sent)
+        return {"stops": _stops(model), "tokenizer": _tokenizer(asked)}, {LOGITS: logits}
 
 
 def _computed(model: PreTrainedModel, asked: Request, sent: dict[str, Tensor]) -> dict[str, Tensor]:

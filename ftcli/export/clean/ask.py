@@ -33,7 +33,7 @@ def model_request(
     parameters: int,
     *,
     dtype: Literal["stored", "float32"] = "stored",
-    **more: bool | dict[str, int],
+    **more: bool | dict[str, int] | dict[str, str],
 ) -> Request:
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 

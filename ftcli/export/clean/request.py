@@ -44,7 +44,8 @@ class Request:
         new_tokens: How many tokens PROMPT is gone on with, by the likeliest.
         texts: What the tokenizer cuts, rendered as a user's message.
         layers: Linear layers that are asked alone, and how many features they take.
-        names: Of a GGUF file, the name in it of each tensor of the model.
+        names: The name in the file, or files, of each tensor of the model; of a folder only where its weights are
+            rounded and it is read layer by layer.
         heads: As :func:`ftcli.gguf.names.from_file` takes them.
         embeddings: The adapter brings those of a vocabulary of its own.
         threads: How many threads sums are taken by, so that they are taken alike.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ftcli.export.clean.ask import sent
 from ftcli.export.clean.request import LOGITS, Request
-from ftcli.export.gguf.server import Completion, ServerFailed, completed
+from ftcli.export.gguf.server import Completion, ServerFailed, ServerTooOld, completed
 from ftcli.export.probe import TEXTS, Probe, compare_logits
 from ftcli.export.verify import check_greedy, logits_problems, same_greedy
 from ftcli.tables.gguf import StoredType
@@ -91,6 +91,8 @@ def _in_server(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
     prompt, count = probe.prompt[0].tolist(), probe.new_tokens
     try:
         answer = completed(Path(wanted.llama_cpp), path, prompt, count, TEXTS, len(wanted.logits[0]))
+    except ServerTooOld as error:
+        return LlamaReport(facts={"llama_cpp": f"not asked: {error}"})
     except ServerFailed as error:
         return LlamaReport((f"in llama.cpp {error}",))
     reference = wanted.logits[: probe.input_ids.shape[1]]
@@ -98,14 +100,14 @@ def _in_server(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
     ends = {*wanted.stops, *(answer.generated[-1:] if len(answer.generated) < count else ())}
     problems = check_greedy(torch.tensor(answer.generated), reference, probe, ends, allowed)
     off = _likeliest_error(answer, reference[probe.continued_at], probe.greedy.tolist())
-    if not off <= allowed:
+    if off is not None and not off <= allowed:
         problems.append(f"the likeliest tokens' logits differ by {off:.3g} of their size; {allowed:.3g} is allowed")
     problems += _compare_tokens(answer.tokens, wanted)
     same = sum(one == other for one, other in zip(answer.generated, probe.greedy.tolist(), strict=False))
     facts: dict[str, str | float] = {
         "llama_cpp": f"{SERVER} {answer.version}".strip(),
-        "llama_cpp_error": off,
         "llama_cpp_greedy_tokens": f"{same} of {count}",
+        **({} if off is None else {"llama_cpp_error": off}),
     }
     return LlamaReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
@@ -130,19 +132,22 @@ def _context(wanted: Wanted) -> int:
     return min(said, longest) if isinstance(said, int) else longest
 
 
-def _likeliest_error(answer: Completion, reference: Tensor, greedy: Sequence[int]) -> float:
+def _likeliest_error(answer: Completion, reference: Tensor, greedy: Sequence[int]) -> float | None:
     """How far log-probabilities are from the reference's (positions, vocabulary), as
     :func:`ftcli.export.probe.compare_logits` has it, over the tokens that are told; up to where another token is taken.
+    None where none are told.
     """
     centred = (reference - reference.mean(-1, keepdim=True)).double()
     squares = []
     for place, told in enumerate(answer.likeliest):
         if place and answer.generated[place - 1] != greedy[place - 1]:
             break
+        if not told:
+            continue
         ids = torch.tensor(list(told))
         found, wished = torch.tensor(list(told.values())).double(), centred[place, ids]
         squares.append(((found - found.mean()) - (wished - wished.mean())).square())
-    return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else float("inf")
+    return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else None
 
 
 def _compare_tokens(found: Sequence[Sequence[int]], wanted: Wanted) -> list[str]:

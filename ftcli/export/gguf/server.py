@@ -22,10 +22,16 @@ _CONTEXT = 512
 #: Of how many of the likeliest tokens log-probabilities are asked for: of all of a vocabulary they are megabytes.
 _LIKELIEST = 1000
 _PAUSE = 0.1
+#: Probabilities are float32 there: the logarithm of a smaller one tells nothing.
+_SMALLEST = -80.0
 
 
 class ServerFailed(Exception):
     """It did not come up, or did not answer; the message says which."""
+
+
+class ServerTooOld(ServerFailed):
+    """It does not know an option that it is started with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class Completion:
 
     Attributes:
         generated: The ids that it goes on with.
-        likeliest: For each of these, log-probabilities by id.
+        likeliest: For each of these, log-probabilities by id; empty where it tells none.
         tokens: The ids of each text, without what comes before it.
         version: What it calls its build.
     """
@@ -54,20 +60,30 @@ def completed(
         ServerFailed: it ends, or does not answer in time.
     """
     with _serving(program, file) as port:
-        asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0.0, "cache_prompt": False}
-        asked |= {"n_probs": min(vocabulary, _LIKELIEST), "return_tokens": True}
         seconds = patience(file)
-        answer = _ask(port, "/completion", asked, seconds)
+        generated: list[int] = []
+        likeliest: list[dict[int, float]] = []
         try:
-            steps = answer.get("completion_probabilities") or []
-            return Completion(
-                [int(token) for token in answer["tokens"]],
-                [{int(each["id"]): float(each["logprob"]) for each in step["top_logprobs"]} for step in steps],
-                [_tokens(port, text, seconds) for text in texts],
-                str(_ask(port, "/props", None, seconds).get("build_info", "")),
-            )
+            for _ in range(count):
+                # One by one: it leaves out probabilities where the text so far ends inside a character.
+                asked = {"prompt": [*prompt, *generated], "n_predict": 1, "temperature": 0.0}
+                asked |= {"n_probs": min(vocabulary, _LIKELIEST), "return_tokens": True}
+                answer = _ask(port, "/completion", asked, seconds)
+                (token,) = answer["tokens"]
+                told = answer.get("completion_probabilities") or [{"top_logprobs": []}]
+                generated.append(int(token))
+                likeliest.append(_likeliest(told[0]["top_logprobs"]))
+                if answer.get("stop_type") == "eos":
+                    break
+            cut = [_tokens(port, text, seconds) for text in texts]
+            return Completion(generated, likeliest, cut, str(_ask(port, "/props", None, seconds).get("build_info", "")))
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"llama-server answered something other than was asked ({error!r})") from error
+
+
+def _likeliest(told: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    found = {int(each["id"]): float(each["logprob"]) for each in told}
+    return {token: value for token, value in found.items() if value > _SMALLEST}
 
 
 def _tokens(port: int, text: str, seconds: float) -> list[int]:
@@ -80,7 +96,8 @@ def _serving(program: Path, file: Path) -> Iterator[int]:
     """The port of a server that has loaded ``file``; it is ended with the block."""
     port = _free_port()
     words = [str(program), "-m", str(file), "--host", _HOST, "--port", str(port), "-c", str(_CONTEXT), "-np", "1"]
-    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32"]
+    # Repacked weights are other sums, made for larger matrices; flash attention is in float16.
+    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         running = subprocess.Popen(  # noqa: S603
             words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
@@ -99,7 +116,8 @@ def _wait(running: subprocess.Popen[bytes], port: int, seconds: float, said: IO[
         if running.poll() is not None:
             said.seek(0)
             lines = said.read().strip().splitlines()
-            raise ServerFailed(f"it cannot be loaded: {lines[-1] if lines else f'exit status {running.returncode}'}")
+            last = lines[-1] if lines else f"exit status {running.returncode}"
+            raise (ServerTooOld if "invalid argument" in last else ServerFailed)(f"it cannot be loaded: {last}")
         try:
             _ask(port, "/health", None, seconds)
         except ServerFailed:

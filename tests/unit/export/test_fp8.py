@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import fp8
+from ftcli.export.clean import ask
 from ftcli.export.fp8 import LARGEST, quantize, scale_of
 from tests.small_models import build
 from tests.unit.export.conftest import Trained, edit_json
@@ -153,13 +154,36 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     assert {finding.code for finding in caught.value.findings} == {"FT740"}
 
 
-def test_what_memory_cannot_hold_is_refused_before_it_is_written(
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_what_memory_does_not_hold_is_read_layer_by_layer(
+    family: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same logits as transformers' own loading gives, which decompresses the whole."""
+    made = trained(family, "bfloat16")
+    (whole,) = export(made, "fp8")
+    monkeypatch.setattr(ask, "fits", lambda _: False)
+    (streamed,) = export(made, "fp8", force=True)
+    found, wanted = streamed.verification.facts, whole.verification.facts
+    assert (found["loaded"], wanted["loaded"]) == ("layer by layer, for lack of memory", "whole")
+    assert found["greedy_tokens"] == "2 of 2"
+    assert found["relative_error"] == pytest.approx(wanted["relative_error"], rel=0.2)
+
+
+def test_a_wrong_scale_is_caught_layer_by_layer(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8, "fits", lambda _: False)
-    made = trained("llama")
-    assert code(failure(made, "fp8")) == "FT748"
-    assert export(made, "fp8", verify=False)
+    """What the comparison of weights would let pass: only the numbers that come back tell."""
+    monkeypatch.setattr(ask, "fits", lambda _: False)
+    monkeypatch.setattr(fp8, "_compare_weights", lambda *_: [])
+    made, copy = trained("llama"), fp8.copy_processors
+
+    def damaged(source: Any, folder: Path, **options: Any) -> None:
+        copy(source, folder, **options)
+        for layer in (0, 1):
+            change(folder, f"model.layers.{layer}.mlp.down_proj.weight_scale", lambda scale: -scale)
+
+    monkeypatch.setattr(fp8, "copy_processors", damaged)
+    assert "logits differ" in " ".join(finding.message for finding in failure(made, "fp8").findings)
 
 
 def test_without_the_library_it_is_said_so(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:

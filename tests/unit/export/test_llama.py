@@ -52,8 +52,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             self.answer({{"tokens": said["texts"][asked["content"]]}})
         else:
-            right = asked["prompt"] == said["prompt"] and asked["temperature"] == 0
-            self.answer(said["answer"] if right else {{}})
+            right = [each for each in said["steps"] if each["prompt"] == asked["prompt"] and not asked["temperature"]]
+            self.answer(right[0] if right else {{}})
     def log_message(self, *_):
         pass
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
@@ -82,13 +82,17 @@ def truth(prepared: Prepared) -> dict[str, Any]:
     """What llama.cpp should say of a file."""
     wanted = prepared.wanted
     rows = torch.log_softmax(wanted.logits[wanted.probe.continued_at].double(), dim=-1)
-    steps = [
+    told = [
         {"top_logprobs": [{"id": i, "logprob": float(row[i])} for i in row.topk(200).indices.tolist()]} for row in rows
     ]
     texts = {text: wanted.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS}
     greedy = wanted.probe.greedy.tolist()
-    answer = {"tokens": greedy, "completion_probabilities": steps}
-    return {"prompt": wanted.probe.prompt[0].tolist(), "answer": answer, "texts": texts}
+    prompt = wanted.probe.prompt[0].tolist()
+    steps = [
+        {"prompt": [*prompt, *greedy[:place]], "tokens": [token], "completion_probabilities": [told[place]]}
+        for place, token in enumerate(greedy)
+    ]
+    return {"steps": steps, "texts": texts}
 
 
 def verified(prepared: Prepared, found: str | None, folder: Path, kind: str = "f32") -> FileReport:
@@ -111,11 +115,12 @@ def test_what_the_server_says_is_held_against_training(
 
 
 def other_token(said: dict[str, Any]) -> None:
-    said["answer"]["tokens"][2] = (said["answer"]["tokens"][2] + 1) % 264
+    said["steps"][2]["tokens"] = [(said["steps"][2]["tokens"][0] + 1) % 264]
+    said["steps"][2]["stop_type"] = "eos"
 
 
 def other_logits(said: dict[str, Any]) -> None:
-    for place, told in enumerate(said["answer"]["completion_probabilities"][0]["top_logprobs"]):
+    for place, told in enumerate(said["steps"][0]["completion_probabilities"][0]["top_logprobs"]):
         told["logprob"] += 0.2 * (place % 2)
 
 
@@ -128,7 +133,7 @@ def dies(said: dict[str, Any]) -> None:
 
 
 def says_something_else(said: dict[str, Any]) -> None:
-    said["answer"] = {"content": "Hello"}
+    said["steps"][0] = {"prompt": said["steps"][0]["prompt"], "content": "Hello"}
 
 
 FAULTS = {
@@ -148,6 +153,23 @@ def test_what_the_server_says_otherwise_fails_the_verification(
     fault(said)
     report = verified(shared, str(stand_in(said)), tmp_path)
     assert FAULTS[fault] in " ".join(report.problems)
+
+
+def test_a_server_that_is_too_old_is_not_asked(shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path) -> None:
+    report = verified(shared, str(stand_in({"dies": "error: invalid argument: --no-repack"})), tmp_path)
+    assert not report.problems
+    assert "not asked: it cannot be loaded: error: invalid" in str(report.facts("", "f32")["llama_cpp"])
+
+
+def test_probabilities_too_small_for_float32_tell_nothing(
+    shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path
+) -> None:
+    """llama-server's are softmax's, whose logarithm is that of zero for many tokens of a model that is sure."""
+    said = truth(shared)
+    for step in said["steps"]:
+        step["completion_probabilities"][0]["top_logprobs"][-1]["logprob"] = -3.4e38
+    del said["steps"][1]["completion_probabilities"]  # as where the text so far ends inside a character
+    assert not verified(shared, str(stand_in(said)), tmp_path).problems
 
 
 def test_a_failure_in_llama_cpp_leaves_nothing(tmp_path: Path, stand_in: Callable[..., Path]) -> None:
