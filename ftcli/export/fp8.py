@@ -286,7 +286,7 @@ def _kept(plan: Plan, base: StoredWeights, rounded: Rounded, changes: Mapping[st
 
 def _keys(plan: Plan, rounded: Rounded, base: StoredWeights, changes: Mapping[str, Update]) -> dict[str, str]:
     """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
-    found = {**_kept(plan, base, rounded, changes), **{name: key for key, name in rounded.names.items()}}
+    found = {name: key for key, name in {**_kept(plan, base, rounded, changes), **rounded.names}.items()}
     found |= {f"{name}_scale": rounded.scale_key(key) for key, name in rounded.names.items()}
     return found | {name: found[other] for name, other in base.ties.items() if name not in found}
 

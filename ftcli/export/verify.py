@@ -284,8 +284,8 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
     Args:
         reference: The trained model's logits of the probe.
         stops: Ids that end a turn: generation ends there.
-        allowed: The relative error of logits that passes: another token is none of a problem where the trained
-            model's lead over it is no larger.
+        allowed: The relative error of logits that passes: another token is no problem where the lead of the trained
+            model's is less than four times that, as in :func:`ftcli.export.probe.compare_logits`.
     """
     ends = set(stops)
     scale = (reference - reference.mean(-1, keepdim=True)).double().square().mean().sqrt()
@@ -295,7 +295,8 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
             return [] if before in ends else [f"generation ends after token {index}, which is no stop token"]
         token = int(generated[index])
         if token != wanted:
-            lead = float(row[wanted].double() - row[token].double())
+            best, second = row.double().topk(2).values
+            lead = float(best - second)
             return [] if lead <= 4 * allowed * float(scale) else [f"generated token {index + 1} is another"]
         if token in ends and len(generated) > index + 1:
             return ["generation does not end at a stop token"]

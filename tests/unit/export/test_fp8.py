@@ -169,6 +169,15 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
     assert found["relative_error"] == pytest.approx(wanted["relative_error"], rel=0.2)
 
 
+def test_names_that_files_have_otherwise_are_read_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "fits", lambda _: False)
+    (result,) = export(adapt(tmp_path, build("gemma3")), "fp8")
+    assert result.verification.facts["loaded"] == "layer by layer, for lack of memory"
+    assert result.verification.facts["greedy_tokens"] == "2 of 2"
+
+
 def test_a_wrong_scale_is_caught_layer_by_layer(
     trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
