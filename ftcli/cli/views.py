@@ -33,6 +33,9 @@ def check_text(result: CheckResult) -> str:
         lines += _sizes(memory.parts)
         lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
         lines += _sizes({"paged optimizer": memory.paged_bytes})
+    if report.host is not None:
+        lines += ["", f"host    {gib(report.host.total_bytes)} GiB of its memory at the peak ({report.host.peak})"]
+        lines += _sizes({name: report.host.parts[name] for name in report.host.phases[report.host.peak]})
     if disk is not None:
         free = "" if disk.free_bytes is None else f", {size(disk.free_bytes)} free"
         lines += ["", f"disk    {size(disk.total_bytes)}{free}"]

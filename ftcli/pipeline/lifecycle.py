@@ -229,6 +229,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         resume_step=opened.resume_step,
         previous=context.previous,
         predicted_memory=report.memory,
+        predicted_host_memory=report.host,
         ranks=recipe.launch.num_processes,
         micro_batches=micro_batches(recipe),
     )

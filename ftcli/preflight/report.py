@@ -15,6 +15,7 @@ from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.disk import DiskEstimate
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.host_total import HostEstimate
 from ftcli.preflight.memory.policy import CheckpointingChoice
 from ftcli.preflight.memory.setup import Setup
 
@@ -31,7 +32,7 @@ class PreflightReport:
             its model. Everything after preflight works with this recipe.
         device: The machine. ``setup`` has the same one, limited to the memory that the run plans with.
         parts: What runs on each part of the model, and why.
-        memory, verdict, disk: None where no estimate could be made; ``not_made`` then says why.
+        memory, verdict, disk, host: None where no estimate could be made; ``not_made`` then says why.
         findings: Warnings and notes: errors are raised.
     """
 
@@ -42,6 +43,7 @@ class PreflightReport:
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None
+    host: HostEstimate | None
     findings: tuple[Finding, ...]
     not_made: tuple[NotMade, ...]
 
@@ -75,6 +77,7 @@ class PreflightReport:
             "memory": self.memory,
             "verdict": self.verdict,
             "disk": self.disk,
+            "host_memory": self.host,
             "findings": [_finding_dict(finding) for finding in self.findings],
             "not_made": self.not_made,
         }

@@ -46,6 +46,7 @@ from ftcli.preflight.memory.advice import Verdict, verdict_on
 from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.engine import choose_engine
 from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.host_total import HostEstimate, host_estimate
 from ftcli.preflight.memory.policy import choose_checkpointing, with_graphs_that_fit, within_budget
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.report import PreflightReport
@@ -84,7 +85,7 @@ def preflight(
     checkpointing = choose_checkpointing(setup)
     setup = with_graphs_that_fit(checkpointing.applied_to(setup))
     context = replace(context, recipe=setup.recipe)
-    estimates = _estimates(context, setup)
+    estimates = _estimates(context, setup, device)
     found.stage(
         ExitCode.PREFLIGHT,
         [
@@ -103,6 +104,7 @@ def preflight(
         memory=estimates.memory,
         verdict=estimates.verdict,
         disk=estimates.disk,
+        host=estimates.host,
         findings=tuple(found.findings),
         not_made=tuple(found.not_made),
     )
@@ -145,23 +147,29 @@ class _Estimates:
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None
+    host: HostEstimate | None
     findings: tuple[Finding, ...]
     not_made: tuple[NotMade, ...]
 
 
-def _estimates(context: Context, setup: Setup) -> _Estimates:
+def _estimates(context: Context, setup: Setup, machine: DeviceFacts) -> _Estimates:
+    """``machine`` is what all processes here share."""
     findings: list[Finding] = []
     not_made: list[NotMade] = []
     device, facts = setup.device, setup.facts
     found = candidate(setup)
-    verdict = None
+    verdict = host = None
     if found is None:
         not_made.append(NotMade("memory", facts.why_no_shape))
     else:
+        if setup.trains:
+            host = host_estimate(setup, found.estimate, max(1, setup.ranks // setup.hosts))
+            free = machine.free_bytes if machine.kind == "cpu" else machine.host_free_bytes
+            findings += memory_and_disk.host_total_findings(context, host, free)
         verdict = verdict_on(found)
         findings += memory_and_disk.memory_findings(context, found.estimate, verdict, device)
         findings += memory_and_disk.host_findings(context, found.estimate, device.host_free_bytes)
-        if found.estimate.pinned_host_bytes and not device.probed:
+        if setup.trains and device.kind == "cuda" and not device.probed:
             not_made.append(NotMade("host memory", f"the run is meant for another machine ({device.name})"))
         if verdict.level == "unknown":
             not_made.append(NotMade("memory against the device", f"{device.name} does not say how much it has"))
@@ -171,7 +179,7 @@ def _estimates(context: Context, setup: Setup) -> _Estimates:
         findings += disk_findings
         not_made += disk_not_made
     memory = None if found is None else found.estimate
-    return _Estimates(memory, verdict, disk, tuple(findings), tuple(not_made))
+    return _Estimates(memory, verdict, disk, host, tuple(findings), tuple(not_made))
 
 
 def _disk(context: Context, setup: Setup) -> tuple[DiskEstimate | None, list[Finding], list[NotMade]]:

@@ -17,6 +17,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.plain import JsonMap, JsonObject, plain, plain_fields
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.host_total import HostEstimate
 from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_json
 from ftcli.run.inputs import Fingerprint
 from ftcli.tables.policies import PolicyName
@@ -140,6 +141,7 @@ def build_manifest(
     parts: Sequence[Part],
     activations: Activations,
     predicted_memory: MemoryEstimate | None,
+    predicted_host_memory: HostEstimate | None = None,
     data: Sequence[Fingerprint],
     ranks: int = 1,
     micro_batches: int = 1,
@@ -186,6 +188,7 @@ def build_manifest(
         "parts": parts,
         "activations": activations,
         "predicted_memory": predicted_memory,
+        "predicted_host_memory": predicted_host_memory,
         "ranks": ranks,
     }
     return {key: plain(value) for key, value in manifest.items()}

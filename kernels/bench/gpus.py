@@ -50,15 +50,20 @@ def bench(out: Path, name: str, recipe: str, words: Sequence[str]) -> dict[str, 
     command = [sys.executable, "-m", "ftcli", "bench", recipe, "--batch", "2", "--seq", "4096", "--json", *words]
     began = time.perf_counter()
     with (out / f"{name}.log").open("wb") as log:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, check=False)  # noqa: S603
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)  # noqa: S603
+        assert process.stdout is not None
+        answer = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     try:
-        found: dict[str, Any] = json.loads(done.stdout).get("result") or {}
+        found: dict[str, Any] = json.loads(answer).get("result") or {}
     except ValueError:
         found = {}
     kept = ("tokens_per_second", "step_ms", "peak_memory_bytes", "device_used_bytes", "peak_reserved_bytes", "several")
     kept += ("predicted_allocated_bytes", "predicted_peak_bytes", "cuda_graphs", "kernels", "step_ms_max")
     kept += ("profile", "gpu_time")
-    return {"exit": done.returncode, "wall": time.perf_counter() - began, **{key: found.get(key) for key in kept}}
+    host = {"host_peak_bytes": used.ru_maxrss << 10}  # of its largest process
+    return {"exit": process.returncode, "wall": time.perf_counter() - began, **host, **{k: found.get(k) for k in kept}}
 
 
 class Run:

@@ -96,6 +96,7 @@ def measure(out: Path, name: str, case: Case, steps: str, cpu: bool) -> dict[str
         "reserved_gib": (found["peak_reserved_bytes"] or 0) / _GIB,
         "used_gib": (found["device_used_bytes"] or 0) / _GIB,
         "predicted_in_all_gib": (found["predicted_peak_bytes"] or 0) / _GIB,
+        "host_peak_gib": found["host_peak_bytes"] / _GIB,
         "kernels": found["kernels"],
         "tokens_per_second_of_each": found["tokens_per_second"],
         "seconds": time.perf_counter() - began,

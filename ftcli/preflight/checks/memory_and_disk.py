@@ -10,6 +10,7 @@ from ftcli.preflight.disk import DiskEstimate, existing_ancestor, why_no_folder,
 from ftcli.preflight.memory.advice import Verdict
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.host import pinnable_bytes
+from ftcli.preflight.memory.host_total import HostEstimate
 from ftcli.tables import policies
 from ftcli.units import gib
 
@@ -43,6 +44,23 @@ def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | 
         "train.gradient_checkpointing",
         f"gradient_checkpointing: {policy} keeps {gib(pinned)} GiB in host memory, and {may}",
         help="use `true`, or lower train.per_device_train_batch_size or data.max_seq_len",
+    )
+
+
+def host_total_findings(context: Context, estimate: HostEstimate, free_bytes: int | None) -> Findings:
+    """FT604: all ranks of the host need more of its memory at once than is free."""
+    if free_bytes is None or estimate.total_bytes <= free_bytes:
+        return
+    largest = sorted(estimate.phases[estimate.peak], key=lambda name: -estimate.parts[name])[:3]
+    parts = ", ".join(f"{name} {gib(estimate.parts[name])}" for name in largest)
+    ranks = f" of {estimate.processes} processes" if estimate.processes > 1 else ""
+    yield context.warning(
+        "FT604",
+        "launch.num_processes" if estimate.processes > 1 else "model.name_or_path",
+        f"{estimate.peak}{ranks} takes about {gib(estimate.total_bytes)} GiB of host memory ({parts}), and "
+        f"{gib(free_bytes)} GiB are free",
+        help="use fewer processes on this host, adapters in place of full fine-tuning, or a host with more memory: the "
+        "system kills processes when there is none left",
     )
 
 

@@ -1,0 +1,122 @@
+"""Memory of a host: what all ranks on it need at once while the model is loaded, trained and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal, TypeAlias
+
+from ftcli.facts.trained import optimizer_state
+from ftcli.plain import JsonObject
+from ftcli.preflight.memory.estimate import MemoryEstimate
+from ftcli.preflight.memory.setup import Setup
+from ftcli.preflight.memory.spread import spreads_trained
+from ftcli.preflight.memory.terms import STEP
+from ftcli.units import GIB
+
+HostPhase: TypeAlias = Literal["loading", "training", "saving"]
+LOADING: Final = "loading"
+TRAINING: Final = "training"
+SAVING: Final = "saving"
+
+#: What is allowed for a process on a GPU: the interpreter, torch with CUDA's libraries, transformers.
+_PROCESS_BYTES = 3 * GIB
+#: Bytes of an element in weight files.
+_STORED_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostEstimate:
+    """Bytes by term. Rows in the cache are not among them: they are mapped from disk, and memory that files take is
+    given back on demand.
+
+    Attributes:
+        processes: Ranks on the host.
+        parts: The bytes of each term on the whole host, by its name.
+        phases: For each phase the names of the terms that are there at once.
+    """
+
+    processes: int
+    parts: Mapping[str, int]
+    phases: Mapping[HostPhase, tuple[str, ...]]
+
+    def phase_bytes(self, phase: HostPhase) -> int:
+        """Bytes that are needed at once in a phase."""
+        return sum(self.parts[name] for name in self.phases[phase])
+
+    @property
+    def peak(self) -> HostPhase:
+        """Name of the phase that needs most."""
+        return max(self.phases, key=self.phase_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the host needs at the peak."""
+        return self.phase_bytes(self.peak)
+
+    def as_dict(self) -> JsonObject:
+        """What JSON says of it; all sizes in bytes."""
+        return {
+            "processes": self.processes,
+            "total_bytes": self.total_bytes,
+            "peak": self.peak,
+            "parts": dict(self.parts),
+            "phases": {phase: self.phase_bytes(phase) for phase in self.phases},
+        }
+
+
+def host_estimate(setup: Setup, memory: MemoryEstimate, processes: int) -> HostEstimate:
+    """The estimate for a host with so many of the ranks, rank 0 among them; ``memory`` is that of each device.
+
+    On a CPU a rank's device memory is the host's.
+    """
+    saved = {"checkpoint put together": _saved(setup)}
+    if setup.device.kind == "cpu":
+        held = memory.phase_bytes(STEP) - memory.parts.get("gradients", 0)  # these are gone after the step
+        parts = {
+            "training": memory.total_bytes * processes,
+            "weights and optimizer": held * processes,
+        }
+        phases: dict[HostPhase, tuple[str, ...]] = {
+            TRAINING: ("training",),
+            SAVING: ("weights and optimizer", *saved),
+        }
+        return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(phases))
+    each = {
+        "processes": _PROCESS_BYTES,
+        "tensors being loaded": _loaded(setup),
+        "pinned activations": memory.pinned_host_bytes,
+        "paged optimizer": memory.paged_bytes,
+    }
+    parts = {name: size * processes for name, size in each.items()}
+    lasting = ("processes", "pinned activations", "paged optimizer")
+    on_gpu: dict[HostPhase, tuple[str, ...]] = {
+        LOADING: ("processes", "tensors being loaded"),
+        TRAINING: lasting,
+        SAVING: (*lasting, *saved),
+    }
+    return HostEstimate(processes, MappingProxyType({**parts, **saved}), MappingProxyType(on_gpu))
+
+
+def _loaded(setup: Setup) -> int:
+    """The largest tensor, as it is stored and in the dtype that it is held in; none is stored of random weights."""
+    if setup.recipe.model.init == "random":
+        return 0
+    shape = setup.shape
+    largest = max(shape.vocab_size * shape.hidden_size, *(linear.parameters for linear in shape.linears))
+    return largest * (_STORED_BYTES + setup.plan.parameter_bytes)
+
+
+def _saved(setup: Setup) -> int:
+    """What rank 0 holds on the host while it writes: weights as they are and as bytes for the file, the former on the
+    GPU where each has all of them; then the optimizer's state where that is put together of all ranks' parts.
+    """
+    if not setup.trains:
+        return 0
+    trained, spread = setup.trained, spreads_trained(setup)
+    whole = setup.recipe.lora is None
+    element = setup.plan.parameter_bytes if whole else 4
+    weights = element * (setup.shape.parameters if whole else trained.elements)
+    state = optimizer_state(setup.recipe.train.optim, trained).total
+    return max(2 * weights, state) if spread else weights
