@@ -14,7 +14,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -24,15 +23,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.errors import FtcliError, first_line
 from ftcli.plain import JsonObject
-from ftcli.ranks import ENDED_NAME, Place, lost_name
+from ftcli.ranks import ENDED_NAME, Place
 from ftcli.reporting import Reporter
 from ftcli.run.guard import Guard
 from ftcli.run.meeting import meeting_point
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.run.signs import SignsOfLife
-from ftcli.run.told import PeerFailed, RankLost, as_json, is_of_connections, reasons
+from ftcli.run.signs import Patience, SignsOfLife
+from ftcli.run.told import PeerFailed, RankLost, as_json, from_json, is_of_connections, killed, reasons
 
 #: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
 #: which signal it got.
@@ -42,18 +41,6 @@ _SIGNALS: tuple[SignalName, ...] = get_args(SignalName)
 _LOOK_SECONDS = 0.5
 #: NCCL ends a process whose collective has taken so long.
 _DEVICE_TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; and that
-    a rank that lives may be late.
-    """
-
-    meeting: float = 600.0
-    told: float = 10.0
-    silent: float = 60.0
-    late: float = 7200.0
 
 
 class Group:
@@ -192,7 +179,7 @@ class Group:
     def _someone_gone(self) -> bool:
         try:
             silent = max(self._signs.silent_for().values())
-            return self._has("failed") or self._killed() is not None or silent > self._patience.silent
+            return self._has("failed") or killed(self.place) is not None or silent > self._patience.silent
         except RuntimeError:  # rank 0, which holds what all have to say, is
             return True
 
@@ -328,7 +315,7 @@ class Group:
             if now - looked < _LOOK_SECONDS:
                 return
             looked = now
-            if (ended := self._failure() or self._killed()) is not None:
+            if (ended := self._failure() or killed(self.place)) is not None:
                 self._over = True
                 raise ended
             silent = self._signs.silent_for()
@@ -361,27 +348,14 @@ class Group:
         """What the first rank that failed has said."""
         if not self._has("failed"):
             return None
-        said = json.loads(self._store.get("failed"))
-        findings = [Finding(**{**raw, "origin": None}) for raw in said["findings"]]
-        named = [Finding(f.code, f"rank {said['rank']}: {f.message}", None, f.help, f.severity) for f in findings]
-        return PeerFailed(named, ExitCode(said["exit_code"]))
-
-    def _killed(self) -> RankLost | None:
-        """The ranks that were killed, as ftcli's own launcher has seen it."""
-        folder = self.place.folder
-        if folder is None:
-            return None
-        for rank in range(self.size):
-            with contextlib.suppress(OSError):
-                return RankLost([rank], f"was killed by {(folder / lost_name(rank)).read_text(encoding='utf-8')}")
-        return None
+        return from_json(self._store.get("failed"))
 
     def _gone(self, error: Exception) -> FtcliError:
         """Why a connection was closed: its rank has said so before, or the launcher says so, or it went silent."""
         self._over = True
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
-            if (lost := self._killed()) is not None:
+            if (lost := killed(self.place)) is not None:
                 return lost
             try:
                 if (failure := self._failure()) is not None:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ftcli.ranks import Place
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; and that
+    a rank that lives may be late.
+    """
+
+    meeting: float = 600.0
+    told: float = 10.0
+    silent: float = 60.0
+    late: float = 7200.0
 
 
 class SignsOfLife(threading.Thread):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.plain import JsonObject
+from ftcli.ranks import Place, lost_name
 from ftcli.run.out_of_memory import is_out_of_memory
 
 #: What torch says of connections that are closed, cut or silent, whichever library they are of.
@@ -51,3 +54,21 @@ def as_json(finding: Finding) -> JsonObject:
 def is_of_connections(error: RuntimeError) -> bool:
     """Whether an error says that another rank cannot be reached any more."""
     return not is_out_of_memory(error) and any(word in str(error) for word in _OF_CONNECTIONS)
+
+
+def from_json(text: str | bytes) -> PeerFailed:
+    """The failure of a rank that it has told with findings as :func:`as_json` makes them, and with its number."""
+    said = json.loads(text)
+    findings = [Finding(**{**raw, "origin": None}) for raw in said["findings"]]
+    named = [Finding(f.code, f"rank {said['rank']}: {f.message}", None, f.help, f.severity) for f in findings]
+    return PeerFailed(named, ExitCode(said["exit_code"]))
+
+
+def killed(place: Place) -> RankLost | None:
+    """The first rank that was killed, as ftcli's own launcher has seen it."""
+    if place.folder is None:
+        return None
+    for rank in range(place.size):
+        with contextlib.suppress(OSError):
+            return RankLost([rank], f"was killed by {(place.folder / lost_name(rank)).read_text(encoding='utf-8')}")
+    return None

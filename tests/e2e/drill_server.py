@@ -170,7 +170,7 @@ def impatient(seconds: float) -> None:
     """The ranks of this process wait for others no longer than ``seconds`` without a sign of life."""
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        patience = importlib.import_module("ftcli.run.group").Patience(told=seconds / 2, silent=seconds)
+        patience = importlib.import_module("ftcli.run.signs").Patience(told=seconds / 2, silent=seconds)
         return lambda self, place, reporter: function(self, place, reporter, patience)
 
     _wrap("ftcli.run.group:Group.__init__", around)
