@@ -128,7 +128,9 @@ def _verify(
     probe = continued(masters, probe_batch(tokenizer, masters.get_input_embeddings().weight.shape[0]))
     parameters = sum(parameter.numel() for parameter in masters.parameters())
     alone = {name: layer.in_features for name, layer in layers.items()}
-    answer = source.reload(model_request(folder, probe, parameters, layers=alone), sent(probe))
+    tied: dict[str, str] = getattr(masters, "all_tied_weights_keys", None) or {}
+    names = {**{name: name for name in tensors}, **{name: other for name, other in tied.items() if other in tensors}}
+    answer = source.reload(model_request(folder, probe, parameters, layers=alone, names=names), sent(probe))
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
     problems = compare_tensors(read_tensors(folder), tensors)

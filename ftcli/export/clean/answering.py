@@ -84,7 +84,7 @@ def _libraries() -> str:
 
 def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder as transformers loads it."""
-    if asked.from_disk and getattr(_config(asked.folder), "quantization_config", None) is not None:
+    if asked.from_disk and asked.names and getattr(_config(asked.folder), "quantization_config", None) is not None:
         return _streamed(asked, sent)
     options: dict[str, Any] = {"dtype": "auto" if asked.dtype == "stored" else torch.float32}
     if asked.from_disk:

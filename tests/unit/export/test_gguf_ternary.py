@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from ftcli.config import QuantizationConfig
 from ftcli.errors import FtcliError
+from ftcli.export.clean import ask
 from ftcli.export.gguf import ternary
+from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import from_file
 from ftcli.model.bitnet import BitLinear, TernaryLinear
@@ -182,3 +184,14 @@ def test_files_of_other_weights_and_models_are_refused(tmp_path: Path) -> None:
         (folder / "m.gguf").write_bytes(damaged)
         with pytest.raises(FtcliError, match="FT323"):
             loaded(folder, trained=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "bitnet"])
+def test_packed_weights_are_read_layer_by_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rounded_run(tmp_path, family, tie_word_embeddings=family == "bitnet")
+    (whole,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True)
+    monkeypatch.setattr(ask, "fits", lambda _: False)
+    (streamed,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True, force=True)
+    assert streamed.verification.facts["relative_error"] == pytest.approx(
+        whole.verification.facts["relative_error"], abs=1e-3
+    )
