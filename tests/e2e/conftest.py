@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from ftcli.assets import asset
 from ftcli.cli.app import main
 from tests.e2e import drill
 from tests.e2e.drill import Server
@@ -34,8 +36,8 @@ RECIPE: dict[str, Any] = {
     "logging": {"every_steps": 1},
 }
 
-#: The bundled tiny model's shape at a quarter of its width, with random weights: half the time of a run, for tests that
-#: ask nothing of what the model knows.
+#: The bundled tiny model's shape at a quarter of its width and half its depth, with random weights: half the time of a
+#: run, for tests that ask nothing of what the model knows.
 NARROW: dict[str, Any] = {
     "name_or_path": str(Path(__file__).with_name("narrow-gemma2")),
     "init": "random",
@@ -139,6 +141,27 @@ def narrow(tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_clean: Non
     return User(tmp_path, capsys, NARROW)
 
 
+@pytest.fixture(scope="session")
+def narrow_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the narrow model with weights, for what takes them from files: merging, for one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(NARROW["name_or_path"]))
+    folder = tmp_path_factory.mktemp("models") / "tiny-gemma2"
+    shutil.copytree(asset("models", "tiny-gemma2"), folder)  # for its tokenizer
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def stored(narrow: User, narrow_files: Path) -> User:
+    """A user in an empty folder whose recipes have the narrow model, its weights from files."""
+    return User(narrow.folder, narrow.capture, {"name_or_path": str(narrow_files), "dtype": "float32"})
+
+
 @pytest.fixture
 def drills(tmp_path: Path, drill_server: Server) -> Drills:
     """Real runs in an empty folder."""
@@ -148,8 +171,9 @@ def drills(tmp_path: Path, drill_server: Server) -> Drills:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, drill_server: Server) -> dict[str, str]:
-    """An environment in which `ftcli` starts in a moment, and measures on a fifth of the bundled held-out data.
+def shell(tmp_path: Path, drill_server: Server, narrow_files: Path) -> dict[str, str]:
+    """An environment in which `ftcli` starts in a moment, trains the narrow model as the bundled one, and measures on a
+    fifth of the bundled held-out data.
 
     `ftcli recipes` is the installed command all the same, in a process that imports everything anew.
     """
@@ -166,5 +190,5 @@ def shell(tmp_path: Path, drill_server: Server) -> dict[str, str]:
     held_out = tmp_path / "held-out"
     held_out.mkdir()
     own = {"PATH": path, "FTCLI_CACHE": str(tmp_path / "cache"), "PAUSE": "0"}
-    prepared = json.dumps([["few_held_out", 40, str(held_out)]])
+    prepared = json.dumps([["few_held_out", 40, str(held_out)], ["bundled_models", str(narrow_files.parent)]])
     return {**drill_server.environment, **own, "DRILL_PREPARATIONS": prepared}

@@ -188,7 +188,7 @@ def client(path: str, words: list[str]) -> int:
         os.open(os.devnull, os.O_RDWR)  # in its place, so that nothing else comes there
     request["limits"] = {number: resource.getrlimit(number) for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)}
     connection, pid = _ask(path, request, [0, 1, 2])
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: os.kill(pid, received))
     status = _number(connection)
     if status < 0:

@@ -209,9 +209,37 @@ def few_held_out(count: int, folder: str) -> None:
     _wrap("ftcli.rows.places:bundled", around)
 
 
-_PREPARATIONS = {
-    f.__name__: f for f in (pause, starve, fail, scarce, spoil, impatient, small_files, workers, few_held_out)
-}
+def bundled_models(folder: str) -> None:
+    """The models that ship with ftcli are those in ``folder``."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def found(*parts: str) -> Path:
+            path: Path = function(*parts)
+            return Path(folder, *parts[1:]) if parts[0] == "models" else path
+
+        return found
+
+    for module in ("ftcli.assets", "ftcli.facts.config_file"):
+        _wrap(f"{module}:asset", around)
+
+
+def warm_children(socket: str) -> None:
+    """The runs of a sweep are forks of the server, too: what `python -m ftcli` would start is its client."""
+    client = [sys.executable, "-S", "-E", str(Path(__file__).with_name("drill.py")), socket]
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        def started(command: list[str], **options: Any) -> Any:
+            ours = command[1:4] == ["-P", "-m", "ftcli"]
+            return function([*client, *command[4:]] if ours else command, **options)
+
+        return started
+
+    _wrap("ftcli.cli.children:subprocess.Popen", around)
+
+
+_FAULTS = (pause, starve, fail, scarce, spoil, impatient, small_files, workers)
+_SHORTCUTS = (few_held_out, bundled_models, warm_children)
+_PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}
 
 
 # -- the server ----------------------------------------------------------------------------------------------------

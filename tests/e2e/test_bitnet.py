@@ -142,7 +142,8 @@ def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path
     }
     found = complete(fresh, full, GenerateConfig(max_new_tokens=512, overflow="sliding"), **options)
     assert [len(tokens) for tokens in found] == [512, 512, 512]
-    assert complete(saved, full[:1], GenerateConfig(max_new_tokens=512, overflow="sliding"), **options) == found[:1]
+    (again,) = complete(saved, full[:1], GenerateConfig(max_new_tokens=32, overflow="sliding"), **options)
+    assert again == found[0][:32]
     (ended,) = complete(fresh, full[1:2], GenerateConfig(max_new_tokens=512), **options)
     assert ended == found[1][:1]  # the window was full then
 
@@ -187,9 +188,9 @@ def test_a_model_from_scratch_beats_the_frequencies_of_bytes_and_goes_on_bit_for
     assert (declared["quant_method"], declared["quantization_mode"]) == ("bitnet", "online")
 
 
-def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(user: User) -> None:
+def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(stored: User) -> None:
     recipe = without_lora(
-        user.recipe(
+        stored.recipe(
             "run",
             quantization={"method": "bitnet", "lambda_warmup_steps": 4, "use_rms_norm": True},
             data={"train": [{"path": "bundled:smoke-train", "max_rows": 16}]},
@@ -197,20 +198,20 @@ def test_a_converted_model_warms_up_resumes_and_is_evaluated_as_it_was_saved(use
             checkpoint={"every_steps": 2},
         )
     )
-    trained = user.done("train", recipe)["eval"]
-    user.goes_on_alike("run", recipe)  # the third step's share follows from its number
-    again = user.done("eval", recipe, "--run", str(user.folder / "run"))["run"]
+    trained = stored.done("train", recipe)["eval"]
+    stored.goes_on_alike("run", recipe)  # the third step's share follows from its number
+    again = stored.done("eval", recipe, "--run", str(stored.folder / "run"))["run"]
     assert again["loss"] == pytest.approx(trained["loss"], abs=1e-6)
-    packed, copied = user.done("export", str(user.folder / "run"), "--set", "export.formats=[bitnet, safetensors]")[
+    packed, copied = stored.done("export", str(stored.folder / "run"), "--set", "export.formats=[bitnet, safetensors]")[
         "exports"
     ]
-    assert packed["verification"]["packed"] == 28
+    assert packed["verification"]["packed"] == 2 * 7
     assert packed["verification"]["top1_agreement"] >= 0.95
     assert packed["bytes"] < copied["bytes"] / 3
     rounded = ("--set", "export.formats=[gguf]", "--set", "export.gguf.types=[tq2_0]")
-    status, document = user.run("export", str(user.folder / "run"), *rounded)
+    status, document = stored.run("export", str(stored.folder / "run"), *rounded)
     assert (status, document["findings"][-1]["code"]) == (3, "FT756")  # llama.cpp has no such norms
-    checked = user.run("check", recipe, *rounded)[1]
+    checked = stored.run("check", recipe, *rounded)[1]
     assert "FT756" in [finding["code"] for finding in checked["findings"]]
 
 
@@ -308,13 +309,13 @@ def test_a_gguf_file_is_trained_on_from_its_ternary_values(user: User) -> None:
     assert (status, document["findings"][-1]["code"]) == (3, "FT323")
 
 
-def test_adapters_on_frozen_ternary_weights_are_trained_and_not_merged(user: User) -> None:
-    recipe = user.recipe("run", quantization={"method": "bitnet"}, train={"max_steps": 2}, lora={"r": 2})
-    user.done("train", recipe)
-    assert {layer["method"] for layer in manifest(user, "run")["quantization"]} == {"bitnet"}
-    status, document = user.run("export", str(user.folder / "run"), "--set", "export.formats=[safetensors]")
+def test_adapters_on_frozen_ternary_weights_are_trained_and_not_merged(stored: User) -> None:
+    recipe = stored.recipe("run", quantization={"method": "bitnet"}, train={"max_steps": 2}, lora={"r": 2})
+    stored.done("train", recipe)
+    assert {layer["method"] for layer in manifest(stored, "run")["quantization"]} == {"bitnet"}
+    status, document = stored.run("export", str(stored.folder / "run"), "--set", "export.formats=[safetensors]")
     assert (status, document["findings"][-1]["code"]) == (3, "FT339")
-    user.done("export", str(user.folder / "run"), "--set", "export.formats=[adapter]")
+    stored.done("export", str(stored.folder / "run"), "--set", "export.formats=[adapter]")
 
 
 def manifest(user: User, name: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "lr_scheduler_type": "reduce_lr_on_plateau",
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"},
         },
-        "lora": {"r": 4, "use_dora": True, "layers_to_transform": [1, 3], "rank_pattern": {"q_proj": 2}},
+        "lora": {"r": 4, "use_dora": True, "layers_to_transform": [1], "rank_pattern": {"q_proj": 2}},
         "eval": EVAL,
     },
 }  # fmt: skip

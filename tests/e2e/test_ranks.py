@@ -90,7 +90,7 @@ def test_a_run_on_two_ranks_that_is_interrupted_is_the_same_run(drills: Drills) 
             ("FT703", "rank 1: out of memory", "bundled:smoke-train:", "step-00000003"),
         ),
         (1, ("fail", STEP, "no such thing", 4), 1, ("FT190", "rank 1: this is a bug", "no such thing")),
-        (0, ("small_files", 100_000), 3, ("FT724",)),
+        (0, ("small_files", 50_000), 3, ("FT724",)),
     ],
     ids=["NaN", "memory", "a bug", "disk"],
 )

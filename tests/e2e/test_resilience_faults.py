@@ -36,7 +36,7 @@ def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(dri
         drill = drills.paused(recipe, SAVE, 3)
         ballast = disk / "ballast"
         with ballast.open("wb") as file:
-            file.write(bytes(shutil.disk_usage(disk).free - 200_000))
+            file.write(bytes(shutil.disk_usage(disk).free - 60_000))
         drill.release()
         assert drill.wait() == 3, drill.said
         assert "error[FT724]: no space left while writing" in drill.said

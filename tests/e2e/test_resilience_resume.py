@@ -63,7 +63,6 @@ def test_half_and_half_is_the_whole(
 
 #: Completions serve two steps, between two lines of metrics.
 GRPO: dict[str, Any] = {
-    "model": RECIPE["model"],
     "lora": {"dropout": 0.1},
     "data": {"train": [{"path": "bundled:smoke-grpo-train", "max_rows": 16}], "eval": []},
     "train": {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
@@ -73,7 +72,7 @@ GRPO: dict[str, Any] = {
         "max_prompt_length": 48,
         "max_completion_length": 6,
         "temperature": 2.0,
-        "rewards": [{"use": "regex", "pattern": "[5-9]"}],
+        "rewards": [{"use": "regex", "pattern": "[5-9a-m]"}],
     },
     "checkpoint": {"every_steps": 5, "keep_last": 3},
     "logging": {"every_steps": 4},
@@ -118,8 +117,9 @@ def test_grpo_goes_on_with_the_completions_it_was_in_the_middle_of(
 @pytest.mark.parametrize(("call", "step"), [(8, 3), (10, 4)], ids=["inside a batch", "with new completions"])
 def test_grpo_goes_on_after_a_step_that_failed(drills: Drills, call: int, step: int) -> None:
     """The checkpoint is that of the step before; what the failed one has sampled and counted is undone."""
-    whole = drills.whole("grpo", **GRPO)
-    recipe = drills.recipe("failed", **GRPO)
+    change = {"model": RECIPE["model"], **GRPO}  # the narrow model's steps take too little memory to run out of it
+    whole = drills.whole("grpo", **change)
+    recipe = drills.recipe("failed", **change)
     drills.run(recipe, status=5, prepared=(("starve", LOSS, call, 6 << 20),), command="grpo")
     assert drills.checkpoints("failed") == [f"step-{step:08d}"]
     drills.run(recipe, command="grpo")

@@ -24,8 +24,13 @@ FIRST = Path("runs/r/train.learning_rate=0.001")
 
 
 def started(server: Server, folder: Path, *more: str) -> subprocess.Popen[str]:
-    """The sweep in a fork of the server, its runs in processes that import everything anew."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "GPU-of-test"}
+    """The sweep and its runs in forks of the server."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "GPU-of-test",
+        "DRILL_PREPARATIONS": json.dumps([["warm_children", server.socket]]),
+    }
     return subprocess.Popen(
         [sys.executable, "-S", "-E", drill.__file__, server.socket, *WORDS, *more],
         cwd=folder,

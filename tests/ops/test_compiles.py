@@ -16,7 +16,8 @@ OFFLINE = Path(__file__).resolve().parents[2] / "kernels" / "bench" / "offline.p
 @pytest.mark.parametrize(
     ("capability", "dtype", "ranks", "may_spill"),
     [
-        pytest.param("90", "bfloat16", "16 64", False, id="h200"),
+        pytest.param("90", "bfloat16", "16", False, id="h200"),
+        pytest.param("90", "bfloat16", "64", True, id="h200-rank-64", marks=pytest.mark.long),
         pytest.param("89", "bfloat16", "32 64", True, id="rtx-4090", marks=pytest.mark.long),
         pytest.param("75", "float16", "16", True, id="t4", marks=pytest.mark.long),
     ],
@@ -46,6 +47,6 @@ def test_kernels_compile(
     if not may_spill:
         # Up to four registers outside the loops cost nothing: those tiles were measured to be the fastest. With heads
         # of 256 the rotation spills ten, and is as fast as memory all the same.
-        spilled = {line: int(re.findall(r"spilled (\d+)", line)[0]) for line in lines if "rank  16" in line}
+        spilled = {line: int(re.findall(r"spilled (\d+)", line)[0]) for line in lines}
         assert len(spilled) >= 20
         assert [line for line, size in spilled.items() if size > 16 and "heads" not in line] == []

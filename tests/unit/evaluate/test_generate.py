@@ -163,21 +163,22 @@ def test_a_stop_string_across_tokens_ends_where_generate_ends(loaded: tuple[Any,
     def texts(config: GenerateConfig) -> list[str]:
         return generate(model, tokenizer, PROMPTS, config, stops=(3,), reporter=SilentReporter(), **settings)
 
-    free = texts(GenerateConfig(max_new_tokens=NEW))
+    free = texts(GenerateConfig(max_new_tokens=24))
     stop = free[0][6:9]
     assert len(tokenizer(stop, add_special_tokens=False)["input_ids"]) > 1
     ids = tokenizer(PROMPTS[0], add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=[3],
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=[3],
             stop_strings=[stop, "never"], tokenizer=tokenizer,
         )  # fmt: skip
     theirs = out[0, ids.shape[1] :].tolist()
-    assert 3 <= len(theirs) < NEW
-    config = GenerateConfig(max_new_tokens=NEW, stop_strings=("never", stop))
+    assert 3 <= len(theirs) < 24
+    config = GenerateConfig(max_new_tokens=24, stop_strings=("never", stop))
     prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
     stopping = Stopping(Stops(frozenset((3,)), config.stop_strings), tokenizer)
     made = complete(model, prompts, config, pad=0, stopping=stopping, reporter=SilentReporter(), **settings)
     assert made[0] == theirs
-    assert texts(config) == [whole.partition(stop)[0] for whole in free]
-    assert texts(config)[0] != free[0]
+    ended = texts(config)
+    assert ended == [whole.partition(stop)[0] for whole in free]
+    assert ended[0] != free[0]

@@ -312,15 +312,15 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing(
         os.kill(os.getpid(), number)
         time.sleep(60)
 
-    monkeypatch.setattr(merged_format, "write_shards", interrupted)
     begin = time.monotonic()
-    with pytest.raises(StopRequested) as caught, stoppable("exporting"):
-        exported(made.run)
+    with monkeypatch.context() as patch:
+        patch.setattr(merged_format, "write_shards", interrupted)
+        with pytest.raises(StopRequested) as caught, stoppable("exporting"):
+            exported(made.run)
     assert time.monotonic() - begin < 50
     assert int(caught.value.exit_code) == (75 if number == signal.SIGTERM else 130)
     assert seen[0].parent == made.run.export_dir
     assert not list(made.run.export_dir.iterdir())
-    monkeypatch.undo()
     assert exported(made.run).path.is_dir()
 
 
