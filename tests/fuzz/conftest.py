@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz.budget import SECONDS
-
-if TYPE_CHECKING:
-    from ftcli.export.clean.process import CleanProcess
 
 _UNHURRIED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("short", derandomize=True, database=None, deadline=None, suppress_health_check=_UNHURRIED)
@@ -21,14 +15,6 @@ settings.register_profile(
     "long", deadline=None, suppress_health_check=_UNHURRIED, print_blob=True, report_multiple_bugs=True
 )
 settings.load_profile("long" if SECONDS else "short")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_process_for_all(clean_process: CleanProcess) -> Iterator[None]:
-    """Exports are loaded again by one process that has imported everything."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ftcli.export.writing.CleanProcess", lambda: nullcontext(clean_process))
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)
