@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -30,6 +31,9 @@ BLOCK = re.compile(r"^```(\w+) (run|exit=\d+)\n(.*?)^```$", re.MULTILINE | re.DO
 def test_a_page_runs(
     page: str, count: int, left: str, shell: dict[str, str], drill_server: Server, tmp_path: Path
 ) -> None:
+    if page == "sweeps":  # whose runs are processes of their own, and know of no narrow model
+        prepared = [each for each in json.loads(shell["DRILL_PREPARATIONS"]) if each[0] != "bundled_models"]
+        shell = {**shell, "DRILL_PREPARATIONS": json.dumps(prepared)}
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(DOCS / "preemptible.sh", folder)
