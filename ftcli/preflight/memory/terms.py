@@ -219,7 +219,9 @@ def graph_pool(setup: Setup, settled: Settled) -> int:
 
 
 def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
-    """What a layer under the run's policy holds, and what a layer that is left out of the policy holds."""
+    """What a layer under the run's policy holds, and what a layer that is left out of the policy holds; the second
+    twice where all are left out.
+    """
     layer = setup.layers.layer(setup.shape, setting)
 
     def held(by: Policy) -> Held:
@@ -227,7 +229,8 @@ def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tupl
         return found
 
     mine = held(setup.policy)
-    return mine, held(policies.row(False)) if setup.uncheckpointed else mine
+    whole = held(policies.row(False)) if setup.uncheckpointed else mine
+    return (whole if setup.uncheckpointed == setup.shape.num_layers else mine), whole
 
 
 def _kept(setup: Setup, layer: Held, whole: Held) -> int:

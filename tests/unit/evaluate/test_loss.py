@@ -152,6 +152,9 @@ class Limited(torch.nn.Module):
     def config(self) -> Any:
         return self.inner.config
 
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
     def get_output_embeddings(self) -> Any:
         return self.inner.get_output_embeddings()
 

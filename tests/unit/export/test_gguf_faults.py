@@ -83,10 +83,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated file": (cut_the_file, "cannot be read"),
     "a truncated header": (cut_the_header, "cannot be read"),
     "an empty file": (empty_the_file, "cannot be read"),
-    "another template": (other_template, "chat_template is another"),
-    "another rotation": (other_number("llama.rope.freq_base", 9000.0), "llama.rope.freq_base is another"),
-    "another epsilon": (other_number("llama.attention.layer_norm_rms_epsilon", 0.5), "rms_epsilon is another"),
-    "another eos": (other_number("tokenizer.ggml.eos_token_id", 7), "eos_token_id is another"),
+    "another template": (other_template, "chat_template differs"),
+    "another rotation": (other_number("llama.rope.freq_base", 9000.0), "llama.rope.freq_base differs"),
+    "another epsilon": (other_number("llama.attention.layer_norm_rms_epsilon", 0.5), "rms_epsilon differs"),
+    "another eos": (other_number("tokenizer.ggml.eos_token_id", 7), "eos_token_id differs"),
 }
 
 
