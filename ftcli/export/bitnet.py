@@ -134,7 +134,10 @@ def _verify(
     if answer.problems:
         raise not_verified(folder, list(answer.problems))
     problems = compare_tensors(read_tensors(folder), tensors)
-    frozen = _load(folder, trained=False)
+    try:
+        frozen = _load(folder, trained=False)
+    except FtcliError as error:  # what training refuses as somebody's file is here the export's own fault
+        raise not_verified(folder, [*problems, *(finding.message for finding in error.findings)]) from error
     for name, layer in layers.items():
         problems += _unlike_masters(name, frozen.get_submodule(name), layer)
     problems += compare_tokenizers(answer.tokenizer, tokenizer)
