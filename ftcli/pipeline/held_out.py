@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftcli.errors import FtcliError
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import OpenedRun, RunDirectory
@@ -104,7 +104,10 @@ class HeldOut:
     def _samples(self) -> list[JudgedRow]:
         try:
             return self.evaluator.samples(self.model, self.evaluator.job.recipe.eval.samples)
-        except FtcliError:  # plain text has no prompt to show an answer for
+        except FtcliError as error:
+            if error.exit_code != ExitCode.DATA:  # plain text has no prompt to show an answer for
+                reason = error.findings[0].message
+                self.evaluator.job.reporter.warn(f"eval.samples: no answers are shown this time: {reason}")
             return []
 
 

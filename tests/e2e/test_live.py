@@ -10,6 +10,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 import ftcli
+from ftcli.cli.reporters import CollectingReporter
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.suite import Evaluator
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
@@ -56,6 +58,21 @@ def test_the_report_and_samples_are_there_while_a_run_goes_on(user: User, monkey
     assert REFRESH not in page
     assert "completed" in page
     assert not [line for line in user.metrics("r") if line["step"] == 0]
+
+
+def test_answers_that_cannot_be_made_end_no_run_and_are_told(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def short(*_: Any) -> Any:
+        raise FtcliError.single("FT761", "one row is too much", exit_code=ExitCode.OUT_OF_MEMORY)
+
+    monkeypatch.setattr(Evaluator, "samples", short)
+    monkeypatch.setattr(CollectingReporter, "warn", lambda _, text: said.append(text))
+    user.done("train", user.recipe("r", eval={"every_steps": 3, "samples": 2}, train={"max_steps": 3}))
+    assert {line for line in said if "eval.samples" in line} == {
+        "eval.samples: no answers are shown this time: one row is too much"
+    }
+    assert json.loads((user.folder / "r" / "eval.json").read_text())["samples"] == []
 
 
 def test_no_samples_are_made_where_none_are_asked_for(user: User, monkeypatch: pytest.MonkeyPatch) -> None:

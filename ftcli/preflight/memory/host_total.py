@@ -86,11 +86,11 @@ def host_estimate(setup: Setup, memory: MemoryEstimate, processes: int) -> HostE
     each = {
         "processes": _PROCESS_BYTES,
         "tensors being loaded": _loaded(setup),
-        "pinned activations": memory.pinned_host_bytes,
+        "pinned memory": memory.pinned_host_bytes,
         "paged optimizer": memory.paged_bytes,
     }
     parts = {name: size * processes for name, size in each.items()}
-    lasting = ("processes", "pinned activations", "paged optimizer")
+    lasting = ("processes", "pinned memory", "paged optimizer")
     on_gpu: dict[HostPhase, tuple[str, ...]] = {
         LOADING: ("processes", "tensors being loaded"),
         TRAINING: lasting,

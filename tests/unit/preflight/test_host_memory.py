@@ -48,8 +48,8 @@ def test_every_process_has_a_tensor_and_pinned_memory_of_its_own(host: Callable[
     assert one.parts["tensors being loaded"] == 128256 * 4096 * 4  # the embedding in bfloat16, stored and held
     offload = EIGHT.replace("true", "offload") + LORA
     alone, four = host(offload), host(offload, "launch.num_processes=4", processes=4)
-    assert alone.parts["pinned activations"] > 0
-    for name in ("processes", "tensors being loaded", "pinned activations"):
+    assert alone.parts["pinned memory"] > 0
+    for name in ("processes", "tensors being loaded", "pinned memory"):
         assert four.parts[name] == 4 * alone.parts[name]
     assert host(EIGHT + LORA, "model.init=random").parts["tensors being loaded"] == 0
 
