@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A run flushes what it writes to the disk some 35 times and waits for it: the folders of tests are in memory where there
+# is room for them. That of a test that passes goes with the test (tmp_path_retention_policy).
+_MEMORY = Path("/dev/shm")
+_ROOM = 4 << 30
+if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK | os.X_OK):
+    _state = os.statvfs(_MEMORY)
+    if _state.f_bavail * _state.f_frsize >= _ROOM and not _state.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
