@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A run flushes what it writes to the disk some 35 times and waits for it: the folders of tests are in memory where there
-# is room for them. That of a test that passes goes with the test (tmp_path_retention_policy).
+# A run flushes what it writes to the disk some 35 times and waits for it: the folders of tests are in memory where
+# there is room for them. That of a test that passes goes with the test (tmp_path_retention_policy).
 _MEMORY = Path("/dev/shm")
 _ROOM = 4 << 30
 if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK | os.X_OK):
