@@ -69,6 +69,15 @@ def _tokens_stay_in_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _nothing_waits() -> Iterator[None]:
+    from tests.quick import without_waiting
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_waiting(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> Iterator[None]:
     """Where any test that was collected can run a kernel."""
     if os.environ.get("TRITON_INTERPRET") != "1" or "triton.runtime.interpreter" not in sys.modules:
