@@ -64,7 +64,8 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
 
     LoRA keeps the frozen base in the compute dtype and its adapters in float32; full fine-tuning keeps all parameters
     in float32, since an update is often smaller than half a bfloat16 step. With ``train.pure_bf16`` parameters and
-    gradients are in bfloat16, and the optimizer computes in float32 and rounds. All compute under autocast unless the
+    gradients are in bfloat16, and the optimizer computes in float32 and rounds; with ``train.bf16_gradients`` only the
+    gradients of matrices are. All compute under autocast unless the
     compute dtype is float32. float16 ends at 6e-8 where bfloat16 reaches 1e-38, so its losses are scaled. What the
     device lacks is not corrected here: ``checks.machine`` reports it.
     """
@@ -75,7 +76,9 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
     if recipe.train.pure_bf16 and compute == "bfloat16":  # else preflight refuses it
         rounding: Literal["nearest", "stochastic"] = "stochastic" if recipe.train.bf16_stochastic_round else "nearest"
         return DtypePlan(compute, None, compute, autocast, reason, gradient=compute, rounding=rounding)
-    return DtypePlan("float32", None, compute, autocast, reason, loss_scaling=scaled)
+    narrow = recipe.train.bf16_gradients and compute == "bfloat16"  # else preflight refuses it
+    gradient = compute if narrow else "float32"
+    return DtypePlan("float32", None, compute, autocast, reason, gradient=gradient, loss_scaling=scaled)
 
 
 def _compute(asked: str, device: DeviceFacts) -> tuple[str, str]:

@@ -23,6 +23,8 @@ def why_not_spread(recipe: Recipe, execution: Execution) -> str | None:
             return f"train.optim: {train.optim} works on whole matrices, or keeps state of its own kind"
         if recipe.model.dtype == "float16":
             return "model.dtype: float16, whose losses are scaled"
+        if train.bf16_gradients:
+            return "train.bf16_gradients: each GPU keeps its part of the sum in float32"
         return None
     if lora.changes_base:
         return f"lora.init_lora_weights: {lora.init_lora_weights} takes whole weights apart"

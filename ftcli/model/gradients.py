@@ -1,4 +1,4 @@
-"""Where CUDA graphs write the gradients of the trained weights, and how the weights get them.
+"""The dtype of the trained weights' gradients; where CUDA graphs write them, and how the weights get them.
 
 A graph writes to the same place in every replay. What it wrote becomes the weights' ``grad``; in the next micro-batch
 of an accumulated step it is moved aside first, and added to.
@@ -6,16 +6,26 @@ of an accumulated step it is moved aside first, and added to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from ftkernels.projection import gradient_dtype
+from torch import Tensor, nn
+
+
+def keep_gradients_in(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+    """Has autograd keep the gradients of trained matrices in ``dtype``. Vectors, such as norms, are left as they are:
+    they take no room, and each would be rounded by a kernel of its own.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dim() > 1 and gradient_dtype(parameter) != dtype:
+            parameter.grad_dtype = dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """One tensor for each weight, in its shape and dtype: views of one buffer for each dtype, copied in one launch."""
+    """One tensor for each weight, in its shape and its gradient's dtype: views of one buffer for each dtype."""
 
     buffers: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
@@ -25,7 +35,8 @@ class Gradients:
         """Zeros on the weights' device."""
         sizes: dict[torch.dtype, int] = {}
         for weight in weights:
-            sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+            dtype = gradient_dtype(weight)
+            sizes[dtype] = sizes.get(dtype, 0) + weight.numel()
         device = weights[0].device
         return cls._over({dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}, weights)
 
@@ -34,9 +45,10 @@ class Gradients:
         taken = dict.fromkeys(buffers, 0)
         tensors = []
         for tensor in like:
-            start = taken[tensor.dtype]
-            taken[tensor.dtype] += tensor.numel()
-            tensors.append(buffers[tensor.dtype][start : taken[tensor.dtype]].view(tensor.shape))
+            dtype = gradient_dtype(tensor)
+            start = taken[dtype]
+            taken[dtype] += tensor.numel()
+            tensors.append(buffers[dtype][start : taken[dtype]].view(tensor.shape))
         return cls(tuple(buffers.values()), tuple(tensors))
 
     def clone(self) -> Gradients:

@@ -16,6 +16,7 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of
+from ftcli.model.gradients import keep_gradients_in
 from ftcli.model.initial import initial_of, load_over
 from ftcli.model.rows import own
 from ftcli.tables import code_of, optimizers, schedules
@@ -58,6 +59,7 @@ class OptimisationMixin:
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """The recipe's optimizer; transformers' grouping of the parameters unless the optimizer needs another."""
+        keep_gradients_in(getattr(torch, self.plan.gradient), self.model.parameters())
         row, args = optimizers.row(self.settings.optim), self.args
         build = row.build_own if self.own_optimizer else row.build
         if self.optimizer is None and build is not None:
@@ -93,7 +95,7 @@ class OptimisationMixin:
             norm = self.norms.total()
         else:
             gradients = [own(p.grad) for p in self.model.parameters() if p.grad is not None]
-            norm = self.norm_of_all(torch.nn.utils.get_total_norm(gradients))
+            norm = self.norm_of_all(_total_norm(gradients))
         optimizer.clip = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
         return norm
 
@@ -244,3 +246,12 @@ def _outer_parameters(model: nn.Module, *, head: bool) -> set[int]:
     outer = [base.get_input_embeddings(), base.get_output_embeddings() if head else None]
     outer += [module for module in model.modules() if isinstance(module, ParamWrapper)]
     return {id(parameter) for module in outer if module is not None for parameter in module.parameters()}
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together: torch's own, which would round it to bfloat16 where gradients are."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

@@ -27,6 +27,7 @@ from ftcli.cli.app import main as ftcli
 
 PRECISIONS = {
     "float32 masters": "",
+    "float32 masters, bfloat16 gradients": ", bf16_gradients: true",
     "bfloat16, nearest": ", pure_bf16: true",
     "bfloat16, stochastic": ", pure_bf16: true, bf16_stochastic_round: true",
 }

@@ -46,9 +46,16 @@ _QWEN3_4B = ("model.name_or_path=Qwen/Qwen3-4B", "lora=null", "train.gradient_ch
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "full": Case("qwen3-8b", 2, 4096, (*_QWEN3_4B, "train.optim=adamw_torch_fused"), 8),
+        "full-gradients": Case(
+            "qwen3-8b", 2, 4096, (*_QWEN3_4B, "train.optim=adamw_torch_fused", "train.bf16_gradients=true"), 8
+        ),
         "full-bf16": Case(
             "qwen3-8b", 2, 4096, (*_QWEN3_4B, "train.optim=adamw_torch_fused", "train.pure_bf16=true",
             "train.bf16_stochastic_round=true"), 8,
+        ),
+        "full-8b": Case(
+            "llama3.1-8b", 1, 4096, ("lora=null", "train.gradient_checkpointing=true", "train.optim=adamw_torch_fused",
+            "train.bf16_gradients=true"), 6,
         ),
         "full-8bit": Case("qwen3-8b", 2, 4096, (*_QWEN3_4B, "train.optim=adamw_8bit"), 8),
         "llama": Case("llama3.1-8b", 2, 4096, steps=8),

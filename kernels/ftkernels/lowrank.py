@@ -38,7 +38,7 @@ from ftkernels.gemm import add_mm_, mm_accurate
 from ftkernels.limits import WIDEST_NORM_ROW
 from ftkernels.lowrank_plan import Packed, Plan, pack
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
-from ftkernels.projection import dense, joint_matrix, multiplies, weight_tensors
+from ftkernels.projection import dense, gradient_dtype, joint_matrix, multiplies, weight_tensors
 from ftkernels.row_sums import RowSums, row_sums
 from ftkernels.side_stream import Side
 
@@ -241,10 +241,10 @@ def group_backward(
 
 
 def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
-    """[dW, db] of every projection, in the dtypes of what is trained. dy: (M, sum O); x: (M, I), what they read.
+    """[dW, db] of every projection, in the dtypes that their gradients are kept in.
 
-    One product where all weights are wanted, whose rows are theirs. A float32 weight gets the product as it was
-    accumulated, not rounded to half precision on the way.
+    dy: (M, sum O); x: (M, I), what they read. One product where all weights are wanted, whose rows are theirs. A
+    gradient in float32 is the product as it was accumulated, not rounded to half precision on the way.
     """
     out: list[Tensor | None] = [None] * (2 * len(plan.projections))
     trained, columns = weight_tensors(plan.projections), plan.columns()
@@ -263,13 +263,13 @@ def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> li
 
 
 def _weight_grad(dy: Tensor, x: Tensor, weight: Tensor | None) -> Tensor:
-    """(O, I): in the products' dtype where that is the weight's, else as accumulated."""
+    """(O, I): in the products' dtype where the gradient is kept in that, else as accumulated."""
     return torch.mm(dy.t(), x) if _dtype(weight) == dy.dtype else mm_accurate(dy.t(), x)
 
 
 def _dtype(trained: Tensor | None) -> torch.dtype:
     assert trained is not None  # its gradient is wanted
-    return trained.dtype
+    return gradient_dtype(trained)
 
 
 def adapter_input_grad(plan: Plan, b: Tensor, dy: Tensor) -> Tensor:

@@ -62,6 +62,11 @@ def multiplies(weight: Tensor | FrozenWeight) -> TypeGuard[MultiplyingWeight]:
     return hasattr(weight, "product_back")
 
 
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that autograd keeps the gradient of ``weight`` in: its own, unless a leaf says otherwise."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """The packed adapters of a group (``ftkernels.lowrank_plan``): a (P * K, I), b (sum O, K). Both None when no

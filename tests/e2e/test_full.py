@@ -16,6 +16,7 @@ from tests.pairs import all_pairs
 
 PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
     "masters": ({}, "F32"),
+    "gradients": ({"bf16_gradients": True}, "F32"),
     "nearest": ({"pure_bf16": True}, "BF16"),
     "stochastic": ({"pure_bf16": True, "bf16_stochastic_round": True}, "BF16"),
 }
@@ -48,7 +49,8 @@ def test_a_run_learns_and_goes_on_to_the_last_bit(user: User, precision: str, po
     manifest = json.loads((user.folder / "r" / "manifest.json").read_text())
     assert {entry["kernel"] for entry in manifest["kernels"]} == {"fused layer", "RMSNorm"}
     assert manifest["self_check"]["passed"]
-    assert manifest["dtype_plan"]["rounding"] == (None if precision == "masters" else precision)
+    assert manifest["dtype_plan"]["rounding"] == (precision if "pure_bf16" in settings else None)
+    assert manifest["dtype_plan"]["gradient"] == ("bfloat16" if settings else "float32")
     with safe_open(user.folder / "r" / "model" / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {stored}  # noqa: SIM118  # no dict
     user.goes_on_alike("r", recipe)
@@ -78,6 +80,12 @@ def test_products_read_the_weights_as_they_are(user: User, monkeypatch: pytest.M
     ("changes", "said"),
     [
         ({"train": {"bf16_stochastic_round": True}}, "train.pure_bf16 is off"),
+        ({"train": {"bf16_gradients": True}, "lora": {"r": 4}}, "is about full fine-tuning"),
+        ({"train": {"bf16_gradients": True, "pure_bf16": True}}, "keeps parameters in float32"),
+        ({"train": {"bf16_gradients": True}, "model": {"dtype": "float16"}}, "model.dtype is float16"),
+        ({"train": {"bf16_gradients": True}, "model": {"dtype": "auto"}}, "computes in float32"),
+        ({"train": {"bf16_gradients": True, "optim": "muon"}}, "muon cannot read gradients in bfloat16"),
+        ({"train": {"bf16_gradients": True}, "quantization": {"method": "bitnet"}}, "is about plain weights"),
         ({"train": {"pure_bf16": True}, "lora": {"r": 4}}, "is about full fine-tuning"),
         ({"train": {"pure_bf16": True}, "model": {"dtype": "float16"}}, "model.dtype is float16"),
         ({"train": {"pure_bf16": True}, "model": {"dtype": "auto"}}, "computes in float32"),
@@ -87,9 +95,15 @@ def test_products_read_the_weights_as_they_are(user: User, monkeypatch: pytest.M
             "adamw_8bit cannot round updates stochastically",
         ),
     ],
-    ids=["alone", "lora", "float16", "cpu", "optimizer", "8 bits"],
+    ids=[
+        "alone",
+        *(f"gradients, {name}" for name in ("lora", "both", "float16", "cpu", "optimizer", "bitnet")),
+        *("lora", "float16", "cpu", "optimizer", "8 bits"),
+    ],
 )
-def test_what_does_not_go_with_bfloat16_parameters_is_refused(user: User, changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_with_bfloat16_parameters_or_gradients_is_refused(
+    user: User, changes: dict[str, Any], said: str
+) -> None:
     given = {"lora": None, **changes}
     given["model"] = {"dtype": "bfloat16", **changes.get("model", {})}
     status, document = user.run("check", user.recipe("r", **given))

@@ -131,6 +131,33 @@ def test_copies_are_what_products_read_and_float32_gradients_are_not_rounded(dev
     assert any(not torch.equal(g, g.to(BF16).float()) for g in grads[0][1:])
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_gradient_is_kept_in_bfloat16_where_the_weight_says_so(device: str, count: int) -> None:
+    """As torch's own product in bfloat16 gives it; that of a weight which says nothing stays as accumulated."""
+    torch.manual_seed(0)
+    z = torch.randn(7, 40, device=device, dtype=BF16)
+    trained = [weight.requires_grad_() for weight in weights(device, *[(16, 40)] * count)]
+    gradients = {}
+    for dtype in (F32, BF16):
+        for weight in trained:
+            weight.grad, weight.grad_dtype = None, dtype
+        with torch.autocast(z.device.type, BF16):
+            layers = [Projection(weight) for weight in trained]
+            norm = Norm(torch.ones(40, device=device), 1e-6, "llama")
+            if count == 1:
+                made = [lora_linear(z, layers[0], norm=norm, backend="torch")]
+            else:
+                made = list(lora_qkv(z[None], *layers, norm=norm, head_dim=16, rope=None, backend="torch"))[:3]
+        torch.stack([y.float().square().sum() for y in made]).sum().backward()
+        gradients[dtype] = [weight.grad for weight in trained]
+    for rounded, whole in zip(gradients[BF16], gradients[F32], strict=True):
+        assert rounded is not None
+        assert whole is not None
+        assert (rounded.dtype, whole.dtype) == (BF16, F32)
+        assert not torch.equal(whole, whole.to(BF16).float())  # which would show nothing
+        torch.testing.assert_close(rounded, whole.to(BF16), rtol=2**-7, atol=1e-6)
+
+
 def test_copies_are_made_again_when_told(device: str) -> None:
     weight = torch.randn(8, 4, device=device, requires_grad=True)
     made = WeightCopies([[Projection(weight)]], BF16)

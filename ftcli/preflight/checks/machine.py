@@ -37,6 +37,13 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             f"train.pure_bf16 holds parameters in bfloat16, and {device.name} computes in float32",
             help="set model.dtype: bfloat16 where the machine has it, or leave train.pure_bf16 out",
         )
+    if context.work == "train" and train.bf16_gradients and plan.compute == "float32" and context.recipe.lora is None:
+        yield context.error(
+            "FT275",
+            "train.bf16_gradients",
+            f"train.bf16_gradients rounds gradients to bfloat16, and {device.name} computes in float32",
+            help="set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out",
+        )
     reason = why_no_kernels(device)
     if context.recipe.model.kernels == "triton" and reason is not None:
         yield context.error(

@@ -64,6 +64,8 @@ def _rounding(context: Context) -> Findings:
             "train.bf16_stochastic_round rounds to parameters in bfloat16, and train.pure_bf16 is off",
             help="set train.pure_bf16: true too, or leave both out: parameters in float32 need no rounding",
         )
+    if train.bf16_gradients:
+        yield from _narrow_gradients(context)
     if not train.pure_bf16:
         return
     if recipe.lora is not None:
@@ -94,6 +96,27 @@ def _rounding(context: Context) -> Findings:
         yield context.error(
             "FT275", "train.optim", f"train.optim: {train.optim} cannot round updates {how}", help=f"use {able}"
         )
+
+
+def _narrow_gradients(context: Context) -> Findings:
+    """FT275: gradients in bfloat16 of parameters in float32."""
+    recipe, train, key = context.recipe, context.recipe.train, "train.bf16_gradients"
+    if recipe.lora is not None:
+        said = "is about full fine-tuning, and there is a `lora` section"
+        yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}; adapters' gradients are small")
+    elif recipe.quantization.method != "none":
+        said = f"is about plain weights, and quantization.method is {recipe.quantization.method}"
+        yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}")
+    if train.pure_bf16:
+        said = "keeps parameters in float32, and train.pure_bf16 holds them and their gradients in bfloat16"
+        yield context.error("FT275", key, f"{key} {said}", help="choose one of the two")
+    if recipe.model.dtype not in ("auto", "bfloat16"):
+        said = f"rounds gradients to the dtype of the products, and model.dtype is {recipe.model.dtype}"
+        yield context.error("FT275", "model.dtype", f"{key} {said}", help="use model.dtype: bfloat16")
+    if optimizers.row(train.optim).build_own is None:
+        able = ", ".join(name for name in optimizers.names() if optimizers.row(name).build_own is not None)
+        said = f"train.optim: {train.optim} cannot read gradients in bfloat16 for parameters in float32"
+        yield context.error("FT275", "train.optim", said, help=f"use {able}")
 
 
 def _schedule(context: Context) -> Findings:

@@ -139,11 +139,11 @@ class Setup:
 
     @property
     def own_optimizer(self) -> bool:
-        """Whether ftcli's own form of the recipe's optimizer is taken."""
-        whole = self.recipe.lora is None and self.execution.on_kernels
-        return optimizers.row(self.recipe.train.optim).build_own is not None and (
-            whole or self.plan.rounding is not None
-        )
+        """Whether ftcli's own form of the recipe's optimizer is taken: only that reads gradients in bfloat16 for
+        parameters in float32, and rounds parameters in bfloat16.
+        """
+        whole = self.recipe.lora is None and (self.execution.on_kernels or self.plan.gradient != "float32")
+        return whole and optimizers.row(self.recipe.train.optim).build_own is not None
 
     @property
     def optim(self) -> str:

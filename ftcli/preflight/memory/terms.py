@@ -199,7 +199,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
     if not setup.own_optimizer:  # which works on one parameter after the other
         yield Term("optimizer workspace", optimizer_workspace(optim, setup.trained, cuda=cuda), (STEP,))
     if setup.head_is_trained:
-        element = setup.plan.gradient_bytes if setup.spread_over == 1 else setup.plan.compute_bytes
+        element = _table_gradient_bytes(setup) if setup.spread_over == 1 else setup.plan.compute_bytes
         yield Term("head gradient", element * setup.shape.hidden_size * setup.shape.vocab_size, (BACKWARD,))
     if _copies_run_again(setup):
         again = setup.plan.compute_bytes * _cast_elements(setup) * _at_once(setup) // setup.shape.num_layers
@@ -332,7 +332,12 @@ def _embedding_gradient(setup: Setup) -> int:
     if lora is not None and "embed_tokens" not in lora.modules_to_save:
         return 0
     waiting = shape.tied and setup.recipe.train.gradient_accumulation_steps > 1
-    return setup.plan.gradient_bytes * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
+    return _table_gradient_bytes(setup) * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)
+
+
+def _table_gradient_bytes(setup: Setup) -> int:
+    """Bytes of an element of the embedding's or the head's gradient as it is made, before it is rounded."""
+    return max(setup.plan.gradient_bytes, setup.plan.parameter_bytes)
 
 
 def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:

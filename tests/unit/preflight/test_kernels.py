@@ -117,6 +117,11 @@ def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str,
         ("bfloat16", (), "their gradients are float32, of copies in bfloat16 that each step makes"),
         ("float32", (), "their gradients are float32"),
         ("bfloat16", ("train.pure_bf16=true",), "their gradients are bfloat16"),
+        (
+            "bfloat16",
+            ("train.bf16_gradients=true",),
+            "their gradients are bfloat16, of copies in bfloat16 that each step makes",
+        ),
     ],
 )
 def test_full_fine_tuning_is_on_the_kernels(load: Any, dtype: str, settings: tuple[str, ...], said: str) -> None:

@@ -158,6 +158,14 @@ def test_on_the_kernels_one_copy_of_the_weights_stays_and_bfloat16_parameters_ne
     assert "optimizer workspace" not in parts
 
 
+def test_gradients_in_bfloat16_take_half_and_their_parameters_stay(case: Callable[..., Case]) -> None:
+    wide = case("google/gemma-2-2b", ROWS).estimate().parts
+    narrow = case("google/gemma-2-2b", ROWS, "train.bf16_gradients=true").estimate().parts
+    assert narrow["gradients"] == wide["gradients"] // 2
+    unchanged = ("weights", "autocast copies", "optimizer", "head gradient", "last workspace")
+    assert {name: narrow[name] for name in unchanged} == {name: wide[name] for name in unchanged}
+
+
 def test_full_fine_tuning_ends_its_backward_with_the_embeddings(case: Callable[..., Case]) -> None:
     table = 4 * 256000 * 2304
     made = "train.gradient_checkpointing=true", "train.per_device_train_batch_size=1", "data.max_seq_len=64"
