@@ -51,9 +51,14 @@ def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = Non
     if not hasattr(model, "peft_config"):
         model.save_pretrained(str(folder), state_dict=None if whole is None else dict(whole))
         return
+    # PEFT writes a card of placeholders that names the base's folder. To one that is there it adds a few lines, which
+    # takes a tenth of what a new one out of its template does.
+    card = folder / MODEL_CARD
+    folder.mkdir(parents=True, exist_ok=True)
+    card.write_text("---\n---\n", encoding="utf-8")
     # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
     model.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / MODEL_CARD).unlink(missing_ok=True)  # PEFT's is of placeholders, and names the base's folder
+    card.unlink(missing_ok=True)
     initial = initial_of(model)
     if initial is not None:
         initial.rewrite(folder)
