@@ -16,8 +16,8 @@ from ftcli.evaluate.batching import halved, too_long
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
-from ftcli.generation.requests import Completion, Request, Stops
-from ftcli.generation.stopping import Stopping, cut
+from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
+from ftcli.generation.stopping import StopCheck, cut
 from ftcli.model.backbone import base_of
 from ftcli.model.finite import NotFinite
 from ftcli.reporting import Progress, Reporter
@@ -63,7 +63,7 @@ def generate(
         plan=plan,
         device=device,
         reporter=reporter,
-        stopping=Stopping(Stops(frozenset(stops), config.stop_strings), tokenizer),
+        stopping=StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer),
         max_length=max_length,
     )
     return [cut(str(text), config.stop_strings) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
@@ -79,7 +79,7 @@ def complete(
     plan: DtypePlan,
     device: torch.device,
     reporter: Reporter,
-    stopping: Stopping,
+    stopping: StopCheck,
     max_length: int | None = None,
 ) -> list[list[int]]:
     """The tokens of one completion for each prompt, that which ended it among them, in the order given.
@@ -102,9 +102,9 @@ def complete(
     kept: list[list[int]] = [[] for _ in prompts]
     going, cut, turn = list(range(len(prompts))), 0, 0
 
-    def request(at: int) -> Request:
+    def request(at: int) -> GenerationRequest:
         seen, limit = window.next([*prompts[at], *kept[at]], len(kept[at]))
-        return Request(seen, limit, (row_seed(seed + turn, at),))
+        return GenerationRequest(seen, limit, (row_seed(seed + turn, at),))
 
     with answering(model), reporter.progress(len(prompts), "generating") as progress:
         while going:
@@ -151,11 +151,11 @@ class _Asked:
     device: torch.device
     pad: int
     sampling: Sampling
-    stopping: Stopping
+    stopping: StopCheck
     reporter: Reporter
 
 
-def _complete(asked: _Asked, requests: Sequence[Request], rows: int, progress: Progress) -> list[Completion]:
+def _complete(asked: _Asked, requests: Sequence[GenerationRequest], rows: int, progress: Progress) -> list[Completion]:
     """All requests, ``rows`` at once and fewer where they do not fit. Raises FtcliError FT761 when one does not."""
     done: dict[int, Completion] = {}
     while len(done) < len(requests):
@@ -174,7 +174,7 @@ def _complete(asked: _Asked, requests: Sequence[Request], rows: int, progress: P
 
 def _finished(
     asked: _Asked,
-    requests: Sequence[Request],
+    requests: Sequence[GenerationRequest],
     left: Sequence[int],
     rows: int,
     done: dict[int, Completion],

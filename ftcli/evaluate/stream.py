@@ -14,9 +14,9 @@ from ftcli.evaluate.batching import too_long
 from ftcli.evaluate.generate import answering
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.opening import Opened, open_generator
-from ftcli.generation.requests import Request, Stops
-from ftcli.generation.stopping import Stopping, Until
+from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.requests import GenerationRequest, StopConditions
+from ftcli.generation.stopping import StopCheck, TextUntilStop
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,7 +30,7 @@ _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class StreamSettings:
     """How tokens are chosen. ``temperature`` 0 takes the likeliest one, and ``top_p`` then has no meaning.
 
     The text ends before the first of ``stop_strings``.
@@ -101,7 +101,7 @@ def listening(
     plan: DtypePlan,
     device: torch.device,
     max_length: int,
-) -> Opened:
+) -> OpenedGenerator:
     """What answers one prompt at a time, again and again, up to ``max_length`` tokens of prompt and completion.
 
     Raises FtcliError FT761 (exit 5) when so many do not fit into memory.
@@ -117,13 +117,13 @@ def stream(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
-    sampling: Sampling,
+    sampling: StreamSettings,
     *,
     plan: DtypePlan,
     device: torch.device,
     stops: tuple[int, ...],
     max_length: int,
-    opened: Opened | None = None,
+    opened: OpenedGenerator | None = None,
     slides: bool = False,
 ) -> Generator[str, None, Completed]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
@@ -145,13 +145,13 @@ def stream(
     window = Window(sampling.max_new_tokens, max_length, slides)
     longest = max_length if slides else min(max_length, len(ids) + sampling.max_new_tokens)
     opened = opened or listening(model, tokenizer, plan=plan, device=device, max_length=longest)
-    text, until, made = Detokenizer(tokenizer), Until(sampling.stop_strings), list[int]()
-    stopping = Stopping(Stops(frozenset(stops), sampling.stop_strings), tokenizer)
+    text, until, made = Detokenizer(tokenizer), TextUntilStop(sampling.stop_strings), list[int]()
+    stopping = StopCheck(StopConditions(frozenset(stops), sampling.stop_strings), tokenizer)
     ended, going = False, True
     with answering(model):
         while going:
             seen, room = window.next((*ids, *made), len(made))
-            request = Request(seen, room, (int(torch.randint(2**62, ())),))
+            request = GenerationRequest(seen, room, (int(torch.randint(2**62, ())),))
             with closing(opened.generator.run([request], sampling.of_tokens, stopping)) as tokens:
                 for token in tokens:
                     made.append(token.token)

@@ -39,7 +39,7 @@ class CacheShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EngineLayout:
     """What an engine holds: at most ``rows`` sequences at once, ``pages`` of cache, and merged weights or none."""
 
     rows: int
@@ -65,7 +65,7 @@ def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
 
 def choose_layout(
     shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None
-) -> Layout | None:
+) -> EngineLayout | None:
     """What fits; None where not even one sequence does.
 
     Weights are merged only where ``rows`` sequences of ``longest`` tokens have room beside the copy.
@@ -76,14 +76,14 @@ def choose_layout(
     """
     each = pages_of(longest)
     if room_bytes is None:
-        return Layout(rows, rows * each + 1, merged=False)
+        return EngineLayout(rows, rows * each + 1, merged=False)
     room = int(room_bytes * (1 - _SPARED))
     fitting = room // shape.page_bytes - 1  # one page is nobody's
     if copy_bytes is not None and copy_bytes + (rows * each + 1) * shape.page_bytes <= room:
-        return Layout(rows, rows * each + 1, merged=True)
+        return EngineLayout(rows, rows * each + 1, merged=True)
     if fitting < each:
         return None
-    return Layout(min(rows, fitting // each), min(fitting, rows * each) + 1, merged=False)
+    return EngineLayout(min(rows, fitting // each), min(fitting, rows * each) + 1, merged=False)
 
 
 def why_no_engine(text_config: JsonMap, known: bool) -> str | None:

@@ -16,7 +16,7 @@ from ftcli.generation.forward import Forward
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class DecodingRow:
     """One completion that is being generated.
 
     Attributes:
@@ -44,7 +44,7 @@ class Row:
         return self.ended or self.issued >= self.limit
 
 
-class Batch:
+class DecodeBatch:
     """State of up to ``rows`` rows on the device; graphs read and write it in place, so it stays where it is.
 
     Args:
@@ -54,7 +54,7 @@ class Batch:
     def __init__(self, rows: int, table_pages: int, device: torch.device) -> None:
         size = bucket_of(rows)
         self._device = device
-        self._rows: list[Row] = []
+        self._rows: list[DecodingRow] = []
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ class Batch:
         self.logprobs = torch.zeros(size, dtype=torch.float32, device=device)
 
     @property
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[DecodingRow]:
         """The rows, in their order on the device."""
         return self._rows
 
@@ -78,7 +78,7 @@ class Batch:
         """Tokens of the longest row in the next step."""
         return max(row.prompt + row.issued for row in self._rows)
 
-    def arrange(self, rows: Sequence[Row], first_tokens: Tensor | None) -> None:
+    def arrange(self, rows: Sequence[DecodingRow], first_tokens: Tensor | None) -> None:
         """Takes ``rows`` in place of what was there.
 
         Args:

@@ -7,16 +7,16 @@ from collections.abc import Generator, Sequence
 import torch
 from ftkernels.sampling import GREEDY, Sampling
 
-from ftcli.facts.generation import Layout, pages_of
+from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.batch import Batch
+from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
 from ftcli.generation.forward import Forward, cache_shape, product_dtype
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool
-from ftcli.generation.requests import Completion, Request, Stops, Token, collected
-from ftcli.generation.schedule import Schedule, Tools
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
+from ftcli.generation.schedule import Scheduler, Tools
+from ftcli.generation.stopping import StopCheck
 
 #: Steps that a GPU is given before the host looks at the first one's tokens. For a row that has ended, so many more are
 #: computed and thrown away.
@@ -36,7 +36,7 @@ class Engine:
     def __init__(
         self,
         forward: Forward,
-        layout: Layout,
+        layout: EngineLayout,
         longest: int,
         plan: DtypePlan,
         device: torch.device,
@@ -47,7 +47,7 @@ class Engine:
         dtype = product_dtype(forward.model, plan)
         on_gpu = device.type == "cuda"
         cache = Cache(cache_shape(forward.model, dtype), layout.pages, dtype, device)
-        batch = Batch(layout.rows, pages_of(longest), device)
+        batch = DecodeBatch(layout.rows, pages_of(longest), device)
         self.layout = layout
         self.stepper = Stepper(forward, cache, batch, graphs=graphs and on_gpu)
         self._longest = longest
@@ -56,13 +56,13 @@ class Engine:
         )
 
     def complete(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]:
         """The completions of each request, in the order of its seeds. Raises as :meth:`run`."""
         return collected(requests, self.run(requests, sampling, stopping))
 
     def run(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> Generator[Token, None, None]:
         """Tokens as they come, those of one completion in order. Closing the iterator ends generation.
 
@@ -74,5 +74,5 @@ class Engine:
             if len(request.prompt) + request.limit > self._longest:
                 raise ValueError(f"{len(request.prompt)} + {request.limit} tokens do not fit {self._longest}")
         with self._tools.forward.generating():
-            schedule = Schedule(self._tools, requests, sampling, stopping or Stopping(Stops(), None))
+            schedule = Scheduler(self._tools, requests, sampling, stopping or StopCheck(StopConditions(), None))
             yield from schedule.tokens()

@@ -19,8 +19,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import Completion, Request, Stops, Token, collected
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.backbone import compute_context
 from ftcli.model.finite import finite_logits
 
@@ -53,20 +53,20 @@ class TransformersGenerator:
         self._rows = rows
 
     def complete(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]:
         """As the engine's."""
         return collected(requests, self.run(requests, sampling, stopping))
 
     def run(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> Generator[Token, None, None]:
         """As the engine's; a single completion comes token by token, others batch by batch.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
-        stopping = stopping or Stopping(Stops(), None)
+        stopping = stopping or StopCheck(StopConditions(), None)
         rows = [
             _Row(number, completion, request, seed)
             for number, request in enumerate(requests)
@@ -85,13 +85,13 @@ class TransformersGenerator:
         finally:
             self._model.train(was_training)
 
-    def _batch(self, rows: Sequence[_Row], sampling: Sampling, stopping: Stopping) -> Iterator[Token]:
+    def _batch(self, rows: Sequence[_Row], sampling: Sampling, stopping: StopCheck) -> Iterator[Token]:
         width = max(len(row.request.prompt) for row in rows)
         new = self._generate(rows, sampling, stopping, [_Ended(rows, width, stopping)])[:, width:].tolist()
         for row, tokens in zip(rows, new, strict=True):
             yield from row.tokens(tokens, stopping)
 
-    def _one(self, row: _Row, sampling: Sampling, stopping: Stopping) -> Iterator[Token]:
+    def _one(self, row: _Row, sampling: Sampling, stopping: StopCheck) -> Iterator[Token]:
         """Token by token, from a thread; closing the iterator ends it after the token that is being computed."""
         queue: SimpleQueue[int | None] = SimpleQueue()
         leave = Event()
@@ -110,7 +110,7 @@ class TransformersGenerator:
         self,
         rows: Sequence[_Row],
         sampling: Sampling,
-        stopping: Stopping,
+        stopping: StopCheck,
         criteria: list[Any],
         streamer: _Queue | None = None,
     ) -> Tensor:
@@ -145,13 +145,13 @@ class TransformersGenerator:
 class _Row:
     """One completion of a request."""
 
-    def __init__(self, number: int, completion: int, request: Request, seed: int) -> None:
+    def __init__(self, number: int, completion: int, request: GenerationRequest, seed: int) -> None:
         self.number = number
         self.completion = completion
         self.request = request
         self.seed = seed
 
-    def tokens(self, tokens: Any, stopping: Stopping) -> Iterator[Token]:
+    def tokens(self, tokens: Any, stopping: StopCheck) -> Iterator[Token]:
         """What has come up to the end; the rest is padding, or beyond this row's own limit."""
         seen: list[int] = []
         for token in tokens:
@@ -180,7 +180,7 @@ def _router_logits_off(model: PreTrainedModel | PeftModel) -> dict[str, bool]:
 class _Ended(StoppingCriteria):  # type: ignore[misc]
     """Which rows have ended: by what stops them, or by their own limits."""
 
-    def __init__(self, rows: Sequence[_Row], width: int, stopping: Stopping) -> None:
+    def __init__(self, rows: Sequence[_Row], width: int, stopping: StopCheck) -> None:
         self._rows = rows
         self._width = width
         self._stopping = stopping

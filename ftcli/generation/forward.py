@@ -44,7 +44,7 @@ def cache_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Cache
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptPages:
     """A prompt's tokens and the pages that take their keys and values."""
 
     tokens: Sequence[int]
@@ -79,7 +79,7 @@ class Forward:
             if before is not None:
                 attention.use(base, before)
 
-    def prefill(self, prompts: Sequence[Prompt], cache: Cache) -> Tensor:
+    def prefill(self, prompts: Sequence[PromptPages], cache: Cache) -> Tensor:
         """Logits after each prompt, (prompts, V); keys and values of all go to the cache."""
         lengths = [len(prompt.tokens) for prompt in prompts]
         ids: list[int] = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from ftkernels.sampling import Sampling
 
-from ftcli.generation.batch import Batch
+from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
 from ftcli.generation.forward import Forward
 
@@ -34,7 +34,7 @@ class StepStatus:
 class Stepper:
     """Runs the steps of a batch, by graphs where ``graphs``."""
 
-    def __init__(self, forward: Forward, cache: Cache, batch: Batch, *, graphs: bool) -> None:
+    def __init__(self, forward: Forward, cache: Cache, batch: DecodeBatch, *, graphs: bool) -> None:
         self.status = StepStatus(stopped=None if graphs else "CUDA graphs need a GPU")
         self._forward = forward
         self._cache = cache

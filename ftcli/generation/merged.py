@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class MergedLinear:
     """A frozen linear layer with a weight of its own, and the layer of the first model that it stands for."""
 
     linear: nn.Linear
@@ -48,14 +48,14 @@ class Copied:
         self.linear.weight.copy_(weight)
 
 
-def _copy_of(source: Any, dtype: torch.dtype) -> Copied:
+def _copy_of(source: Any, dtype: torch.dtype) -> MergedLinear:
     """With nothing written yet; the bias is shared."""
     base = getattr(source, "base_layer", source)
     linear = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     empty = torch.empty((base.out_features, base.in_features), dtype=dtype, device=base.weight.device)
     linear.weight = nn.Parameter(empty, requires_grad=False)
     linear.bias = base.bias
-    return Copied(linear, source)
+    return MergedLinear(linear, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MergedModel:
     """The second model; its copied layers, which :meth:`refresh` writes."""
 
     model: PreTrainedModel
-    layers: tuple[Copied, ...]
+    layers: tuple[MergedLinear, ...]
 
     def refresh(self) -> None:
         """Makes the model answer as the first one does now."""

@@ -18,8 +18,8 @@ from ftcli.generation.engine import AHEAD, Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.forward import Forward, cache_shape, product_dtype
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
-from ftcli.generation.requests import Completion, Request, Token
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import Completion, GenerationRequest, Token
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.backbone import base_of, head_of, root_of
 from ftcli.tables.families import family_of
 
@@ -57,16 +57,16 @@ class Completer(Protocol):
     """What completes requests: :class:`ftcli.generation.engine.Engine`, or transformers behind its interface."""
 
     def complete(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> list[list[Completion]]: ...
 
     def run(
-        self, requests: Sequence[Request], sampling: Sampling = GREEDY, stopping: Stopping | None = None
+        self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
     ) -> Generator[Token, None, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedGenerator:
     """What generates.
 
     Attributes:
@@ -104,7 +104,7 @@ def open_generator(
     merge: bool = True,
     room_bytes: int | None = None,
     ahead: int = AHEAD,
-) -> Opened:
+) -> OpenedGenerator:
     """What generates up to ``rows`` sequences of up to ``longest`` tokens at once.
 
     Args:
@@ -120,7 +120,7 @@ def open_generator(
     """
     reason = _why_not(model, plan, device, own_settings)
     if reason is not None:
-        return Opened(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
+        return OpenedGenerator(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
     on_gpu = device.type == "cuda"
     shape = cache_shape(model, product_dtype(model, plan))
     room = free_bytes(device) if room_bytes is None and on_gpu else room_bytes
@@ -131,7 +131,7 @@ def open_generator(
     merged = merged_model(model, plan, kernels) if layout.merged else None
     forward = Forward(model if merged is None else merged.model, plan, device)
     alone = root_of(model) is None  # what all ranks put together is in no graph
-    return Opened(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
+    return OpenedGenerator(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
 
 
 def free_bytes(device: torch.device) -> int:

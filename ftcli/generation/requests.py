@@ -11,7 +11,7 @@ StopReason = Literal["stop", "limit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerationRequest:
     """A prompt, and the seed of each completion of it: so many are generated, and the prompt is computed once.
 
     Attributes:
@@ -61,7 +61,7 @@ class Completion:
         self.ended = token.ended or self.ended
 
 
-def collected(requests: Sequence[Request], tokens: Iterable[Token]) -> list[list[Completion]]:
+def collected(requests: Sequence[GenerationRequest], tokens: Iterable[Token]) -> list[list[Completion]]:
     """The completions that ``tokens`` make, of each request, in the order of its seeds."""
     found = [[Completion() for _ in request.seeds] for request in requests]
     for token in tokens:
@@ -70,7 +70,7 @@ def collected(requests: Sequence[Request], tokens: Iterable[Token]) -> list[list
 
 
 @dataclass(frozen=True, slots=True)
-class Stops:
+class StopConditions:
     """What ends a completion: token ids, and strings in its text.
 
     A string ends it with the token that completes the string; cutting the text is the caller's.

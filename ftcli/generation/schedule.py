@@ -12,13 +12,13 @@ from ftkernels.sampling import NOT_FINITE, Sampling, choose
 from torch import Tensor
 
 from ftcli.facts.generation import PREFILL_TOKENS, pages_of
-from ftcli.generation.batch import Batch, Row
+from ftcli.generation.batch import DecodeBatch, DecodingRow
 from ftcli.generation.cache import Cache
-from ftcli.generation.forward import Forward, Prompt
+from ftcli.generation.forward import Forward, PromptPages
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool
-from ftcli.generation.requests import Request, StopReason, Token
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import GenerationRequest, StopReason, Token
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite
 
 #: New rows enter when one in so many places is free, so that several prompts are computed together.
@@ -32,7 +32,7 @@ class Tools:
     forward: Forward
     cache: Cache
     pool: PagePool
-    batch: Batch
+    batch: DecodeBatch
     stepper: Stepper
     rows: int
     device: torch.device
@@ -47,7 +47,7 @@ class _Started:
     """
 
     number: int
-    request: Request
+    request: GenerationRequest
     pages: list[int]
     logits: Tensor
     begun: int = 0
@@ -57,22 +57,24 @@ class _Started:
 class _Coming:
     """One token of each of ``rows``, on its way to the host; it has come when ``event`` is over, or None."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DecodingRow, ...]
     tokens: Tensor
     logprobs: Tensor
     event: torch.cuda.Event | None
 
 
-class Schedule:
+class Scheduler:
     """One run of an engine over some requests."""
 
-    def __init__(self, tools: Tools, requests: Sequence[Request], sampling: Sampling, stopping: Stopping) -> None:
+    def __init__(
+        self, tools: Tools, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck
+    ) -> None:
         self._tools = tools
         self._sampling = sampling
         self._stopping = stopping
         self._waiting = deque(enumerate(requests))
         self._started: deque[_Started] = deque()
-        self._active: list[Row] = []
+        self._active: list[DecodingRow] = []
         self._coming: deque[_Coming] = deque()
 
     def tokens(self) -> Iterator[Token]:
@@ -101,7 +103,7 @@ class Schedule:
         count = len(self._active)
         self._bring(self._active, tools.batch.tokens[:count], tools.batch.logprobs[:count])
 
-    def _bring(self, rows: Sequence[Row], tokens: Tensor, logprobs: Tensor) -> None:
+    def _bring(self, rows: Sequence[DecodingRow], tokens: Tensor, logprobs: Tensor) -> None:
         """Sends the host what was chosen, without waiting."""
         if tokens.device.type != "cuda":
             self._coming.append(_Coming(tuple(rows), tokens.clone(), logprobs.clone(), None))
@@ -147,7 +149,7 @@ class Schedule:
         free = tools.rows - len(self._active)
         if not (self._waiting or self._started) or (self._active and free < max(1, tools.rows // _ENTER_SHARE)):
             return
-        new: list[Row] = []
+        new: list[DecodingRow] = []
         logits: list[Tensor] = []
         copied: list[tuple[int, int]] = []
         while len(new) < free:
@@ -169,7 +171,7 @@ class Schedule:
     def _prefill(self, places: int) -> bool:
         """Computes prompts that wait: no more than ``places`` need, than fit a pass, and than there are pages for."""
         tools = self._tools
-        chosen: list[tuple[int, Request]] = []
+        chosen: list[tuple[int, GenerationRequest]] = []
         tokens, needed, completions = 0, 0, 0
         while self._waiting and completions < places:
             number, request = self._waiting[0]
@@ -183,13 +185,13 @@ class Schedule:
             tokens, needed, completions = tokens + size, needed + pages, completions + len(request.seeds)
         if not chosen:
             return False
-        prompts = [Prompt(request.prompt, tools.pool.take(pages_of(len(request.prompt)))) for _, request in chosen]
+        prompts = [PromptPages(request.prompt, tools.pool.take(pages_of(len(request.prompt)))) for _, request in chosen]
         logits = tools.forward.prefill(prompts, tools.cache)
         for (number, request), prompt, one in zip(chosen, prompts, logits, strict=True):
             self._started.append(_Started(number, request, list(prompt.pages), one))
         return True
 
-    def _begin(self, started: _Started, copied: list[tuple[int, int]]) -> Row | None:
+    def _begin(self, started: _Started, copied: list[tuple[int, int]]) -> DecodingRow | None:
         """The next completion of a request; None while there are no pages for it.
 
         Completions share the pages that their prompt fills. Of a page that it fills in part each gets a copy, but the
@@ -208,13 +210,13 @@ class Schedule:
         pages = pool.take(own)
         if not last and full < len(started.pages):
             copied.append((started.pages[full], pages[0]))
-        row = Row(
+        row = DecodingRow(
             started.number, started.begun, request.seeds[started.begun], size, request.limit, [*prompt_pages, *pages]
         )
         started.begun += 1
         return row
 
-    def _choose_first(self, new: list[Row], logits: list[Tensor]) -> None:
+    def _choose_first(self, new: list[DecodingRow], logits: list[Tensor]) -> None:
         """The first token of each new row, from its prompt's logits; then the rows join the others."""
         tools = self._tools
         seeds = torch.tensor([row.seed for row in new], dtype=torch.int64).to(tools.device)

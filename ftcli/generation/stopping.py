@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ftcli.generation.requests import Stops
+from ftcli.generation.requests import StopConditions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 _TOKENS_A_CHARACTER = 4
 
 
-class Stopping:
+class StopCheck:
     """Looks at the end of completions for what stops them.
 
     Raises ValueError for strings without a tokenizer.
     """
 
-    def __init__(self, stops: Stops, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, stops: StopConditions, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if stops.strings and tokenizer is None:
             raise ValueError("stop strings are looked for in text, which needs the tokenizer")
         self._stops = stops
@@ -50,7 +50,7 @@ def cut(text: str, strings: Sequence[str]) -> str:
     return text[: min(found)] if found else text
 
 
-class Until:
+class TextUntilStop:
     """Text that comes in pieces, up to the first of ``strings``: what may be the beginning of one is held back.
 
     ``ended`` says that one has come.

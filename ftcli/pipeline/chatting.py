@@ -25,8 +25,8 @@ from ftcli.run.inputs import require_same_base
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
-    from ftcli.evaluate.stream import Completed, Sampling, StopReason
-    from ftcli.generation.opening import Opened
+    from ftcli.evaluate.stream import Completed, StopReason, StreamSettings
+    from ftcli.generation.opening import OpenedGenerator
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
     from ftcli.pipeline.conversation import Conversation
@@ -82,12 +82,12 @@ class Chat:
     job: Job
     model: Model
     conversation: Conversation
-    sampling: Sampling
+    sampling: StreamSettings
     seed: int
     base: bool
     run: Path | None
     checkpoint: Path | None
-    opened: Opened
+    opened: OpenedGenerator
 
     def ask(self, text: str) -> Generator[str, None, ChatAnswer]:
         """The answer to the next turn, piece by piece; the generator's value is all of it.
@@ -188,14 +188,14 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     return Chat(job, model, conversation, sampling, seed, options.base, path, chosen, opened)
 
 
-def sampling_of(recipe: Recipe, options: ChatOptions) -> Sampling:
+def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
     """The options; what they leave open is the recipe's (``eval.generate``), or for a person to talk with."""
-    from ftcli.evaluate.stream import Sampling
+    from ftcli.evaluate.stream import StreamSettings
 
     own = recipe.eval.generate
     temperature = own.temperature if own.do_sample else TEMPERATURE if options.interactive else 0.0
     longest = max(own.max_new_tokens, MAX_NEW_TOKENS) if options.interactive else own.max_new_tokens
-    return Sampling(
+    return StreamSettings(
         max_new_tokens=longest if options.max_new_tokens is None else options.max_new_tokens,
         temperature=temperature if options.temperature is None else options.temperature,
         top_p=1.0 if options.top_p is None else options.top_p,

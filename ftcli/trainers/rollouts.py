@@ -10,9 +10,9 @@ from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.config import GrpoConfig
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.opening import Opened, open_generator
-from ftcli.generation.requests import Completion, Request, Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.requests import Completion, GenerationRequest, StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.job import Job
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class Rollouts:
         self._job = job
         self._grpo = grpo
         #: What ends a completion.
-        self.stopping = Stopping(
-            Stops(frozenset(job.stops), grpo.stop_strings), job.tokenizer if grpo.stop_strings else None
+        self.stopping = StopCheck(
+            StopConditions(frozenset(job.stops), grpo.stop_strings), job.tokenizer if grpo.stop_strings else None
         )
-        self._opened: Opened | None = None
+        self._opened: OpenedGenerator | None = None
         self._told = False
         self._step = -1
         self._in_step = 0
@@ -58,7 +58,8 @@ class Rollouts:
         mine = prompts[part]
         limit = self._grpo.max_completion_length
         requests = [
-            Request(prompt, limit, tuple(next(seeds) for _ in same)) for prompt, same in groupby(map(tuple, mine))
+            GenerationRequest(prompt, limit, tuple(next(seeds) for _ in same))
+            for prompt, same in groupby(map(tuple, mine))
         ]
         grpo = self._grpo
         sampling = Sampling(grpo.temperature, grpo.top_k, grpo.top_p)
@@ -66,7 +67,7 @@ class Rollouts:
         completions = opened.generator.complete(requests, sampling, self.stopping)
         return [one for each in completions for one in each]
 
-    def _open(self, rows: int) -> Opened:
+    def _open(self, rows: int) -> OpenedGenerator:
         if self._opened is not None:
             self._opened.refresh()
             return self._opened

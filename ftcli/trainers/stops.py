@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.generation.stopping import Stopping, cut
+from ftcli.generation.stopping import StopCheck, cut
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -20,7 +20,7 @@ class StopStringsMixin:
 
     stop_strings: tuple[str, ...] = ()
     #: What ends a completion; set with ``stop_strings``.
-    stopping: Stopping
+    stopping: StopCheck
     _metrics: dict[str, defaultdict[str, list[float]]]
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:

@@ -30,8 +30,8 @@ from ftcli.facts.generation import cache_bytes
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import cache_shape, product_dtype
-from ftcli.generation.opening import Opened, open_generator
-from ftcli.generation.requests import Request
+from ftcli.generation.opening import OpenedGenerator, open_generator
+from ftcli.generation.requests import GenerationRequest
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
 
@@ -100,7 +100,9 @@ def quantise(model: Any, method: str) -> None:
             model.model.layers.set_submodule(name, make(module, QuantizationConfig(method=method), name))
 
 
-def opened_for(model: Any, case: str, batch: int, longest: int, plan: DtypePlan, device: torch.device) -> Opened:
+def opened_for(
+    model: Any, case: str, batch: int, longest: int, plan: DtypePlan, device: torch.device
+) -> OpenedGenerator:
     """The engine, with a merged copy where the case is not without one."""
     room = None
     if case.endswith("unmerged"):
@@ -108,7 +110,7 @@ def opened_for(model: Any, case: str, batch: int, longest: int, plan: DtypePlan,
     return open_generator(model, plan, device, rows=batch, longest=longest, pad=0, own_settings=False, room_bytes=room)
 
 
-def timed(engine: Any, requests: list[Request], sampling: Sampling) -> tuple[float, float]:
+def timed(engine: Any, requests: list[GenerationRequest], sampling: Sampling) -> tuple[float, float]:
     """Seconds from the first token to the last, and of all of it."""
     began = time.perf_counter()
     first = last = 0.0
@@ -130,7 +132,7 @@ def measure(
 ) -> Figures:
     generator = torch.Generator().manual_seed(0)
     requests = [
-        Request(
+        GenerationRequest(
             tuple(torch.randint(5, model.config.vocab_size, (prompt,), generator=generator).tolist()),
             new,
             (row_seed(row),),
@@ -159,7 +161,7 @@ def measure(
     )  # fmt: skip
 
 
-def profiled(engine: Any, requests: list[Request], path: Path) -> None:
+def profiled(engine: Any, requests: list[GenerationRequest], path: Path) -> None:
     """A table of the kernels of some steps, by their time."""
     from torch.profiler import ProfilerActivity, profile
 

@@ -29,7 +29,7 @@ from ftcli.evaluate.share import led_by_first
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
-from ftcli.generation.requests import Request
+from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers, loss_of
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
@@ -84,7 +84,7 @@ def answers(
         opened = open_generator(
             model, plan, device, rows=2, longest=32 + tokens, pad=0, own_settings=False, merge=False
         )
-        requests = [Request(list(range(5 + at, 30 + at)), tokens, (at,)) for at in range(2)]
+        requests = [GenerationRequest(list(range(5 + at, 30 + at)), tokens, (at,)) for at in range(2)]
         opened.generator.complete(requests)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -19,8 +19,8 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig, ModelConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
 from ftcli.model.bitnet import finish
 from ftcli.model.checkpoint import read_config
@@ -137,7 +137,7 @@ def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path
         "plan": DtypePlan("float32", None, "float32", False, "a test"),
         "device": cpu,
         "reporter": SilentReporter(),
-        "stopping": Stopping(Stops(frozenset()), None),
+        "stopping": StopCheck(StopConditions(frozenset()), None),
         "max_length": 512,
     }
     found = complete(fresh, full, GenerateConfig(max_new_tokens=512, overflow="sliding"), **options)

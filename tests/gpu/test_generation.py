@@ -8,11 +8,11 @@ import pytest
 import torch
 from ftkernels.sampling import Sampling, row_seed
 
-from ftcli.facts.generation import Layout, pages_of
+from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
-from ftcli.generation.requests import Request
+from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
 from tests.small_models import build
 
@@ -24,15 +24,15 @@ LONGEST = 160
 
 def engine_of(model: Any, *, graphs: bool, plan: DtypePlan = PLAN) -> Engine:
     device = torch.device("cuda")
-    layout = Layout(5, 5 * pages_of(LONGEST) + 1, False)
+    layout = EngineLayout(5, 5 * pages_of(LONGEST) + 1, False)
     return Engine(Forward(model, plan, device), layout, LONGEST, plan, device, graphs=graphs)
 
 
-def requests(limit: int, several: int = 1) -> list[Request]:
+def requests(limit: int, several: int = 1) -> list[GenerationRequest]:
     generator = torch.Generator().manual_seed(0)
     sizes = (3, 70, 1, 64, 20, 100, 65)
     return [
-        Request(
+        GenerationRequest(
             tuple(torch.randint(5, 250, (size,), generator=generator).tolist()),
             limit - at,
             tuple(row_seed(at, number) for number in range(several)),

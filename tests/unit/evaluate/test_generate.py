@@ -15,8 +15,8 @@ from ftcli.config import GenerateConfig
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.generate import complete, generate
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.patch import patch
 from ftcli.reporting import SilentReporter
 
@@ -176,7 +176,7 @@ def test_a_stop_string_across_tokens_ends_where_generate_ends(loaded: tuple[Any,
     assert 3 <= len(theirs) < 24
     config = GenerateConfig(max_new_tokens=24, stop_strings=("never", stop))
     prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
-    stopping = Stopping(Stops(frozenset((3,)), config.stop_strings), tokenizer)
+    stopping = StopCheck(StopConditions(frozenset((3,)), config.stop_strings), tokenizer)
     made = complete(model, prompts, config, pad=0, stopping=stopping, reporter=SilentReporter(), **settings)
     assert made[0] == theirs
     ended = texts(config)

@@ -15,9 +15,9 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
-from ftcli.evaluate.stream import Completed, Detokenizer, Sampling, stream
+from ftcli.evaluate.stream import Completed, Detokenizer, StreamSettings, stream
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.stopping import Until
+from ftcli.generation.stopping import TextUntilStop
 from ftcli.reporting import SilentReporter
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")
@@ -33,7 +33,7 @@ def loaded() -> tuple[Any, Any]:
 
 
 def streamed(
-    loaded: tuple[Any, Any], sampling: Sampling, stops: tuple[int, ...] | None = None, max_length: int = 64
+    loaded: tuple[Any, Any], sampling: StreamSettings, stops: tuple[int, ...] | None = None, max_length: int = 64
 ) -> tuple[list[str], Completed]:
     model, tokenizer = loaded
     stops = (tokenizer.eos_token_id,) if stops is None else stops
@@ -61,7 +61,7 @@ def test_the_pieces_are_the_completion_of_evaluation(loaded: tuple[Any, Any]) ->
             model, tokenizer, [PROMPT], GenerateConfig(max_new_tokens=40), batch_size=1, plan=PLAN, device=CPU,
             reporter=SilentReporter(), stops=stops,
         )  # fmt: skip
-        pieces, _ = streamed(loaded, Sampling(40), stops, max_length=10_000)
+        pieces, _ = streamed(loaded, StreamSettings(40), stops, max_length=10_000)
         assert "".join(pieces) == whole[0]
     assert len(pieces) > 1
 
@@ -71,11 +71,11 @@ def test_why_it_ended(loaded: tuple[Any, Any]) -> None:
     with torch.no_grad():
         ids = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt")["input_ids"]
         first = int(model(input_ids=ids).logits[0, -1].argmax())
-    assert streamed(loaded, Sampling(8), stops=(first,)) == ([], Completed(1, "stop"))
+    assert streamed(loaded, StreamSettings(8), stops=(first,)) == ([], Completed(1, "stop"))
     other = next(number for number in range(tokenizer.vocab_size) if number != first)
-    assert streamed(loaded, Sampling(1), stops=(other,))[1] == Completed(1, "max_new_tokens")
+    assert streamed(loaded, StreamSettings(1), stops=(other,))[1] == Completed(1, "max_new_tokens")
     length = prompt_length(tokenizer)
-    assert streamed(loaded, Sampling(8), stops=(other,), max_length=length + 1)[1] == Completed(1, "max_seq_len")
+    assert streamed(loaded, StreamSettings(8), stops=(other,), max_length=length + 1)[1] == Completed(1, "max_seq_len")
 
 
 def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, Any]) -> None:
@@ -83,7 +83,7 @@ def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, An
     ids = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
     length = len(ids) + 3
     pieces = stream(
-        model, tokenizer, PROMPT, Sampling(30), plan=PLAN, device=CPU, stops=(), max_length=length, slides=True
+        model, tokenizer, PROMPT, StreamSettings(30), plan=PLAN, device=CPU, stops=(), max_length=length, slides=True
     )
     found, done = taken(pieces)
     assert done == Completed(30, "max_new_tokens")
@@ -98,32 +98,40 @@ def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, An
         made.append(token)
     assert "".join(found) == tokenizer.decode(made, skip_special_tokens=True)
     longer = stream(
-        model, tokenizer, PROMPT, Sampling(4), plan=PLAN, device=CPU, stops=(), max_length=len(ids) // 2, slides=True
+        model,
+        tokenizer,
+        PROMPT,
+        StreamSettings(4),
+        plan=PLAN,
+        device=CPU,
+        stops=(),
+        max_length=len(ids) // 2,
+        slides=True,
     )
     assert taken(longer)[1] == Completed(4, "max_new_tokens")
 
 
 def test_a_stop_string_ends_it_and_no_part_of_it_is_told(loaded: tuple[Any, Any]) -> None:
-    free, ended = streamed(loaded, Sampling(40), stops=(3,))
+    free, ended = streamed(loaded, StreamSettings(40), stops=(3,))
     whole = "".join(free)
     assert len(whole) > 12
     for length in (1, 2, 5):
         stop = whole[6 : 6 + length]
-        found, how = streamed(loaded, Sampling(40, stop_strings=("never", stop)), stops=(3,))
+        found, how = streamed(loaded, StreamSettings(40, stop_strings=("never", stop)), stops=(3,))
         assert "".join(found) == whole[: whole.index(stop)]
         assert how.stop == "stop"
     end = whole[-1] + "never"  # its beginning is said, and comes in the end
-    found, how = streamed(loaded, Sampling(40, stop_strings=(end,)), stops=(3,))
+    found, how = streamed(loaded, StreamSettings(40, stop_strings=(end,)), stops=(3,))
     assert ("".join(found), how) == (whole, ended)
 
 
 def test_pieces_are_held_back_while_they_may_begin_a_stop_string() -> None:
-    until = Until(("END", "E!"))
+    until = TextUntilStop(("END", "E!"))
     assert [until.add(piece) for piece in ("a", "bE", "Nc", "E", "EN", "D!", "x")] == ["a", "b", "ENc", "", "E", "", ""]
     assert until.finish() == ""
-    until = Until(("END",))
+    until = TextUntilStop(("END",))
     assert until.add("xEN") + until.finish() == "xEN"
-    plain = Until(())
+    plain = TextUntilStop(())
     assert plain.add("E") == "E"
 
 
@@ -131,7 +139,7 @@ def test_a_seed_repeats_what_is_sampled(loaded: tuple[Any, Any]) -> None:
     said = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        said.append("".join(streamed(loaded, Sampling(16, temperature=2.0), stops=(0,), max_length=10_000)[0]))
+        said.append("".join(streamed(loaded, StreamSettings(16, temperature=2.0), stops=(0,), max_length=10_000)[0]))
     assert said[0] == said[1] != said[2]
 
 
@@ -140,7 +148,7 @@ def test_closing_it_ends_the_generation(loaded: tuple[Any, Any]) -> None:
     calls: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
     pieces = stream(
-        model, tokenizer, PROMPT, Sampling(100_000), plan=PLAN, device=CPU, stops=(0,), max_length=200_000
+        model, tokenizer, PROMPT, StreamSettings(100_000), plan=PLAN, device=CPU, stops=(0,), max_length=200_000
     )  # fmt: skip
     next(pieces)
     pieces.close()
@@ -155,7 +163,7 @@ def test_logits_that_are_not_finite_are_an_error(loaded: tuple[Any, Any]) -> Non
     weight.data.fill_(float("nan"))
     try:
         with pytest.raises(FtcliError) as caught:
-            streamed(loaded, Sampling(4))
+            streamed(loaded, StreamSettings(4))
     finally:
         weight.data.copy_(before)
     assert caught.value.findings[0].code == "FT762"

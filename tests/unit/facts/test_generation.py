@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftcli.facts.generation import BUCKETS, CacheShape, Layout, bucket_of, choose_layout, pages_of, why_no_engine
+from ftcli.facts.generation import BUCKETS, CacheShape, EngineLayout, bucket_of, choose_layout, pages_of, why_no_engine
 
 SHAPE = CacheShape(layers=2, key_heads=2, head_dim=16, element_bytes=2)
 
@@ -22,16 +22,16 @@ def test_rows_come_in_few_sizes() -> None:
 @pytest.mark.parametrize(
     ("pages", "copy", "expected"),
     [
-        (None, 10**15, Layout(8, 25, False)),
-        (100, None, Layout(8, 25, False)),
-        (100, 60, Layout(8, 25, True)),
-        (100, 70, Layout(8, 25, False)),
-        (20, None, Layout(5, 18, False)),
-        (5, None, Layout(1, 4, False)),
+        (None, 10**15, EngineLayout(8, 25, False)),
+        (100, None, EngineLayout(8, 25, False)),
+        (100, 60, EngineLayout(8, 25, True)),
+        (100, 70, EngineLayout(8, 25, False)),
+        (20, None, EngineLayout(5, 18, False)),
+        (5, None, EngineLayout(1, 4, False)),
         (4, None, None),
     ],
 )
-def test_rows_and_copy_fit_the_room(pages: int | None, copy: int | None, expected: Layout | None) -> None:
+def test_rows_and_copy_fit_the_room(pages: int | None, copy: int | None, expected: EngineLayout | None) -> None:
     """Sizes in pages; a tenth of the room is left alone."""
     room = None if pages is None else pages * SHAPE.page_bytes
     bytes_of_copy = None if copy is None else copy * SHAPE.page_bytes

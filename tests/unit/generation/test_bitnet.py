@@ -11,8 +11,8 @@ from torch import nn
 from ftcli.config import GenerateConfig, QuantizationConfig
 from ftcli.evaluate.generate import complete
 from ftcli.facts.precision import DtypePlan
-from ftcli.generation.requests import Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
 from ftcli.model.quantize import layers_to_quantize, quantize_linear
 from ftcli.reporting import SilentReporter
@@ -37,7 +37,7 @@ def test_what_is_generated_is_what_the_whole_model_says(family: str, trained: bo
         "plan": DtypePlan("float32", None, "float32", False, "a test"),
         "device": torch.device("cpu"),
         "reporter": SilentReporter(),
-        "stopping": Stopping(Stops(frozenset()), None),
+        "stopping": StopCheck(StopConditions(frozenset()), None),
     }
     found = complete(model.eval(), prompts, GenerateConfig(max_new_tokens=12), **options)
     for prompt, tokens in zip(prompts, found, strict=True):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
-from ftcli.facts.generation import Layout, pages_of
+from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
-from ftcli.generation.requests import Request, Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import GenerationRequest, StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite
 from ftcli.model.patch import patch
 from ftcli.tables.families import MULTIMODAL, TABLE
@@ -33,7 +33,7 @@ FAMILIES = sorted(
 
 def engine_of(model: Any, rows: int = 4, pages: int | None = None) -> Engine:
     return Engine(
-        Forward(model, PLAN, CPU), Layout(rows, pages or rows * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU
+        Forward(model, PLAN, CPU), EngineLayout(rows, pages or rows * pages_of(LONGEST) + 1, False), LONGEST, PLAN, CPU
     )
 
 
@@ -63,7 +63,7 @@ def test_greedy_is_generates(model_type: str) -> None:
     limits = [24, 8, 30, 6, 1, 12]
     expected = [generated(model, prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
     assert len({token for one in expected for token in one}) > 5
-    requests = [Request(prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
+    requests = [GenerationRequest(prompt, limit) for prompt, limit in zip(asked, limits, strict=True)]
     for kernels in ("off", "reference"):
         patch(model, kernels)
         found = engine_of(model, rows=3).complete(requests)
@@ -76,8 +76,10 @@ def model() -> Any:
     return build("gemma2").requires_grad_(False)
 
 
-def tokens(engine: Engine, requests: list[Request], sampling: Sampling = GREEDY, **stops: Any) -> list[list[list[int]]]:
-    stopping = Stopping(Stops(**stops), None)
+def tokens(
+    engine: Engine, requests: list[GenerationRequest], sampling: Sampling = GREEDY, **stops: Any
+) -> list[list[list[int]]]:
+    stopping = StopCheck(StopConditions(**stops), None)
     return [[one.tokens for one in each] for each in engine.complete(requests, sampling, stopping)]
 
 
@@ -89,7 +91,8 @@ def test_a_stop_token_ends_a_row_and_another_takes_its_place(model: Any) -> None
     assert any(len(one) < limit for one in expected)
     engine = engine_of(model, rows=3)
     found = engine.complete(
-        [Request(prompt, limit) for prompt in asked], stopping=Stopping(Stops(frozenset({stop})), None)
+        [GenerationRequest(prompt, limit) for prompt in asked],
+        stopping=StopCheck(StopConditions(frozenset({stop})), None),
     )
     assert [one[0].tokens for one in found] == expected
     assert [one[0].ended for one in found] == ["stop" if one[-1] == stop else "limit" for one in expected]
@@ -104,11 +107,13 @@ def test_a_prompt_of_several_completions_is_computed_once(model: Any) -> None:
     for size in (64, 70, 5):
         prompt = tuple(range(5, 5 + size))
         seeds = tuple(row_seed(size, at) for at in range(5))
-        alone = [tokens(engine_of(model, rows=1), [Request(prompt, 30, (seed,))], sampling)[0][0] for seed in seeds]
+        alone = [
+            tokens(engine_of(model, rows=1), [GenerationRequest(prompt, 30, (seed,))], sampling)[0][0] for seed in seeds
+        ]
         calls.clear()
         # Few pages: completions take turns.
         engine = engine_of(model, rows=4, pages=pages_of(size) + 2 * pages_of(size + 30) + 2)
-        assert tokens(engine, [Request(prompt, 30, seeds)], sampling)[0] == alone
+        assert tokens(engine, [GenerationRequest(prompt, 30, seeds)], sampling)[0] == alone
         assert [count for count in calls if count > 1] == [size]
         assert len({tuple(one) for one in alone}) == 5
         assert engine._tools.pool.free == engine.layout.pages - 1
@@ -117,7 +122,7 @@ def test_a_prompt_of_several_completions_is_computed_once(model: Any) -> None:
 
 def test_what_is_sampled_depends_on_its_seed_alone(model: Any) -> None:
     sampling = Sampling(0.9, top_k=40, top_p=0.95)
-    requests = [Request(prompt, 25, (row_seed(9, at),)) for at, prompt in enumerate(prompts(6))]
+    requests = [GenerationRequest(prompt, 25, (row_seed(9, at),)) for at, prompt in enumerate(prompts(6))]
     alone = [tokens(engine_of(model, rows=1), [request], sampling)[0] for request in requests]
     engine = engine_of(model, rows=6)
     assert tokens(engine, requests, sampling) == alone
@@ -127,7 +132,7 @@ def test_what_is_sampled_depends_on_its_seed_alone(model: Any) -> None:
 
 def test_the_log_probabilities_are_the_models_own(model: Any) -> None:
     (prompt, *_), sampling = prompts(1), Sampling(0.8)
-    (found,) = engine_of(model).complete([Request(prompt, 20, (3,))], sampling)[0]
+    (found,) = engine_of(model).complete([GenerationRequest(prompt, 20, (3,))], sampling)[0]
     ids = torch.tensor([[*prompt, *found.tokens]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double() / 0.8
@@ -142,21 +147,21 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(model: Any) -> None
 
     tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", "bytes"))
     prompt = prompts(1)[0]
-    free = engine_of(model).complete([Request(prompt, 60, (5,))], Sampling(1.5))[0][0]
+    free = engine_of(model).complete([GenerationRequest(prompt, 60, (5,))], Sampling(1.5))[0][0]
     texts = [tokenizer.decode(free.tokens[: at + 1]) for at in range(60)]
     stop = tokenizer.decode(free.tokens[20:23])
     first = next(at for at, text in enumerate(texts) if stop in text)
-    stopping = Stopping(Stops(strings=("\ufffe never", stop)), tokenizer)
-    (found,) = engine_of(model).complete([Request(prompt, 60, (5,))], Sampling(1.5), stopping)[0]
+    stopping = StopCheck(StopConditions(strings=("\ufffe never", stop)), tokenizer)
+    (found,) = engine_of(model).complete([GenerationRequest(prompt, 60, (5,))], Sampling(1.5), stopping)[0]
     assert (found.tokens, found.ended) == (free.tokens[: first + 1], "stop")
     with pytest.raises(ValueError, match="tokenizer"):
-        Stopping(Stops(strings=("x",)), None)
+        StopCheck(StopConditions(strings=("x",)), None)
 
 
 def test_closing_gives_everything_back(model: Any) -> None:
     engine = engine_of(model)
     model.train()
-    run = engine.run([Request(prompt, 50) for prompt in prompts(6)])
+    run = engine.run([GenerationRequest(prompt, 50) for prompt in prompts(6)])
     for _ in range(9):
         next(run)
     assert not model.training
@@ -173,17 +178,17 @@ def test_logits_that_are_not_finite_end_it(model: Any) -> None:
     norm.data[3] = float("nan")
     try:
         with pytest.raises(NotFinite):
-            engine_of(model).complete([Request((5, 6, 7), 3)])
+            engine_of(model).complete([GenerationRequest((5, 6, 7), 3)])
     finally:
         norm.data.copy_(before)
 
 
 def test_a_request_that_does_not_fit_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="do not fit 120"):
-        engine_of(model).complete([Request(tuple(range(5, 105)), 21)])
+        engine_of(model).complete([GenerationRequest(tuple(range(5, 105)), 21)])
     for bad in ({"prompt": ()}, {"limit": 0}, {"seeds": ()}):
         with pytest.raises(ValueError, match="a request has a prompt"):
-            Request(**{"prompt": (1,), "limit": 1, "seeds": (0,), **bad})
+            GenerationRequest(**{"prompt": (1,), "limit": 1, "seeds": (0,), **bad})
 
 
 @pytest.mark.parametrize("kernels", ["off", "reference"])
@@ -199,7 +204,9 @@ def test_adapters_answer_unmerged(kernels: Any) -> None:
     asked = prompts(4)
     expected = [generated(adapted, prompt, 20) for prompt in asked]
     patch(adapted, kernels)
-    assert [one[0] for one in tokens(engine_of(adapted), [Request(prompt, 20) for prompt in asked])] == expected
+    assert [
+        one[0] for one in tokens(engine_of(adapted), [GenerationRequest(prompt, 20) for prompt in asked])
+    ] == expected
     with adapted.disable_adapter():
-        base = [one[0] for one in tokens(engine_of(adapted), [Request(prompt, 20) for prompt in asked])]
+        base = [one[0] for one in tokens(engine_of(adapted), [GenerationRequest(prompt, 20) for prompt in asked])]
     assert base != expected

@@ -12,8 +12,8 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
 from ftcli.generation.opening import open_generator
-from ftcli.generation.requests import Request, Stops
-from ftcli.generation.stopping import Stopping
+from ftcli.generation.requests import GenerationRequest, StopConditions
+from ftcli.generation.stopping import StopCheck
 from ftcli.model.finite import NotFinite
 from tests.small_models import build
 
@@ -52,10 +52,10 @@ def test_transformers_answers_as_the_engine_does() -> None:
     """Batch by batch and alone; stop tokens, and limits of each row."""
     model = build("qwen2").requires_grad_(False).train()
     prompts = [(5, 6, 7), tuple(range(9, 40)), (100,), (7, 8), tuple(range(30, 50))]
-    requests = [Request(prompt, 20 - 3 * at) for at, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(prompt, 20 - 3 * at) for at, prompt in enumerate(prompts)]
     engine = opened(model).generator
     free = engine.complete(requests)
-    stopping = Stopping(Stops(frozenset({free[0][0].tokens[5]})), None)
+    stopping = StopCheck(StopConditions(frozenset({free[0][0].tokens[5]})), None)
     for rows in (1, 2, 5):
         ours = TransformersGenerator(model, PLAN, CPU, pad=0, rows=rows)
         for chosen in (None, stopping):
@@ -68,7 +68,7 @@ def test_closing_it_ends_the_thread_that_generates() -> None:
     model = build("llama").requires_grad_(False)
     calls: list[int] = []
     hook = model.register_forward_hook(lambda *_: calls.append(1))
-    tokens = TransformersGenerator(model, PLAN, CPU, pad=0, rows=1).run([Request((5, 6), 200)], Sampling(1.0))
+    tokens = TransformersGenerator(model, PLAN, CPU, pad=0, rows=1).run([GenerationRequest((5, 6), 200)], Sampling(1.0))
     next(tokens)
     tokens.close()
     hook.remove()
@@ -80,7 +80,10 @@ def test_a_seed_repeats_what_transformers_samples_and_leaves_torchs_numbers_alon
     generator = TransformersGenerator(model, PLAN, CPU, pad=0, rows=2)
     state = torch.random.get_rng_state()
     first, again, other = (
-        [one.tokens for one in generator.complete([Request((5, 6), 9, seeds)], Sampling(1.0, 30, 0.9, 0.01))[0]]
+        [
+            one.tokens
+            for one in generator.complete([GenerationRequest((5, 6), 9, seeds)], Sampling(1.0, 30, 0.9, 0.01))[0]
+        ]
         for seeds in ((1, 2), (1, 2), (3, 4))
     )
     assert first == again != other
@@ -91,7 +94,7 @@ def test_what_is_not_finite_ends_transformers_too() -> None:
     model = build("mamba").requires_grad_(False)
     model.get_output_embeddings().weight.data.fill_(float("nan"))
     with pytest.raises(NotFinite):
-        opened(model).generator.complete([Request((5, 6), 3)])
+        opened(model).generator.complete([GenerationRequest((5, 6), 3)])
 
 
 def test_no_room_for_one_sequence_is_said_as_torch_says_it() -> None:

@@ -10,12 +10,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.facts.generation import Layout, pages_of
+from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.forward import Forward
 from ftcli.generation.merged import copied_bytes, merged_model
-from ftcli.generation.requests import Request
+from ftcli.generation.requests import GenerationRequest
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.nf4 import nf4_linear
 from ftcli.model.patch import patch
@@ -42,8 +42,8 @@ def quantised(method: str) -> Any:
 
 
 def said(model: Any) -> list[list[int]]:
-    engine = Engine(Forward(model, PLAN, CPU), Layout(3, 3 * pages_of(120) + 1, False), 120, PLAN, CPU)
-    return [one[0].tokens for one in engine.complete([Request(prompt, 16) for prompt in PROMPTS])]
+    engine = Engine(Forward(model, PLAN, CPU), EngineLayout(3, 3 * pages_of(120) + 1, False), 120, PLAN, CPU)
+    return [one[0].tokens for one in engine.complete([GenerationRequest(prompt, 16) for prompt in PROMPTS])]
 
 
 def generated(model: Any) -> list[list[int]]:
