@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftcli.config import TaskConfig
-from ftcli.judges import Batch, Judge, columns_of
+from ftcli.judges import CompletionBatch, Judge, columns_of
 from ftcli.plain import JsonObject
 from ftcli.rows.prompts import Prompt
 
@@ -75,7 +75,7 @@ def judge(task: TaskConfig, answered: Answered, judge: Judge) -> TaskResult:
     columns = {"answer": references, **{k: v for k, v in lent.items() if k not in ("prompts", "completions")}}
     origins = [prompt.row.origin for prompt in answered.prompts]
     known = [text or "" for text in references]
-    scores = judge.scores(Batch(answered.completions, answered.texts, known, columns, origins))
+    scores = judge.scores(CompletionBatch(answered.completions, answered.texts, known, columns, origins))
     kept = zip(answered.texts, references, answered.completions, scores.values, strict=True)
     answers = tuple(JudgedRow(*row) for row in kept)
     judged = [score for score in scores.values if score is not None]

@@ -3,7 +3,7 @@
 from ftcli.judges.builtin import missing_answer
 from ftcli.judges.judge import Judge, judges_of, kind_of, open_judge
 from ftcli.judges.user import columns_of, file_of, reserved_column
-from ftcli.judges.verdicts import Batch, Scores
+from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
 __all__ = [
     "Batch",

@@ -12,7 +12,7 @@ from ftcli.config.judging import JudgeConfig, OnError
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in
 from ftcli.judges.user import open_function
-from ftcli.judges.verdicts import Batch, Failed, Scores, Verdict
+from ftcli.judges.verdicts import CompletionBatch, Failed, JudgeScores, Verdict
 
 #: What is judged, how messages name it, and the code of its failures.
 _KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -27,9 +27,9 @@ class Judge:
     name: str
     kind: Literal["reward", "task"]
     on_error: OnError
-    ask: Callable[[Batch], list[Verdict]]
+    ask: Callable[[CompletionBatch], list[Verdict]]
 
-    def scores(self, batch: Batch) -> Scores:
+    def scores(self, batch: CompletionBatch) -> JudgeScores:
         """One number for each completion.
 
         Raises:
@@ -39,7 +39,7 @@ class Judge:
         verdicts = self.ask(batch)
         failed = tuple(place for place, verdict in enumerate(verdicts) if isinstance(verdict, Failed))
         if not failed:
-            return Scores([v for v in verdicts if not isinstance(v, Failed)])
+            return JudgeScores([v for v in verdicts if not isinstance(v, Failed)])
         first = verdicts[failed[0]]
         assert isinstance(first, Failed)
         what, code = _KINDS[self.kind]
@@ -49,7 +49,7 @@ class Judge:
             origin = Origin(self.name)
             raise FtcliError.single(code, example, exit_code=ExitCode.DATA, origin=origin, help=help)
         instead = None if self.on_error == "skip" else float(self.on_error)
-        return Scores([instead if isinstance(v, Failed) else v for v in verdicts], failed, example)
+        return JudgeScores([instead if isinstance(v, Failed) else v for v in verdicts], failed, example)
 
 
 def open_judge(config: RewardConfig | TaskConfig) -> Judge:

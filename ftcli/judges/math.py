@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftcli.judges.process import Source, Worker, ask_each
+from ftcli.judges.process import FunctionSource, Worker, ask_each
 from ftcli.judges.verdicts import Failed, Scorer, Verdict
 from ftcli.plain import JsonObject
 
@@ -36,7 +36,7 @@ class _MathVerify:
 
     def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
         wanted = min(os.cpu_count() or 1, _MOST_WORKERS, len(completions))
-        source = Source(_SCRIPT, "equal", _ADDRESS_SPACE)
+        source = FunctionSource(_SCRIPT, "equal", _ADDRESS_SPACE)
         self._workers += [Worker(source) for _ in range(wanted - len(self._workers))]
         calls = [{"completion": text, "answer": answer} for text, answer in zip(completions, answers, strict=True)]
         return [self._verdict(answer) for answer in ask_each(self._workers, calls, self._timeout)]

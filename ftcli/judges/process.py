@@ -29,16 +29,16 @@ _GRACE_SECONDS = 1.0
 _SCRIPT = Path(__file__).with_name("worker.py")
 
 
-class Late(Exception):
+class CallTimedOut(Exception):
     """No answer in time; the process was killed."""
 
 
-class Gone(Exception):
+class WorkerGone(Exception):
     """The process ended by itself; the message says how, as a sentence about the function would."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FunctionSource:
     """What a process loads: ``function`` of the file ``path``.
 
     ``address_space`` is a limit in bytes for code that works on untrusted text. Such a process gets nothing of the
@@ -53,7 +53,7 @@ class Source:
 class Worker:
     """One process, which is started at once and loads while others do something else."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self._start()
 
@@ -105,7 +105,7 @@ class Worker:
             Late, Gone: the file cannot be loaded again.
         """
         if self.loaded():
-            raise Gone("cannot be loaded a second time")
+            raise WorkerGone("cannot be loaded a second time")
         self._send({"arguments": dict(arguments), "count": count, "alarm": alarm})
 
     def answer(self, seconds: float) -> JsonObject:
@@ -118,10 +118,10 @@ class Worker:
         try:
             if not self.connection.poll(max(seconds, 0.0)):
                 self.end()
-                raise Late
+                raise CallTimedOut
             answered: JsonObject = json.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            raise Gone(self._how_it_ended()) from error
+            raise WorkerGone(self._how_it_ended()) from error
         except BaseException:
             self.end()  # its answer would be taken for that to the next call
             raise
@@ -180,7 +180,7 @@ def ask_each(workers: Sequence[Worker], calls: Sequence[JsonMap], seconds: float
 def _one(worker: Worker, seconds: float) -> JsonObject:
     try:
         return worker.answer(seconds)
-    except Late:
+    except CallTimedOut:
         return {"late": True}
-    except Gone as error:
+    except WorkerGone as error:
         return {"raised": str(error)}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges.process import LOAD_SECONDS, Gone, Late, Source, Worker
-from ftcli.judges.verdicts import Batch, Failed, Verdict
+from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
+from ftcli.judges.verdicts import CompletionBatch, Failed, Verdict
 from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap
 from ftcli.rows.prompts import Prompt
@@ -48,7 +48,7 @@ class UserFunction:
     what: str
     code: str
 
-    def verdicts(self, batch: Batch) -> list[Verdict]:
+    def verdicts(self, batch: CompletionBatch) -> list[Verdict]:
         """A number for each completion, None for those that the function does not judge, and failures.
 
         Where it fails on all of them together, each is tried alone, and those that do not fail are judged again
@@ -71,7 +71,7 @@ class UserFunction:
         judged = dict(zip(left, again, strict=True))
         return [judged[place] if place in judged else alone[place] for place in range(count)]
 
-    def _alone(self, batch: Batch) -> list[Failed | None]:
+    def _alone(self, batch: CompletionBatch) -> list[Failed | None]:
         """How each completion fails when it is judged alone."""
         found: list[Failed | None] = []
         end = time.monotonic() + _ALONE_TIMES * self.timeout
@@ -81,15 +81,15 @@ class UserFunction:
             found.append(one if isinstance(one, Failed) else None)
         return found
 
-    def _call(self, batch: Batch, seconds: float) -> list[Verdict] | Failed:
+    def _call(self, batch: CompletionBatch, seconds: float) -> list[Verdict] | Failed:
         count = len(batch.completions)
         given = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
         try:
             self.worker.ask({**given, **batch.columns, **self.arguments}, count)
             answer = self.worker.answer(seconds)
-        except Late:
+        except CallTimedOut:
             return Failed(f"gave no answer within {seconds:g} seconds")
-        except Gone as error:
+        except WorkerGone as error:
             return Failed(str(error))
         if "raised" in answer:
             return Failed(answer["raised"])
@@ -141,12 +141,12 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
     path, function = file_of(spec)
     if not is_file(path):
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path is relative to the current directory")
-    worker = Worker(Source(path, function))
+    worker = Worker(FunctionSource(path, function))
     try:
         found = worker.loaded()
-    except Late:
+    except CallTimedOut:
         found = {"raised": f"has not finished within {LOAD_SECONDS:g} seconds"}
-    except Gone as error:
+    except WorkerGone as error:
         found = {"raised": str(error)}
     if "raised" in found:
         raise _unusable("FT452", f"{path} {found['raised']} when it was run", spec, _GUARD.format(path))

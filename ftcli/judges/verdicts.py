@@ -10,7 +10,7 @@ from ftcli.errors import Origin
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CompletionBatch:
     """Completions that are judged together, with what is known of the row of each.
 
     Attributes:
@@ -26,9 +26,9 @@ class Batch:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     origins: Sequence[Origin] = ()
 
-    def only(self, places: Sequence[int]) -> Batch:
+    def only(self, places: Sequence[int]) -> CompletionBatch:
         """The completions at these places."""
-        return Batch(
+        return CompletionBatch(
             [self.completions[at] for at in places],
             [self.prompts[at] for at in places],
             [self.answers[at] for at in places] if self.answers else (),
@@ -63,7 +63,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class JudgeScores:
     """A number for each completion, None for those that do not count; ``failed`` are places that failed."""
 
     values: list[float | None]

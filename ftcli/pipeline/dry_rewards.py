@@ -20,7 +20,7 @@ from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.judges import Scores
+    from ftcli.judges import JudgeScores
     from ftcli.trainers.rewards import Reward
 
 #: Rows that are scored, and answers of other rows that each of them gets.
@@ -116,7 +116,7 @@ def _texts(rows: int, answers: Sequence[str]) -> list[list[str]]:
     return made
 
 
-def _said(reward: Reward, found: Scores, right: Sequence[bool] | None) -> DryReward:
+def _said(reward: Reward, found: JudgeScores, right: Sequence[bool] | None) -> DryReward:
     scores = found.values
     judged = [score for score in scores if score is not None]
 

@@ -25,7 +25,7 @@ from ftcli.run.status import Trained, TrainingSummary
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.trainers.best import Stopping
+    from ftcli.trainers.best import EarlyStopping
     from ftcli.trainers.callbacks import RunCallback
     from ftcli.trainers.hooks import TrainerHooks
 
@@ -60,7 +60,7 @@ def fit(
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
     from ftcli.model.saved import check_saved, require_saveable, save_weights
-    from ftcli.trainers.callbacks import RunCallback, Schedule
+    from ftcli.trainers.callbacks import RunCallback, StepIntervals
     from ftcli.trainers.hooks import TrainerHooks, not_interruptible
 
     recipe = job.recipe
@@ -75,7 +75,7 @@ def fit(
         stopping=_stopping(recipe) if evaluates else None,
         completions=_completions(context, recipe).write if context.leads else None,
     )
-    schedule = Schedule(
+    schedule = StepIntervals(
         log_every=recipe.logging.every_steps,
         evaluate_every=recipe.eval.every_steps if evaluates else None,
         save_every=recipe.checkpoint.every_steps,
@@ -118,11 +118,11 @@ def _completions(context: RunContext, recipe: Recipe) -> Completions:
     return Completions(context.directory.completions_dir, most, recipe.logging.every_steps)
 
 
-def _stopping(recipe: Recipe) -> Stopping | None:
-    from ftcli.trainers.best import Stopping
+def _stopping(recipe: Recipe) -> EarlyStopping | None:
+    from ftcli.trainers.best import EarlyStopping
 
     settings = recipe.train.early_stopping
-    return None if settings is None else Stopping(settings.patience, settings.min_delta)
+    return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
 
 
 def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> Fitted:

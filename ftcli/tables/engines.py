@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class LaunchEngine:
     """One engine.
 
     Attributes:
@@ -26,17 +26,17 @@ class Engine:
 #: Chooses one of those that take any number of processes, by the memory estimate.
 AUTO = "auto"
 
-TABLE: Mapping[str, Engine] = MappingProxyType(
+TABLE: Mapping[str, LaunchEngine] = MappingProxyType(
     {
-        AUTO: Engine("ftcli.pipeline.launch:together"),
-        "single": Engine("ftcli.pipeline.launch:in_this_process", processes=1),
-        "ddp": Engine("ftcli.pipeline.launch:together"),
-        "fsdp": Engine("ftcli.pipeline.launch:together", spreads=True),
+        AUTO: LaunchEngine("ftcli.pipeline.launch:together"),
+        "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
+        "ddp": LaunchEngine("ftcli.pipeline.launch:together"),
+        "fsdp": LaunchEngine("ftcli.pipeline.launch:together", spreads=True),
     }
 )
 
 
-def row(name: str) -> Engine:
+def row(name: str) -> LaunchEngine:
     """The row of an engine. Raises KeyError for a name without one."""
     return TABLE[name]
 

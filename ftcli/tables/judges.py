@@ -13,7 +13,7 @@ DEFAULT = "exact_match"
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class BuiltinJudge:
     """What the rest of the program has to know of a built-in judge.
 
     Attributes:
@@ -38,21 +38,23 @@ class Judge:
         return (*self.options, *(("answer",) if self.compares else ()), *(("on_error",) if self.fails else ()))
 
 
-TABLE: Mapping[str, Judge] = MappingProxyType(
+TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
     {
-        "exact_match": Judge("ftcli.judges.builtin:exact_match", compares=True, options=("extract",), fails=True),
-        "contains": Judge("ftcli.judges.builtin:contains", compares=True),
-        "regex": Judge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
-        "json_valid": Judge("ftcli.judges.json_values:json_valid", options=("json_schema",), fails=True),
-        "length": Judge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
-        "math_verify": Judge(
+        "exact_match": BuiltinJudge(
+            "ftcli.judges.builtin:exact_match", compares=True, options=("extract",), fails=True
+        ),
+        "contains": BuiltinJudge("ftcli.judges.builtin:contains", compares=True),
+        "regex": BuiltinJudge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
+        "json_valid": BuiltinJudge("ftcli.judges.json_values:json_valid", options=("json_schema",), fails=True),
+        "length": BuiltinJudge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
+        "math_verify": BuiltinJudge(
             "ftcli.judges.math:math_verify",
             compares=True,
             options=("timeout",),
             fails=True,
             package=Package("math-verify", "ftcli[math]", "math_verify in rewards and tasks"),
         ),
-        "python_tests": Judge(
+        "python_tests": BuiltinJudge(
             "ftcli.judges.python_tests:python_tests", compares=True, options=("timeout", "memory_mb")
         ),
     }
@@ -64,7 +66,7 @@ def names() -> tuple[str, ...]:
     return tuple(TABLE)
 
 
-def row(name: str) -> Judge:
+def row(name: str) -> BuiltinJudge:
     """The row of a judge that a recipe names."""
     return TABLE[name]
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """What the rest of the program has to know of a layout.
 
     Attributes:
@@ -31,28 +31,28 @@ class Layout:
 
 
 #: In the order in which ``format: auto`` tries them.
-TABLE: Mapping[str, Layout] = MappingProxyType(
+TABLE: Mapping[str, RowLayout] = MappingProxyType(
     {
-        "messages": Layout(("messages",), "ftcli.rows.layouts.messages:understand", conversation=("messages",)),
-        "sharegpt": Layout(
+        "messages": RowLayout(("messages",), "ftcli.rows.layouts.messages:understand", conversation=("messages",)),
+        "sharegpt": RowLayout(
             ("conversations",),
             "ftcli.rows.layouts.sharegpt:understand",
             conversation=("conversations",),
         ),
-        "prompt_completion": Layout(
+        "prompt_completion": RowLayout(
             ("prompt", "completion"),
             "ftcli.rows.layouts.prompted:understand_completion",
             loss_on=("completion", "assistant", "all"),
             conversation=("prompt", "completion"),
         ),
-        "prompt_answer": Layout(
+        "prompt_answer": RowLayout(
             ("prompt", "answer"),
             "ftcli.rows.layouts.prompted:understand_answer",
             conversation=("prompt",),
         ),
-        "alpaca": Layout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand"),
-        "text": Layout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
-        "tokenized": Layout(
+        "alpaca": RowLayout(("instruction", "output"), "ftcli.rows.layouts.alpaca:understand"),
+        "text": RowLayout(("text",), "ftcli.rows.layouts.plain:understand", loss_on=("all",), asks=False),
+        "tokenized": RowLayout(
             ("input_ids", "labels"), "ftcli.rows.layouts.tokenized:understand", loss_on=("all",), asks=False
         ),
     }
@@ -64,7 +64,7 @@ def names() -> tuple[str, ...]:
     return tuple(TABLE)
 
 
-def row(name: str) -> Layout:
+def row(name: str) -> RowLayout:
     """The row of a layout."""
     return TABLE[name]
 

@@ -68,7 +68,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningRateSchedule:
     """What the rest of the program has to know of a schedule.
 
     Attributes:
@@ -105,29 +105,29 @@ _LIKE_PLATEAU = {
     "min_lr": _RATE,
 }
 
-TABLE: Mapping[str, Schedule] = MappingProxyType(
+TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
     {
-        "linear": Schedule("Falls in a straight line to 0."),
-        "cosine": Schedule("Falls along a half cosine to 0.", {"num_cycles": _WAVES}),
-        "cosine_with_restarts": Schedule(
+        "linear": LearningRateSchedule("Falls in a straight line to 0."),
+        "cosine": LearningRateSchedule("Falls along a half cosine to 0.", {"num_cycles": _WAVES}),
+        "cosine_with_restarts": LearningRateSchedule(
             "Falls along a half cosine to 0, `num_cycles` times over (1).",
             {"num_cycles": Argument("whole", least=1)},
         ),
-        "cosine_with_min_lr": Schedule(
+        "cosine_with_min_lr": LearningRateSchedule(
             "Falls along a half cosine to `min_lr`, or to `min_lr_rate` times the peak.",
             _TO_A_LOWEST,
             one_of=("min_lr", "min_lr_rate"),
         ),
-        "cosine_warmup_with_min_lr": Schedule(
+        "cosine_warmup_with_min_lr": LearningRateSchedule(
             "The same, and the warm-up begins at `warmup_lr_rate` times the peak.",
             {**_TO_A_LOWEST, "warmup_lr_rate": _FRACTION},
             one_of=("min_lr", "min_lr_rate"),
         ),
-        "polynomial": Schedule(
+        "polynomial": LearningRateSchedule(
             "Falls to `lr_end` (1e-7) with the `power` (1) of what is left.",
             {"lr_end": Argument("number", below_peak=True, default=1e-7), "power": Argument("number", above=True)},
         ),
-        "warmup_stable_decay": Schedule(
+        "warmup_stable_decay": LearningRateSchedule(
             "Stays at the peak and falls in the last `num_decay_steps` to `min_lr_ratio` (0) times the peak.",
             {
                 "num_decay_steps": Argument("steps", above=True),
@@ -139,18 +139,18 @@ TABLE: Mapping[str, Schedule] = MappingProxyType(
             },
             required=("num_decay_steps",),
         ),
-        "inverse_sqrt": Schedule(
+        "inverse_sqrt": LearningRateSchedule(
             "Falls with one over the square root of the steps.", {"timescale": Argument("whole", least=1)}
         ),
-        CONSTANT: Schedule("Stays.", warms_up=False),
-        CONSTANT_AFTER_WARMUP: Schedule("Stays after the warm-up."),
-        "reduce_lr_on_plateau": Schedule(
+        CONSTANT: LearningRateSchedule("Stays.", warms_up=False),
+        CONSTANT_AFTER_WARMUP: LearningRateSchedule("Stays after the warm-up."),
+        "reduce_lr_on_plateau": LearningRateSchedule(
             "Is multiplied by `factor` (0.1) after more than `patience` (10) evaluations without improvement.",
             _LIKE_PLATEAU,
             warms_up=False,
             by_evaluations=True,
         ),
-        "greedy": Schedule(
+        "greedy": LearningRateSchedule(
             "Is divided by `factor` (0.95) while evaluations get better and multiplied by it while they do not, "
             "between `min_lr` and `max_lr`.",
             {
@@ -172,7 +172,7 @@ def names() -> tuple[str, ...]:
     return tuple(TABLE)
 
 
-def row(name: str) -> Schedule:
+def row(name: str) -> LearningRateSchedule:
     """The row of a schedule that a recipe names."""
     return TABLE[name]
 

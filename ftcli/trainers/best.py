@@ -13,7 +13,7 @@ class TrainingOver(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class EarlyStopping:
     """``train.early_stopping``: after ``patience`` evaluations in a row that are not better by ``min_delta``."""
 
     patience: int

@@ -43,7 +43,7 @@ class StopSignal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepIntervals:
     """When things happen, in optimizer steps; None is never."""
 
     log_every: int
@@ -67,7 +67,7 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         trainer: RunTrainerMixin,
-        schedule: Schedule,
+        schedule: StepIntervals,
         write: Callable[[MetricsLine], None],
         progress: StepDisplay,
         stop: StopSignal,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ftcli.run.completions import Completion
-from ftcli.trainers.best import Stopping
+from ftcli.trainers.best import EarlyStopping
 
 
 class CheckpointStore(Protocol):
@@ -45,5 +45,5 @@ class TrainerHooks:
     before_checkpoint: Callable[[], None] | None = None
     interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
     keep_best: bool = False
-    stopping: Stopping | None = None
+    stopping: EarlyStopping | None = None
     completions: Callable[[int, Sequence[Completion]], None] | None = None

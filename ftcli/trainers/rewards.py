@@ -9,7 +9,7 @@ from typing import Any
 
 from ftcli.config import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges import Batch, Judge, Scores, kind_of, missing_answer, open_judge, reserved_column
+from ftcli.judges import CompletionBatch, Judge, JudgeScores, kind_of, missing_answer, open_judge, reserved_column
 from ftcli.reporting import Reporter
 from ftcli.tables import judges
 
@@ -40,7 +40,7 @@ class Reward:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
         origins: Sequence[Origin] = (),
-    ) -> Scores:
+    ) -> JudgeScores:
         """One number for each completion, None where the reward has no opinion.
 
         Args:
@@ -51,7 +51,7 @@ class Reward:
             FtcliError: FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
         """
         answers = [""] * len(completions) if self.answer is None else [str(each) for each in columns[self.answer]]
-        return self.judge.scores(Batch(completions, prompts, answers, columns, origins))
+        return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins))
 
 
 def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:
@@ -101,7 +101,7 @@ class RewardFailures:
     _told: set[str] = field(default_factory=set)
     _newest: dict[str, tuple[int, int, str | None]] = field(default_factory=dict)
 
-    def note(self, reward: Reward, scores: Scores) -> None:
+    def note(self, reward: Reward, scores: JudgeScores) -> None:
         """Notes this rank's completions."""
         example = f"{scores.example}; the completion {reward.becomes}" if scores.failed else None
         self._newest[reward.name] = (len(scores.values), len(scores.failed), example)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ftcli.config import RewardConfig
 from ftcli.errors import FtcliError
-from ftcli.judges import Batch, open_judge
+from ftcli.judges import CompletionBatch, open_judge
 from tests.fuzz.budget import examples
 from tests.fuzz.contract import hold_refusal
 
@@ -63,7 +63,7 @@ def test_reward_files(folder: Path, source: str) -> None:
     (folder / "mine.py").write_text(source, encoding="utf-8")
     try:
         judge = open_judge(RewardConfig(file=spec))
-        scores = judge.scores(Batch(["a", "b"], ["p", "q"], columns={"answer": [1, "x"]})).values
+        scores = judge.scores(CompletionBatch(["a", "b"], ["p", "q"], columns={"answer": [1, "x"]})).values
     except FtcliError as error:
         hold_refusal(error)
     else:

@@ -9,7 +9,7 @@ from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.expressions import regex_findings
 from ftcli.preflight.checks.support import Installed, is_installed
 from ftcli.tables import judges
-from ftcli.tables.judges import Judge
+from ftcli.tables.judges import BuiltinJudge
 
 #: Options that need no look at their value, and whether a function of the user's reads them too.
 _PLAIN = {
@@ -43,7 +43,7 @@ def judge_findings(
             yield context.error("FT280", f"{path}.json_schema", f"json_schema {error}", help=help)
 
 
-def _judge_of(judged: TaskConfig | RewardConfig) -> Judge | None:
+def _judge_of(judged: TaskConfig | RewardConfig) -> BuiltinJudge | None:
     """The built-in judge; None for functions, and where none is named."""
     kind = kind_of(judged)
     return judges.row(kind) if judged.file is None and kind in judges.names() else None

@@ -190,7 +190,7 @@ def _arguments(context: Context) -> Findings:
             yield context.error("FT272", key, problem, help=schedules.SHORTER)
 
 
-def _example(row: schedules.Schedule, arguments: list[str] | tuple[str, ...]) -> str:
+def _example(row: schedules.LearningRateSchedule, arguments: list[str] | tuple[str, ...]) -> str:
     values = ", ".join(f"{name}: {row.arguments[name].example:g}" for name in arguments)
     return f"lr_scheduler_kwargs: {{{values}}}"
 

@@ -13,7 +13,7 @@ import pytest
 
 from ftcli.config import TaskConfig
 from ftcli.errors import FtcliError
-from ftcli.judges import Batch, Scores, open_judge
+from ftcli.judges import CompletionBatch, JudgeScores, open_judge
 from ftcli.judges.json_values import MAX_DEPTH
 from ftcli.preflight.checks import crossfield, grpo
 
@@ -26,9 +26,9 @@ PERSON = {
 }
 
 
-def scores(schema: Any, *completions: str, **options: Any) -> Scores:
+def scores(schema: Any, *completions: str, **options: Any) -> JudgeScores:
     judge = open_judge(TaskConfig.model_validate({"use": "json_valid", "json_schema": schema, **options}))
-    return judge.scores(Batch(completions, answers=[""] * len(completions)))
+    return judge.scores(CompletionBatch(completions, answers=[""] * len(completions)))
 
 
 def test_a_value_has_to_fit_the_schema(tmp_path: Path) -> None:

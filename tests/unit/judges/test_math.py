@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftcli.config import TaskConfig
-from ftcli.judges import Batch, Scores, math, open_judge
+from ftcli.judges import CompletionBatch, JudgeScores, math, open_judge
 from ftcli.preflight.checks import judging
 
 #: Completion, known answer, and whether they are equal.
@@ -30,9 +30,9 @@ CASES: list[tuple[str, str, float | None]] = [
 ]
 
 
-def scores(completions: list[str], answers: list[str], **options: Any) -> Scores:
+def scores(completions: list[str], answers: list[str], **options: Any) -> JudgeScores:
     judge = open_judge(TaskConfig.model_validate({"use": "math_verify", **options}))
-    return judge.scores(Batch(completions, answers=answers))
+    return judge.scores(CompletionBatch(completions, answers=answers))
 
 
 def test_equal_expressions_pass_and_an_answer_without_one_is_a_failure() -> None:

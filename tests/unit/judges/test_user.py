@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.config import RewardConfig
 from ftcli.errors import FtcliError, Origin
-from ftcli.judges import Batch, Judge, Scores, open_judge
+from ftcli.judges import CompletionBatch, Judge, JudgeScores, open_judge
 from tests.e2e.drill import Server
 
 
@@ -24,7 +24,7 @@ def opened(tmp_path: Path, body: str, head: str = "", **options: Any) -> Judge:
 
 def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
     """What ``score`` with this body gives for two completions."""
-    return opened(tmp_path, body, head).scores(Batch(["a", "bb"], ["p", "q"])).values
+    return opened(tmp_path, body, head).scores(CompletionBatch(["a", "bb"], ["p", "q"])).values
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_dataclasses_with_future_annotations_can_be_defined(tmp_path: Path) -> N
         "        return [Point(1.0).value for _ in completions]\n"
     )
     judge = open_judge(RewardConfig(file=f"{file}:score"))
-    assert judge.scores(Batch(["a"], ["b"])).values == [1.0]
+    assert judge.scores(CompletionBatch(["a"], ["b"])).values == [1.0]
 
 
 def test_what_a_function_does_to_its_process_is_not_done_to_this_one(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_a_function_does_to_its_process_is_not_done_to_this_one(tmp_path: P
 
 def test_a_function_keeps_its_state_from_call_to_call(tmp_path: Path) -> None:
     judge = opened(tmp_path, "seen.extend(completions); return [len(seen)]", head="seen = []")
-    assert [judge.scores(Batch(["a"], ["p"])).values for _ in range(3)] == [[1.0], [2.0], [3.0]]
+    assert [judge.scores(CompletionBatch(["a"], ["p"])).values for _ in range(3)] == [[1.0], [2.0], [3.0]]
 
 
 #: Fails on some words, alone or among others.
@@ -112,7 +112,7 @@ def test_only_completions_that_fail_are_left_out(
     tmp_path: Path, on_error: str | float, completions: list[str], wanted: list[float | None]
 ) -> None:
     judge = opened(tmp_path, _PICKY, on_error=on_error, timeout=0.5)
-    scores = judge.scores(Batch(completions, completions))
+    scores = judge.scores(CompletionBatch(completions, completions))
     assert scores.values == wanted
     assert scores.failed == tuple(at for at, text in enumerate(completions) if len(text) > 1)
 
@@ -121,7 +121,7 @@ def test_the_error_names_file_function_row_and_completion(tmp_path: Path) -> Non
     judge = opened(tmp_path, _PICKY)
     origins = [Origin("train.jsonl", row) for row in (7, 8, 9)]
     with pytest.raises(FtcliError) as caught:
-        judge.scores(Batch(["a", "b", "raise"], ["p"] * 3, origins=origins))
+        judge.scores(CompletionBatch(["a", "b", "raise"], ["p"] * 3, origins=origins))
     said = caught.value.findings[0].message
     assert said == f"the reward {judge.name} raised ValueError: no for completion 3 to train.jsonl:9: 'raise'"
     assert judge.name.endswith("mine.py:score")
@@ -129,15 +129,15 @@ def test_the_error_names_file_function_row_and_completion(tmp_path: Path) -> Non
 
 def test_a_failure_of_the_batch_alone_fails_all_of_it(tmp_path: Path) -> None:
     body = "assert len(completions) == 1; return [1]"
-    scores = opened(tmp_path, body, on_error="skip").scores(Batch(["a", "b"], ["p", "p"]))
-    assert scores == Scores([None, None], (0, 1), scores.example)
+    scores = opened(tmp_path, body, on_error="skip").scores(CompletionBatch(["a", "b"], ["p", "p"]))
+    assert scores == JudgeScores([None, None], (0, 1), scores.example)
     assert "though for none of 2 completions alone" in str(scores.example)
 
 
 def test_a_batch_of_hanging_completions_takes_four_timeouts_at_most(tmp_path: Path) -> None:
     judge = opened(tmp_path, "time.sleep(60)", on_error="skip", timeout=0.3)
     began = time.monotonic()
-    assert judge.scores(Batch(["a"] * 50, ["p"] * 50)).values == [None] * 50
+    assert judge.scores(CompletionBatch(["a"] * 50, ["p"] * 50)).values == [None] * 50
     assert time.monotonic() - began < 10
 
 
@@ -152,14 +152,14 @@ def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:
         "        except BaseException: pass"
     )
     judge = opened(tmp_path, body, on_error="skip", timeout=0.5)
-    assert judge.scores(Batch(["a"], ["p"])).values == [None]
+    assert judge.scores(CompletionBatch(["a"], ["p"])).values == [None]
     time.sleep(2)
     assert not left.exists()
 
 
 def test_its_process_ends_with_the_judge(tmp_path: Path) -> None:
     judge = opened(tmp_path, "return [os.getpid()]")
-    (pid,) = judge.scores(Batch(["a"], ["p"])).values
+    (pid,) = judge.scores(CompletionBatch(["a"], ["p"])).values
     assert pid is not None
     os.kill(int(pid), 0)
     del judge
@@ -191,6 +191,6 @@ def test_a_function_may_be_async(tmp_path: Path) -> None:
         "    return [float(len(text)) for text in completions]\n"
     )
     judge = open_judge(RewardConfig(file=f"{file}:score"))
-    assert judge.scores(Batch(["a", "bc"], ["p", "p"])).values == [1.0, 2.0]
+    assert judge.scores(CompletionBatch(["a", "bc"], ["p", "p"])).values == [1.0, 2.0]
     with pytest.raises(FtcliError, match="raised KeyError: 'gone'"):
-        judge.scores(Batch(["bad"], ["p"]))
+        judge.scores(CompletionBatch(["bad"], ["p"]))

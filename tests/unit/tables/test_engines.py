@@ -11,7 +11,7 @@ import pytest
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 from ftcli.tables import code_of, engines
-from ftcli.tables.engines import Engine
+from ftcli.tables.engines import LaunchEngine
 from tests.e2e.conftest import User
 
 
@@ -30,7 +30,7 @@ def launch(work: Callable[[None], object], session: Session, processes: int) -> 
 
 @pytest.fixture
 def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
-    monkeypatch.setattr(engines, "TABLE", {**engines.TABLE, "made-up": Engine(f"{__name__}:launch")})
+    monkeypatch.setattr(engines, "TABLE", {**engines.TABLE, "made-up": LaunchEngine(f"{__name__}:launch")})
     return User(tmp_path, capsys)
 
 

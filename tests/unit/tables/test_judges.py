@@ -33,7 +33,7 @@ def longer(pattern: str) -> Scorer:
 
 @pytest.fixture(autouse=True)
 def _longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = judges.Judge(f"{__name__}:longer", compares=True, options=("pattern",), needs=("pattern",))
+    row = judges.BuiltinJudge(f"{__name__}:longer", compares=True, options=("pattern",), needs=("pattern",))
     monkeypatch.setattr(judges, "TABLE", {**judges.TABLE, "longer": row})
 
 

@@ -24,7 +24,7 @@ def understand(row: Row) -> Example:
 
 @pytest.fixture
 def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> User:
-    row = layouts.Layout(
+    row = layouts.RowLayout(
         ("transcript",), f"{__name__}:understand", loss_on=("completion", "all"), conversation=("transcript",)
     )
     monkeypatch.setattr(layouts, "TABLE", {**layouts.TABLE, "transcript": row})
