@@ -34,7 +34,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnswerTurn:
     """One assistant's turn that is trained.
 
     Attributes:
@@ -122,7 +122,7 @@ def with_reasoning(answer: str, reasoning: str) -> tuple[str, bool]:
     return f"{reasoning.strip()}\n</think>\n\n{answer.lstrip(chr(10))}", True
 
 
-class Stops:
+class StopTexts:
     """The texts of the tokens at which generation stops."""
 
     def __init__(self, texts: Sequence[str]) -> None:

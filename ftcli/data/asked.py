@@ -26,7 +26,7 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RenderedPrompt:
     """A prompt, and its text as the model sees it."""
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PromptLimit:
     """How long a prompt may be, in tokens, and what is said of one that is longer.
 
     ``cut_to`` is what ``data.overlong: truncate`` leaves of it, from its end; None where prompts are never cut.
@@ -47,36 +47,36 @@ class Room:
     cut_to: int | None = None
 
 
-def room_of_task(data: DataConfig, generate: GenerateConfig) -> Room:
+def room_of_task(data: DataConfig, generate: GenerateConfig) -> PromptLimit:
     """A prompt of a task and at least one token of its answer fit ``data.max_seq_len``; where the window slides, the
     prompt does.
     """
     longest, max_new_tokens = data.max_seq_len, generate.max_new_tokens
     help = "raise data.max_seq_len, or choose data.overlong: drop or truncate"
     if generate.overflow == "sliding":
-        return Room(longest, "FT431", f"more than data.max_seq_len {longest}", help, longest)
-    return Room(
+        return PromptLimit(longest, "FT431", f"more than data.max_seq_len {longest}", help, longest)
+    return PromptLimit(
         longest - 1, "FT431", f"which leaves no room for an answer in data.max_seq_len {longest}", help,
         max(1, longest - max_new_tokens),
     )  # fmt: skip
 
 
-def room_of_grpo(grpo: GrpoConfig) -> Room:
+def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
     """Prompts of GRPO are never cut."""
     limit, help = grpo.max_prompt_length, "raise grpo.max_prompt_length, choose data.overlong: drop, or remove the row"
-    return Room(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
+    return PromptLimit(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
 
 
 def asked_rows(
     sources: Sequence[DatasetConfig],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    room: Room,
+    room: PromptLimit,
     *,
     offline: bool,
     max_rows: int | None = None,
     budget: Budget | None = None,
-) -> tuple[list[Asked], list[Finding]]:
+) -> tuple[list[RenderedPrompt], list[Finding]]:
     """Prompts of all sources (the first ``max_rows`` of them), and warnings about rows that are skipped or cut.
 
     What ``data.max_bad_rows``, ``data.overlong`` and ``data.reasoning`` say of rows to train on holds for these, too.
@@ -87,7 +87,7 @@ def asked_rows(
             FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
     """
     reader = _Reader(data, tokenizer, room, offline, budget)
-    asked: list[Asked] = []
+    asked: list[RenderedPrompt] = []
     warnings: list[Finding] = []
     failures: list[Finding] = []
     for source in sources:
@@ -114,7 +114,7 @@ class _Reader:
         self,
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
-        room: Room,
+        room: PromptLimit,
         offline: bool,
         budget: Budget | None,
     ) -> None:
@@ -125,7 +125,7 @@ class _Reader:
         self._offline = offline
         self._renderer: Renderer = renderer_of(tokenizer, data)
 
-    def read(self, source: DatasetConfig, most: int | None) -> tuple[list[Asked], list[Finding]]:
+    def read(self, source: DatasetConfig, most: int | None) -> tuple[list[RenderedPrompt], list[Finding]]:
         asked, bad, rows = self._rendered(source, most)
         if not rows and (self._budget is None or not self._budget.stopped):
             raise no_rows(source)
@@ -140,9 +140,9 @@ class _Reader:
             told.append(skipped_finding(source.path, rows, Counter(finding.code for finding in bad), bad))
         return kept, told
 
-    def _rendered(self, source: DatasetConfig, most: int | None) -> tuple[list[Asked], list[Finding], int]:
+    def _rendered(self, source: DatasetConfig, most: int | None) -> tuple[list[RenderedPrompt], list[Finding], int]:
         """Prompts, what is wrong with other rows, and how many rows were read."""
-        asked: list[Asked] = []
+        asked: list[RenderedPrompt] = []
         bad: list[Finding] = []
         make, rows = None, 0
         for item in iterate(source, offline=self._offline):
@@ -161,7 +161,7 @@ class _Reader:
                     raise
                 bad += error.findings
             else:
-                asked.append(Asked(prompt, text))
+                asked.append(RenderedPrompt(prompt, text))
                 if len(asked) == most:
                     break
         return asked, bad, rows
@@ -177,7 +177,9 @@ class _Reader:
             raise data_error("FT427", message, prompt.row.origin, help)
         return replace(prompt, reference=answer)
 
-    def _fitting(self, source: DatasetConfig, asked: list[Asked]) -> tuple[list[Asked], list[Finding], list[Finding]]:
+    def _fitting(
+        self, source: DatasetConfig, asked: list[RenderedPrompt]
+    ) -> tuple[list[RenderedPrompt], list[Finding], list[Finding]]:
         """Prompts that fit, errors about those that do not, and what was done about them."""
         room, overlong = self._room, self._data.overlong
         lengths = [length for start in range(0, len(asked), _BATCH) for length in self._lengths(asked[start:][:_BATCH])]
@@ -202,11 +204,11 @@ class _Reader:
         message = f"{source.path}: {count:,} of {rows:,} prompts are too long and {fate} (data.overlong: "
         return Finding("FT441", f"{message}{self._data.overlong})", None, self._room.help, "warning")
 
-    def _lengths(self, asked: Sequence[Asked]) -> list[int]:
+    def _lengths(self, asked: Sequence[RenderedPrompt]) -> list[int]:
         encoded = self._tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
         return [len(ids) for ids in encoded]
 
-    def _cut(self, one: Asked, tokens: int) -> Asked:
+    def _cut(self, one: RenderedPrompt, tokens: int) -> RenderedPrompt:
         """The end of a prompt, after the token that begins every text."""
         bos = str(self._tokenizer.bos_token or "")
         head = bos if bos and one.text.startswith(bos) else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ftcli.data.answers import Turn
+from ftcli.data.answers import AnswerTurn
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Message
 
@@ -23,11 +23,11 @@ _BEFORE = 16
 _LOOKED_AT = 9
 
 #: A conversation, the number of one of its answers, and that answer's number in the whole one, to the turn.
-Look = Callable[[Sequence[Message], int, int], Turn]
+Look = Callable[[Sequence[Message], int, int], AnswerTurn]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AnswerSpan:
     """Where an answer begins and ends in the text of the whole conversation, and its ranges without loss."""
 
     start: int
@@ -35,7 +35,9 @@ class Placed:
     holes: tuple[tuple[int, int], ...] = ()
 
 
-def placed(chat: Sequence[Message], trained: Sequence[int], last: Turn, text: str, look: Look) -> list[Placed] | None:
+def placed(
+    chat: Sequence[Message], trained: Sequence[int], last: AnswerTurn, text: str, look: Look
+) -> list[AnswerSpan] | None:
     """Where each trained answer stands in ``text``; None where one does not stand there as generation would make it.
 
     Args:
@@ -46,13 +48,13 @@ def placed(chat: Sequence[Message], trained: Sequence[int], last: Turn, text: st
     Raises FtcliError as ``look`` does.
     """
     lead = next(number for number, message in enumerate(chat) if message["role"] == "assistant")
-    found: dict[int, Placed] = {}
+    found: dict[int, AnswerSpan] = {}
     left = list(trained)
     while left:
         known = [] if not found else [next(reversed(found))]
         begin = _begin(chat, min([left[0] - _BEFORE, *known]), lead)
         block = [number for number in left if number < begin + _BEFORE + _MESSAGES] or left[:1]
-        turns: dict[int, Turn] = {}
+        turns: dict[int, AnswerTurn] = {}
         for number in (*known, *block):
             try:
                 turns[number] = look([*chat[:lead], *chat[begin : number + 1]], lead + number - begin, number)
@@ -75,13 +77,13 @@ def _begin(chat: Sequence[Message], most: int, lead: int) -> int:
     return next((number for number in range(most, lead, -1) if chat[number]["role"] == "assistant"), lead)
 
 
-def _stand_in(text: str, turns: Sequence[Turn], later: int) -> bool:
+def _stand_in(text: str, turns: Sequence[AnswerTurn], later: int) -> bool:
     """Whether turns of one short conversation stand in the text, the first one ``later`` characters further on."""
     written = turns[-1].text[: turns[-1].end]
     known = len(turns[0].prompt) if later else 0
     return all(turn.begins(written) for turn in turns) and text.startswith(written[known:], known + later)
 
 
-def _place(turn: Turn, later: int) -> Placed:
+def _place(turn: AnswerTurn, later: int) -> AnswerSpan:
     holes = tuple((first + later, last + later) for first, last in turn.holes)
-    return Placed(len(turn.prompt) + later, turn.end + later, holes)
+    return AnswerSpan(len(turn.prompt) + later, turn.end + later, holes)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class TokenizedText:
     """Ids of a text, the characters that each stands for, and the text with its spans.
 
     ``apart`` is False where the first token of the last answer could not be told from its prompt's last one.
@@ -43,12 +43,12 @@ class Boundary:
         # Added tokens are found before anything else: what is tokenized after one does not depend on what is before.
         self._breaks = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.get_added_vocab().values())
 
-    def tokenized(self, rows: Sequence[Rendered]) -> list[list[Tokenized]]:
+    def tokenized(self, rows: Sequence[Rendered]) -> list[list[TokenizedText]]:
         """The tokens of each row; of several rows where an earlier answer needs one of its own."""
         if not rows:
             return []
         encoded = self._encoded([row.text for row in rows])
-        joint = [Tokenized(row, *both) for row, both in zip(rows, encoded, strict=True)]
+        joint = [TokenizedText(row, *both) for row, both in zip(rows, encoded, strict=True)]
         windows = [[self._window(one, start) for start, _ in one.rendered.spans] for one in joint]
         texts = list(dict.fromkeys(text for row in windows for text, _ in row if text))
         alone = dict(zip(texts, (ids for ids, _ in self._encoded(texts)), strict=True)) if texts else {}
@@ -63,7 +63,7 @@ class Boundary:
         )
         return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
-    def _window(self, one: Tokenized, start: int) -> tuple[str, list[int] | None]:
+    def _window(self, one: TokenizedText, start: int) -> tuple[str, list[int] | None]:
         """The end of the prompt before ``start``, and the row's tokens of it; None if one of them goes beyond it."""
         if not one.rendered.answers or start == 0:
             return "", None
@@ -74,7 +74,7 @@ class Boundary:
         place = one.offsets[begin][0] if first else 0
         return one.rendered.text[place:start], one.ids[begin:first]
 
-    def _separated(self, one: Tokenized, agree: list[bool]) -> list[Tokenized]:
+    def _separated(self, one: TokenizedText, agree: list[bool]) -> list[TokenizedText]:
         """The row, with its last answer's tokens apart from the prompt's, and rows for earlier answers that differ."""
         if all(agree):
             return [one]
@@ -86,10 +86,10 @@ class Boundary:
         for span, good in zip(row.spans[:-1], agree[:-1], strict=True):
             if not good and self._split:
                 alone = _with(replace(row, text=row.text[: span[1]]), [span])
-                made.append(self._apart(Tokenized(alone, *self._encoded([alone.text])[0])))
+                made.append(self._apart(TokenizedText(alone, *self._encoded([alone.text])[0])))
         return made
 
-    def _apart(self, one: Tokenized) -> Tokenized:
+    def _apart(self, one: TokenizedText) -> TokenizedText:
         """The row with its last answer tokenized by itself, if that spells the same text."""
         text, start = one.rendered.text, one.rendered.spans[-1][0]
         ids, offsets = self._encoded([text[:start]])[0]
@@ -101,7 +101,7 @@ class Boundary:
             places = [(start + a - len(lead), start + b - len(lead)) for a, b in places[skip:]]
             joined = [*ids, *answer[skip:]]
             if self._spelled(joined) == wanted:
-                return Tokenized(one.rendered, joined, [*offsets, *places])
+                return TokenizedText(one.rendered, joined, [*offsets, *places])
         return replace(one, apart=False)
 
     def _spelled(self, ids: list[int]) -> str:

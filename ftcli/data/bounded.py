@@ -44,7 +44,7 @@ REFUSALS = (
 )
 
 
-class Stopped(TemplateError):
+class TemplateStopped(TemplateError):
     """A template took more time or memory than it may."""
 
 
@@ -61,13 +61,13 @@ class Allowance:
         Raises Stopped, and whatever ``write`` raises.
         """
         if self._stopped is not None:
-            raise Stopped(self._stopped)
+            raise TemplateStopped(self._stopped)
         needed = _SECONDS_EACH + _SECONDS_A_CHARACTER * characters
         begun = time.process_time()
         try:
             with bounded(self._left + needed):
                 return write()
-        except Stopped as error:
+        except TemplateStopped as error:
             self._stopped = str(error)
             raise
         finally:
@@ -91,7 +91,7 @@ def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[No
         with _timed(seconds), limited(spare):
             yield
     except MemoryError as error:
-        raise Stopped(f"it needs more than {size(spare)} of memory for one conversation") from error
+        raise TemplateStopped(f"it needs more than {size(spare)} of memory for one conversation") from error
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def _timed(seconds: float) -> Iterator[None]:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         if running:
-            raise Stopped("it is far too slow for conversations of this size")
+            raise TemplateStopped("it is far too slow for conversations of this size")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, max(seconds, _SECONDS_EACH), _AGAIN_SECONDS)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ftcli.data.answers import Rendered, Stops, Turn, after_prompt, common_prefix, unopened, with_reasoning
+from ftcli.data.answers import AnswerTurn, Rendered, StopTexts, after_prompt, common_prefix, unopened, with_reasoning
 from ftcli.data.blocks import Look, placed
 from ftcli.data.bounded import REFUSALS
 from ftcli.data.presence import PROBE, Tools, reasoning_of
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def stops_of(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> Stops:
+def stops_of(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> StopTexts:
     """The texts of stop tokens."""
-    return Stops([str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids)) if text])
+    return StopTexts([str(text) for text in tokenizer.convert_ids_to_tokens(sorted(ids)) if text])
 
 
 #: Answers times messages of a conversation that is looked at in pieces, and the most that are looked at in full:
@@ -36,7 +36,7 @@ class Chats:
     otherwise once others follow gets a row of its own, or is not trained under ``history: last``.
     """
 
-    def __init__(self, renderer: Renderer, stops: Stops, history: str) -> None:
+    def __init__(self, renderer: Renderer, stops: StopTexts, history: str) -> None:
         self._renderer = renderer
         self._stops = stops
         self._history = history
@@ -63,7 +63,7 @@ class Chats:
         whole = self._renderer.render(chat, row, tools=tools)
         self._renderer.require(chat, row, tools, whole, checked=frozenset(trained))
 
-        def look(shown: Sequence[Message], number: int, index: int) -> Turn:
+        def look(shown: Sequence[Message], number: int, index: int) -> AnswerTurn:
             turn = self._turn(shown, row, tools, number, whole if shown is chat else None)
             return replace(turn, holes=_holes(turn, messages[index], partly[index], row)) if index in partly else turn
 
@@ -75,7 +75,7 @@ class Chats:
                 return [long], 0
         return self._shared([look(chat, index, index) for index in trained], longest)
 
-    def _shared(self, turns: list[Turn], whole: str | None) -> tuple[list[Rendered], int]:
+    def _shared(self, turns: list[AnswerTurn], whole: str | None) -> tuple[list[Rendered], int]:
         """As few rows as hold every turn; ``whole`` is the text to begin with, where it goes on after the last turn."""
         rows: list[Rendered] = []
         left = list(turns)
@@ -91,7 +91,9 @@ class Chats:
             text = left[-1].text
         return rows[::-1], len(left)
 
-    def _turn(self, chat: Sequence[Message], row: Row, tools: Tools | None, index: int, whole: str | None) -> Turn:
+    def _turn(
+        self, chat: Sequence[Message], row: Row, tools: Tools | None, index: int, whole: str | None
+    ) -> AnswerTurn:
         """An answer of the conversation ``chat``, whose text is ``whole`` where that is known."""
         history, until = chat[:index], chat[: index + 1]
         prompt = self._renderer.render(history, row, generation_prompt=True, tools=tools)
@@ -106,9 +108,9 @@ class Chats:
                 raise left_out(part, row)
         ended = self._stops.ended(answer)
         if self._stops.ends(ended):
-            return Turn(index, prompt, ended, prompt + answer)
+            return AnswerTurn(index, prompt, ended, prompt + answer)
         ended = answer + self._next_stop(answer, until, tools)
-        return Turn(index, prompt, ended, prompt + ended)
+        return AnswerTurn(index, prompt, ended, prompt + ended)
 
     def _answer(
         self, prompt: str, after: str, until: Sequence[Message], tools: Tools | None, reasoning: str
@@ -196,7 +198,7 @@ def _long(chat: Sequence[Message], row: Row, trained: Sequence[int], whole: str 
     return None
 
 
-def _holes(turn: Turn, message: Message, ranges: Ranges, row: Row) -> tuple[tuple[int, int], ...]:
+def _holes(turn: AnswerTurn, message: Message, ranges: Ranges, row: Row) -> tuple[tuple[int, int], ...]:
     """Ranges of a message's content as ranges of the turn's text. Raises FtcliError FT428."""
     content = str(message.get("content") or "")
     inner = content.strip()  # many templates trim

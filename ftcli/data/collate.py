@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.batches import Batches, unpadded_shape
 from ftcli.labels import IGNORE_INDEX
 
@@ -47,7 +47,7 @@ class PaddingCollator:
 
 
 def packed_batch(
-    packs: Sequence[Sequence[Tokens]], pad_token_id: int, *, width: int | None = None
+    packs: Sequence[Sequence[TokenizedRow]], pad_token_id: int, *, width: int | None = None
 ) -> dict[str, Tensor]:
     """``input_ids``, ``labels`` and ``position_ids`` of shape (packs, width), ``lengths`` (packs,), all int64, and
     ``document_starts`` (packs, width), int32: where in its row the document of a token begins.
@@ -81,7 +81,7 @@ def packed_batch(
     return batch
 
 
-def unpadded_batch(documents: Sequence[Tokens], pad_token_id: int) -> dict[str, Tensor]:
+def unpadded_batch(documents: Sequence[TokenizedRow], pad_token_id: int) -> dict[str, Tensor]:
     """``documents`` in their :func:`unpadded_shape`: one row of all of them, or each a row of its own.
 
     The keys are those of :func:`packed_batch`. Rows of their own are whole where ``document_starts`` is a single zero;

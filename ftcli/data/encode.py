@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
-from ftcli.data.boundary import Boundary, Tokenized
+from ftcli.data.boundary import Boundary, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
 from ftcli.data.presence import reasoning_of
 from ftcli.data.template import Renderer, renderer_of
-from ftcli.data.tokens import Encoded, Tokens, encoded_of
+from ftcli.data.tokens import Encoded, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
@@ -47,7 +47,7 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EncodedRows:
     """What a few rows came to. ``lengths`` are of all rows that could be tokenized, before any cut.
 
     ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
@@ -67,13 +67,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TokenizedRows:
     """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong.
 
     ``overlong`` are conversations of which it is clear without looking at their turns.
     """
 
-    tokens: list[Tokens]
+    tokens: list[TokenizedRow]
     findings: list[Finding]
     counts: Counter[str]
     overlong: list[Finding] = field(default_factory=list)
@@ -89,10 +89,10 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedRow:
     """What becomes of a row: ``tokens`` reach the model; without them it is refused (``overlong``) or dropped."""
 
-    tokens: Tokens | None
+    tokens: TokenizedRow | None
     length: int
     overlong: Finding | None = None
 
@@ -125,14 +125,14 @@ class Encoder:
         self._overlong = data.overlong
         self._drops_reasoning = data.reasoning == "drop"
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes ``rows``; raises FtcliError FT421 only, which concerns all of them."""
         read = self.rows(rows)
         fitted = [self.fit(tokens) for tokens in read.tokens]
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
         cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
-        return Batch(
+        return EncodedRows(
             encoded=encoded_of(kept),
             lengths=tuple(one.length for one in fitted),
             findings=tuple(read.findings),
@@ -144,9 +144,9 @@ class Encoder:
             counts=read.counts,
         )
 
-    def rows(self, rows: Sequence[Row]) -> Read:
+    def rows(self, rows: Sequence[Row]) -> TokenizedRows:
         """Each row's tokens at full length, and what is wrong with the others."""
-        read = Read([], [], Counter())
+        read = TokenizedRows([], [], Counter())
         made: list[_Made] = []
         for row in rows:
             counts: Counter[str] = Counter()
@@ -244,7 +244,7 @@ class Encoder:
         counts["turns_marked"] += len(turns) - len(chosen)
         return chosen
 
-    def _tokenize(self, made: Sequence[_Made], read: Read) -> None:
+    def _tokenize(self, made: Sequence[_Made], read: TokenizedRows) -> None:
         tokenized = iter(self._boundary.tokenized([one for row in made for one in row.rendered]))
         for row in made:
             rows = [one for _ in row.rendered for one in next(tokenized)]
@@ -262,14 +262,14 @@ class Encoder:
                 answers_joined=sum(not one.apart for one in rows),
             )
 
-    def _masked(self, example: Example, one: Tokenized) -> tuple[Tokens, Finding | None]:
+    def _masked(self, example: Example, one: TokenizedText) -> tuple[TokenizedRow, Finding | None]:
         """A rendered row's tokens, and what is wrong with its mask."""
         labels = labels_of(one.ids, one.offsets, one.rendered.spans)
         problem = self._untrained(example, labels) or self._check(example, labels)
         without_loss(labels, one.offsets, one.rendered.holes)
-        return Tokens(Row(example.row.source, example.row.number, {}), one.ids, labels), problem
+        return TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels), problem
 
-    def _given(self, example: Example) -> tuple[Tokens, Finding | None]:
+    def _given(self, example: Example) -> tuple[TokenizedRow, Finding | None]:
         """A row that came as tokens. Nothing predicts its first one."""
         ids, labels = list(example.input_ids or ()), [IGNORE_INDEX, *(example.labels or ())[1:]]
         size = len(self.tokenizer)
@@ -278,7 +278,7 @@ class Encoder:
         if wrong is not None:
             message = f"id {wrong} is not among this tokenizer's {size:,}: the row was tokenized by another one"
             problem = Finding("FT412", message, example.row.origin)
-        return Tokens(Row(example.row.source, example.row.number, {}), ids, labels), problem
+        return TokenizedRow(Row(example.row.source, example.row.number, {}), ids, labels), problem
 
     def _untrained(self, example: Example, labels: list[int]) -> Finding | None:
         if any(label != IGNORE_INDEX for label in labels):
@@ -298,14 +298,14 @@ class Encoder:
             "use the template that belongs to the model, or add its stop token to yours",
         )
 
-    def fit(self, tokens: Tokens) -> Fitted:
+    def fit(self, tokens: TokenizedRow) -> FittedRow:
         """What ``data.overlong`` makes of a row."""
         length = len(tokens.input_ids)
         if length <= self._limit:
-            return Fitted(tokens, length)
+            return FittedRow(tokens, length)
         if self._overlong == "error":
-            return Fitted(None, length, self._refused(length, tokens.row))
+            return FittedRow(None, length, self._refused(length, tokens.row))
         labels = tokens.labels[: self._limit]
         if self._overlong == "drop" or all(label == IGNORE_INDEX for label in labels):
-            return Fitted(None, length)
-        return Fitted(Tokens(tokens.row, tokens.input_ids[: self._limit], labels), length)
+            return FittedRow(None, length)
+        return FittedRow(TokenizedRow(tokens.row, tokens.input_ids[: self._limit], labels), length)

@@ -45,7 +45,7 @@ class Lognormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class MeasuredLengths:
     """Lengths that somebody measured; drawn from, each as often as any other."""
 
     lengths: tuple[int, ...]
@@ -63,7 +63,7 @@ def lengths_of(text: str) -> Lengths:
     """
     if text.startswith(_LOGNORMAL):
         return _lognormal(text)
-    return Listed(tuple(_read(text)))
+    return MeasuredLengths(tuple(_read(text)))
 
 
 def _lognormal(text: str) -> Lognormal:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig
-from ftcli.data.asked import Room, asked_rows
+from ftcli.data.asked import PromptLimit, asked_rows
 from ftcli.data.budget import Budget, OutOfTime
 from ftcli.data.cache import TokenCache
 from ftcli.data.ledger import mostly_untrained
@@ -84,7 +84,9 @@ class Looking:
             untrained = mostly_untrained(ledgers, self._data.loss_on)
             self.findings += [untrained] if untrained is not None else []
 
-    def prompts(self, key: str, sources: Sequence[DatasetConfig], room: Room, max_rows: int | None = None) -> None:
+    def prompts(
+        self, key: str, sources: Sequence[DatasetConfig], room: PromptLimit, max_rows: int | None = None
+    ) -> None:
         """Rows that the model is asked, as :func:`ftcli.data.asked.asked_rows` reads them from local sources."""
         for source in sources:
             try:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ftcli.data.pack import Packs, best_fit
-from ftcli.data.tokens import Ints, Tokens, TokenTable
+from ftcli.data.tokens import Ints, TokenizedRow, TokenTable
 from ftcli.facts.batches import Batches
 
 
@@ -65,7 +65,7 @@ class Epochs:
     packs (one source) with them. With ``grouped`` above 1, batches of so many rows of a table are of similar length.
     """
 
-    sequences: Sequence[Tokens]
+    sequences: Sequence[TokenizedRow]
     mix: Mixture
     packs: Packs | None = None
     seed: int = 0
@@ -79,7 +79,7 @@ class Epochs:
         """Different sequences."""
         return len(self.sequences) if self.packs is None else len(self.packs)
 
-    def members(self, unit: int) -> list[Tokens]:
+    def members(self, unit: int) -> list[TokenizedRow]:
         """The rows of one sequence."""
         rows = [unit] if self.packs is None else self.packs.members(unit)
         return [self.sequences[row] for row in rows]
@@ -142,7 +142,7 @@ def epochs_of(
     return Epochs(table, Mixture((len(packs),), (len(packs),)), packs, seed)
 
 
-def plain_epochs(sequences: Sequence[Tokens], seed: int) -> Epochs:
+def plain_epochs(sequences: Sequence[TokenizedRow], seed: int) -> Epochs:
     """Every row once an epoch, one row a sequence."""
     return Epochs(sequences, Mixture((len(sequences),), (len(sequences),)), None, seed)
 

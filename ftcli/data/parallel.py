@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
-from ftcli.data.encode import Batch
+from ftcli.data.encode import EncodedRows
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.rows.row import Row, text_size
 
@@ -29,7 +29,7 @@ CHUNK_CHARACTERS = 4 * 2**20
 class Encodes(Protocol):
     """What a worker runs; it is sent to each worker once."""
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes a few rows."""
         ...
 
@@ -39,7 +39,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_all(encoder: Encodes, rows: Iterable[Row], processes: int, chunk_rows: int = CHUNK_ROWS) -> Iterator[Batch]:
+def encode_all(
+    encoder: Encodes, rows: Iterable[Row], processes: int, chunk_rows: int = CHUNK_ROWS
+) -> Iterator[EncodedRows]:
     """A batch for each ``chunk_rows`` rows, in order; less rows where they are long.
 
     Raises FtcliError: what the encoder raises; FT436 when a process ends by itself.
@@ -97,13 +99,13 @@ class _Worker:
         except OSError as error:
             raise self._gone() from error
 
-    def take(self) -> Batch:
+    def take(self) -> EncodedRows:
         """The result of the chunk that was given."""
         try:
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
-        if isinstance(answer, Batch):
+        if isinstance(answer, EncodedRows):
             return answer
         if isinstance(answer, tuple):
             raise FtcliError(*answer)

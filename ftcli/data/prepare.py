@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.budget import Budget, OutOfTime
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
-from ftcli.data.encode import Batch, Encoder, training_renderer
+from ftcli.data.encode import EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (
     DatasetLedger,
     chat_findings,
@@ -22,7 +22,7 @@ from ftcli.data.ledger import (
     skipped_finding,
 )
 from ftcli.data.parallel import CHUNK_ROWS, cores, encode_all
-from ftcli.data.tokens import Tokens, TokenStore, TokenTable, TokenWriter
+from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
@@ -45,7 +45,7 @@ MOST_HASHED = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedData:
     """Tokenized sources in recipe order, and one ledger for each.
 
     ``findings`` are warnings; ``from_cache`` says of each source whether it was tokenized before. ``cache`` is held
@@ -68,7 +68,7 @@ def prepare(
     cache_dir: Path | None = None,
     offline: bool = False,
     reporter: Reporter | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Reads, renders, tokenizes and masks all ``sources``, or finds them in the cache.
 
     Args:
@@ -94,7 +94,7 @@ def prepare(
             cached.append(found)
     raise_together(failures)
     ledgers, findings = accounts([(source.path, store) for source, store in zip(sources, stores, strict=True)], data)
-    return Prepared(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
+    return PreparedData(TokenTable(stores), ledgers, tuple(findings), tuple(cached), cache)
 
 
 def raise_together(failures: Sequence[FtcliError]) -> None:
@@ -141,7 +141,7 @@ class _Counts:
         """A row that is broken."""
         _kept(self.bad, self.bad_codes, finding)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: EncodedRows) -> None:
         """A batch of rows that could be read."""
         self.lengths += batch.lengths
         for finding in batch.findings:

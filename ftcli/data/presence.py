@@ -34,7 +34,7 @@ _INLINE = re.compile(r"(\s*(?:<think>)?\s*)(.*?)(\s*</think>\s*)(.*)\Z", re.DOTA
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """One thing that a template must show. ``turn`` counts messages from 0; None for a tool."""
 
     turn: int | None
@@ -65,22 +65,22 @@ class Presence:
 
     def __init__(self, apply: Apply) -> None:
         self._apply = apply
-        self._shapes: dict[object, frozenset[Part]] = {}
+        self._shapes: dict[object, frozenset[MessagePart]] = {}
 
     def lost(
         self,
         messages: Sequence[Message],
         tools: Tools | None,
         text: str,
-        wanted: Callable[[Part], bool],
+        wanted: Callable[[MessagePart], bool],
         *,
         generation_prompt: bool = False,
-    ) -> Iterator[Part]:
+    ) -> Iterator[MessagePart]:
         """The ``wanted`` parts that have no part in ``text``, which the template made of this conversation.
 
         Each is found when it is asked for: a part that a template shows otherwise is decided by rendering.
         """
-        words: dict[Part, str] = {}
+        words: dict[MessagePart, str] = {}
         _rebuilt(messages, tools, lambda part, value: words.setdefault(part, value))
         hidden = self._hidden(messages, tools, generation_prompt, words)
         squeezed = cache(lambda: "".join(text.split()))
@@ -93,8 +93,8 @@ class Presence:
         )
 
     def _hidden(
-        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, words: dict[Part, str]
-    ) -> frozenset[Part]:
+        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, words: dict[MessagePart, str]
+    ) -> frozenset[MessagePart]:
         """Parts whose probes a conversation of this shape does not show; all of them where it cannot be rendered."""
         keys = [_key(part) for part in words]
         shape = (tuple((m["role"], *sorted(m)) for m in messages), tuple(keys), generation_prompt)
@@ -111,7 +111,7 @@ class Presence:
         return self._shapes[shape]
 
     def _matters(
-        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, text: str, part: Part
+        self, messages: Sequence[Message], tools: Tools | None, generation_prompt: bool, text: str, part: MessagePart
     ) -> bool:
         """Whether the text changes with each half of the part."""
         for change in (_first_half, _second_half):
@@ -132,12 +132,12 @@ def _second_half(value: str) -> str:
     return value[: len(value) // 2] + PROBE
 
 
-def _key(part: Part) -> Part:
+def _key(part: MessagePart) -> MessagePart:
     """The part without the words of this very conversation."""
-    return Part(part.turn, part.kind, part.number, "")
+    return MessagePart(part.turn, part.kind, part.number, "")
 
 
-def _stands_in(part: Part, value: str, text: str, squeezed: Callable[[], str]) -> bool:
+def _stands_in(part: MessagePart, value: str, text: str, squeezed: Callable[[], str]) -> bool:
     """Whether the words of a part are found in the text, as they are, as JSON, or with other white space.
 
     Args:
@@ -164,12 +164,12 @@ def _message(turn: int, message: Message, edit: Edit) -> Message:
         opening, reasoning, closing, rest = split_reasoning(content)
         keyed = next((str(message[key]) for key in REASONING_KEYS if message.get(key)), "")
         if keyed.strip():
-            thought = edit(Part(turn, "reasoning", 0, f"the reasoning of {named}"), keyed.strip())
+            thought = edit(MessagePart(turn, "reasoning", 0, f"the reasoning of {named}"), keyed.strip())
             made.update({key: thought for key in REASONING_KEYS if message.get(key)})
     if reasoning.strip():
-        reasoning = edit(Part(turn, "reasoning", 1, f"the reasoning of {named}"), reasoning)
+        reasoning = edit(MessagePart(turn, "reasoning", 1, f"the reasoning of {named}"), reasoning)
     if rest.strip():
-        rest = edit(Part(turn, "text", 0, f"the text of {named} ({message['role']})"), rest)
+        rest = edit(MessagePart(turn, "text", 0, f"the text of {named} ({message['role']})"), rest)
     if content:
         made["content"] = f"{opening}{reasoning}{closing}{rest}"
     if message.get("tool_calls"):
@@ -182,14 +182,14 @@ def _call(turn: int, number: int, call: JsonObject, edit: Edit) -> JsonObject:
     named = f"the call of {function['name']} in turn {turn + 1}"
     if function.get("arguments"):
         before = json.dumps(function["arguments"])
-        after = edit(Part(turn, "arguments", number, f"the arguments of {named}"), before)
+        after = edit(MessagePart(turn, "arguments", number, f"the arguments of {named}"), before)
         if after != before:
             function["arguments"] = {after: after}
-    function["name"] = edit(Part(turn, "call", number, named), function["name"])
+    function["name"] = edit(MessagePart(turn, "call", number, named), function["name"])
     return {**call, "function": function}
 
 
 def _tool(number: int, tool: JsonObject, edit: Edit) -> JsonObject:
     function = tool["function"]
-    name = edit(Part(None, "tool", number, f"the tool {function['name']}"), function["name"])
+    name = edit(MessagePart(None, "tool", number, f"the tool {function['name']}"), function["name"])
     return {**tool, "function": {**function, "name": name}}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.encode import Encoder
 from ftcli.data.template import renderer_of
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import JsonObject, plain_fields
@@ -99,7 +99,9 @@ def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBa
     return found
 
 
-def _sampled(tokens: Tokens, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, template: str | None) -> SampledRow:
+def _sampled(
+    tokens: TokenizedRow, encoder: Encoder, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> SampledRow:
     fitted = encoder.fit(tokens)
     shown = fitted.tokens or tokens
     fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"

@@ -16,8 +16,8 @@ from jinja2.exceptions import TemplateError
 from ftcli.assets import template_path
 from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
-from ftcli.data.bounded import REFUSALS, Allowance, Stopped
-from ftcli.data.presence import PROBE, Part, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
+from ftcli.data.presence import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
@@ -157,7 +157,7 @@ class Renderer:
             made.append(_thinking(message, keep=self._reasoning == "keep") if thoughtful else message)
         return made
 
-    def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[Part]:
+    def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[MessagePart]:
         """What of one turn does not show in ``text``, the rendering of a conversation without a generation prompt."""
         return list(self._presence.lost(messages, tools, text, lambda part: part.turn == turn))
 
@@ -181,10 +181,10 @@ class Renderer:
             checked: Turns that are looked at elsewhere.
         """
 
-        def earlier(part: Part) -> bool:
+        def earlier(part: MessagePart) -> bool:
             return part.turn is not None and messages[part.turn]["role"] == "assistant"
 
-        def wanted(part: Part) -> bool:
+        def wanted(part: MessagePart) -> bool:
             return part.turn not in checked and (reasoning or part.kind != "reasoning" or not earlier(part))
 
         for part in self._presence.lost(messages, tools, text, wanted, generation_prompt=generation_prompt):
@@ -192,7 +192,7 @@ class Renderer:
             if not (said and part.turn is not None and self._shows(messages[: part.turn + 1], tools, part)):
                 raise left_out(part, row)
 
-    def _shows(self, messages: Sequence[Message], tools: Tools | None, part: Part) -> bool:
+    def _shows(self, messages: Sequence[Message], tools: Tools | None, part: MessagePart) -> bool:
         try:
             text = self.apply(messages, tools, False)
         except REFUSALS:
@@ -264,7 +264,7 @@ class Renderer:
         )
 
     def _refusal(self, messages: Sequence[Message], row: Row, error: Exception) -> FtcliError:
-        if isinstance(error, Stopped):
+        if isinstance(error, TemplateStopped):
             return data_error(
                 "FT422",
                 f"the chat template was stopped: {first_line(error)}",
@@ -354,7 +354,7 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def left_out(part: Part, row: Row) -> FtcliError:
+def left_out(part: MessagePart, row: Row) -> FtcliError:
     """FT426: the template does not show a part of the row."""
     return data_error(
         "FT426",

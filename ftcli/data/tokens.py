@@ -24,7 +24,7 @@ _INDEX_COLUMNS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenizedRow:
     """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields)."""
 
     row: Row
@@ -46,7 +46,7 @@ class Encoded:
     names: tuple[str, ...]
 
 
-def encoded_of(rows: Sequence[Tokens]) -> Encoded:
+def encoded_of(rows: Sequence[TokenizedRow]) -> Encoded:
     """Rows as arrays."""
     names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
     spans = [spans_of(tokens.labels) for tokens in rows]
@@ -144,7 +144,7 @@ class TokenStore:
         """SHA-256 over ids, supervised positions and row numbers, as they were when the files were opened."""
         return self._digest
 
-    def row(self, index: int) -> Tokens:
+    def row(self, index: int) -> TokenizedRow:
         """Row ``index``, counted from 0."""
         starts = self._index[index - 1, :2] if index else np.zeros(2, dtype=np.int64)
         end, span_end, number, name = (int(value) for value in self._index[index])
@@ -152,7 +152,7 @@ class TokenStore:
         labels = [IGNORE_INDEX] * len(ids)
         for a, b in self._spans[int(starts[1]) : span_end].tolist():
             labels[a:b] = ids[a:b]
-        return Tokens(Row(self._names[name], number, {}), ids, labels)
+        return TokenizedRow(Row(self._names[name], number, {}), ids, labels)
 
 
 def _arrays(folder: Path) -> tuple[NDArray[np.int32], NDArray[np.int32], Ints]:
@@ -192,7 +192,7 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-class TokenTable(Sequence[Tokens]):
+class TokenTable(Sequence[TokenizedRow]):
     """The rows of several stores, one after the other. ``starts`` says where each store begins, and the total."""
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
@@ -212,10 +212,10 @@ class TokenTable(Sequence[Tokens]):
         return self.starts[-1]
 
     @overload
-    def __getitem__(self, index: int) -> Tokens: ...
+    def __getitem__(self, index: int) -> TokenizedRow: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Tokens]: ...
-    def __getitem__(self, index: int | slice) -> Tokens | list[Tokens]:
+    def __getitem__(self, index: slice) -> list[TokenizedRow]: ...
+    def __getitem__(self, index: int | slice) -> TokenizedRow | list[TokenizedRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = index + len(self) if index < 0 else index
@@ -224,6 +224,6 @@ class TokenTable(Sequence[Tokens]):
         part = int(np.searchsorted(self.starts, position, side="right")) - 1
         return self._stores[part].row(position - self.starts[part])
 
-    def __iter__(self) -> Iterator[Tokens]:
+    def __iter__(self) -> Iterator[TokenizedRow]:
         for store in self._stores:
             yield from (store.row(index) for index in range(len(store)))

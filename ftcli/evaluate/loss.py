@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.pack import best_fit
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
@@ -63,7 +63,7 @@ def combine(parts: Iterable[LossResult]) -> LossResult | None:
 @torch.no_grad()
 def evaluate_loss(
     model: PreTrainedModel | PeftModel,
-    sequences: Sequence[Tokens],
+    sequences: Sequence[TokenizedRow],
     *,
     pad_token_id: int,
     batch_size: int,
@@ -139,7 +139,7 @@ def _groups(lengths: Sequence[int], layout: BatchLayout, pack_length: int | None
     return sorted(members, key=lambda group: -sum(lengths[i] for i in group))
 
 
-def _batch(rows: Sequence[Sequence[Tokens]], layout: BatchLayout, pad_token_id: int) -> dict[str, Tensor]:
+def _batch(rows: Sequence[Sequence[TokenizedRow]], layout: BatchLayout, pad_token_id: int) -> dict[str, Tensor]:
     """What the model takes, and ``labels``.
 
     Padding on the right needs no mask: under causal attention it changes nothing that is supervised, and attention

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig, TaskConfig
-from ftcli.data.asked import Asked, asked_rows, room_of_task
-from ftcli.data.tokens import Tokens
+from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
@@ -50,10 +50,10 @@ class Evaluator:
     """
 
     job: Job
-    sequences: Sequence[Tokens]
+    sequences: Sequence[TokenizedRow]
     judges: Mapping[str, Judge] = field(default_factory=dict)
     group: Group | None = None
-    _asked: dict[str, list[Asked]] = field(default_factory=dict, repr=False)
+    _asked: dict[str, list[RenderedPrompt]] = field(default_factory=dict, repr=False)
 
     def read_tasks(self) -> None:
         """Reads the rows of every task, so that what is wrong with them is said before a model is loaded.
@@ -81,7 +81,7 @@ class Evaluator:
 
     def loss_by_dataset(self, model: PreTrainedModel | PeftModel) -> dict[str, LossResult]:
         """:meth:`loss` for each held-out file; :func:`ftcli.evaluate.loss.combine` adds them up."""
-        parts: dict[str, list[Tokens]] = {}
+        parts: dict[str, list[TokenizedRow]] = {}
         for tokens in self.sequences:
             parts.setdefault(tokens.row.source, []).append(tokens)
         return {name: self.loss_of(model, rows) for name, rows in parts.items()}
@@ -122,7 +122,7 @@ class Evaluator:
             for prompt, text, completion in zip(answered.prompts, answered.texts, answered.completions, strict=True)
         ]
 
-    def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[Tokens]) -> LossResult:
+    def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
         """Loss, perplexity and token accuracy of ``sequences``."""
         packing = self.job.recipe.data.packing
         layout: BatchLayout = "packed" if packing else "right"
@@ -141,7 +141,7 @@ class Evaluator:
             group=self.group,
         )
 
-    def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[Asked]) -> Answered:
+    def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> Answered:
         texts = [one.text for one in asked]
         completions = generate(
             model,
@@ -157,7 +157,7 @@ class Evaluator:
         )
         return Answered([one.prompt for one in asked], texts, completions)
 
-    def _of_task(self, task: TaskConfig) -> list[Asked]:
+    def _of_task(self, task: TaskConfig) -> list[RenderedPrompt]:
         """A task's rows, read once for all models."""
         if task.label not in self._asked:
             data = self.job.recipe.data
@@ -169,7 +169,7 @@ class Evaluator:
 
     def _read(
         self, data: DataConfig, sources: Sequence[DatasetConfig], max_rows: int | None
-    ) -> tuple[list[Asked], list[Finding]]:
+    ) -> tuple[list[RenderedPrompt], list[Finding]]:
         room = room_of_task(data, self.job.recipe.eval.generate)
         offline = self.job.session.offline
         return asked_rows(sources, data, self.job.tokenizer, room, offline=offline, max_rows=max_rows)

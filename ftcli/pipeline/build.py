@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ftcli.data.template import Renderer
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.batches import Batches
 from ftcli.facts.download import missing_bytes
 from ftcli.job import Job
@@ -152,7 +152,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     return model
 
 
-def put_on_kernels(job: Job, model: Model, rows: Sequence[Tokens]) -> KernelReport:
+def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> KernelReport:
     """Puts the model on the kernels, in place, checks it on a few ``rows``, and tells what came of it.
 
     Raises FtcliError FT705 under ``kernels: triton`` when a layer cannot be fused, FT704 when the self-check fails.
@@ -207,12 +207,12 @@ def _parts(job: Job) -> Parts | None:
     return Parts(place.rank % launch.spread_size, launch.spread_size, joins=job.recipe.lora is not None)
 
 
-def _trained(tokens: Tokens) -> int:
+def _trained(tokens: TokenizedRow) -> int:
     """How many tokens of a row bear loss."""
     return sum(label != IGNORE_INDEX for label in tokens.labels)
 
 
-def laid_out(job: Job, model: Model, rows: Sequence[Tokens]) -> Batches:
+def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
     """How micro-batches of ``rows`` are laid out. Where documents share a row, a few are put to the model, which is not
     changed, to see that none of them sees another one.
 

@@ -215,7 +215,7 @@ def _for_chat(recipe: Recipe) -> Recipe:
 
 
 def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> Conversation:
-    from ftcli.data.asked import Room
+    from ftcli.data.asked import PromptLimit
     from ftcli.data.template import renderer_of
     from ftcli.pipeline.conversation import Conversation
 
@@ -242,7 +242,7 @@ def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> C
     return Conversation(
         job.tokenizer,
         renderer,
-        Room(longest, "FT431", limit, help),
+        PromptLimit(longest, "FT431", limit, help),
         system=options.system,
         raw=raw,
         refuses_reasoning=data.reasoning == "refuse",

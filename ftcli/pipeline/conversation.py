@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftcli.data.asked import Room
+from ftcli.data.asked import PromptLimit
 from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer
 from ftcli.rows.prompts import Prompt
@@ -42,7 +42,7 @@ class Conversation:
         self,
         tokenizer: PreTrainedTokenizerBase,
         renderer: Renderer,
-        room: Room,
+        room: PromptLimit,
         *,
         system: str | None = None,
         raw: bool = False,

@@ -9,7 +9,7 @@ import numpy as np
 
 from ftcli.data.ledger import mostly_untrained
 from ftcli.data.order import Computed, Epochs, computed_by, epochs_of
-from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.tokens import TokenTable
 from ftcli.facts.batches import Batches
 from ftcli.job import Job
@@ -24,7 +24,7 @@ class LaidOut:
     first_epoch: Computed = field(metadata=SPREAD)
 
 
-def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
+def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
     """Training or held-out data as token ids."""
     recipe, session = job.recipe, job.session
     sources = recipe.data.train if name == "train" else recipe.data.eval
@@ -50,7 +50,7 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> Prepared:
     return prepared
 
 
-def training_epochs(job: Job, prepared: Prepared) -> Epochs:
+def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     """What an epoch of training holds. Reports mixtures, packing, and data of which little is trained."""
     recipe = job.recipe
     weights = [source.weight for source in recipe.data.train]
@@ -80,7 +80,7 @@ def training_epochs(job: Job, prepared: Prepared) -> Epochs:
     return epochs
 
 
-def computed_with(job: Job, epochs: Epochs, prepared: Prepared, batches: Batches) -> Computed:
+def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> Computed:
     """What the first epoch computes in micro-batches of this layout; reported."""
     rows = job.recipe.train.per_device_train_batch_size
     computed = computed_by(epochs, prepared.sequences.lengths, rows, batches)

@@ -23,7 +23,7 @@ from ftcli.run.report import write_report
 from ftcli.run.results import Evaluation, update_evaluation
 
 if TYPE_CHECKING:
-    from ftcli.data.tokens import Tokens
+    from ftcli.data.tokens import TokenizedRow
     from ftcli.evaluate.suite import Evaluator, ModelScores
     from ftcli.job import Job
     from ftcli.pipeline.build import KernelReport
@@ -106,7 +106,7 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 
-def freeze_on_kernels(job: Job, model: Any, rows: Sequence[Tokens]) -> KernelReport:
+def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> KernelReport:
     """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
     from ftcli.pipeline.build import laid_out, put_on_kernels
     from ftcli.trainers.bench import synthetic_tokens

@@ -22,8 +22,8 @@ from ftcli.reporting import Session
 from ftcli.run.completions import Completions
 
 if TYPE_CHECKING:
-    from ftcli.data.asked import Asked
-    from ftcli.data.tokens import Tokens
+    from ftcli.data.asked import RenderedPrompt
+    from ftcli.data.tokens import TokenizedRow
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
@@ -126,7 +126,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
 
 
-def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:
+def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:
     from ftcli.data.asked import asked_rows, room_of_grpo
 
     data = job.recipe.data
@@ -136,12 +136,12 @@ def _prompts(job: Job, grpo: GrpoConfig) -> list[Asked]:
     return asked
 
 
-def _as_tokens(job: Job, asked: Sequence[Asked]) -> list[Tokens]:
+def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:
     """Prompts as rows that a model can be checked on."""
-    from ftcli.data.tokens import Tokens
+    from ftcli.data.tokens import TokenizedRow
 
     encoded = job.tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
-    return [Tokens(one.prompt.row, ids, ids) for one, ids in zip(asked, encoded, strict=True)]
+    return [TokenizedRow(one.prompt.row, ids, ids) for one, ids in zip(asked, encoded, strict=True)]
 
 
 def _tasks(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> dict[str, TaskResult]:

@@ -21,7 +21,7 @@ from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.data.order import Computed, Epochs
-    from ftcli.data.prepare import Prepared
+    from ftcli.data.prepare import PreparedData
     from ftcli.facts.batches import Batches
     from ftcli.job import Job
     from ftcli.run.group import Group
@@ -115,7 +115,7 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
 
 
 def _counted(
-    context: RunContext, job: Job, epochs: Epochs, train_data: Prepared, eval_data: Prepared, batches: Batches
+    context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
 ) -> Computed:
     """What an epoch computes in ``batches``; written to tokens.json."""
     from ftcli.pipeline.data import computed_with

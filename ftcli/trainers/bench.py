@@ -14,7 +14,7 @@ import torch
 from ftkernels.fp8 import multiply_rows, quantize_rows
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
@@ -185,18 +185,18 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[Tokens]:
+def synthetic_tokens(rows: int, seq_len: int, vocab_size: int, seed: int) -> list[TokenizedRow]:
     """``rows`` sequences of ``seq_len`` random ids, every position but the first supervised."""
     return synthetic_rows([seq_len] * rows, vocab_size, seed)
 
 
-def synthetic_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[Tokens]:
+def synthetic_rows(lengths: Sequence[int], vocab_size: int, seed: int) -> list[TokenizedRow]:
     """A sequence of random ids for each of ``lengths``, every position but the first supervised."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (sum(lengths),), generator=generator).tolist()
     ends = list(accumulate(lengths))
     rows = [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    return [Tokens(Row("synthetic", i + 1, {}), row, [IGNORE_INDEX, *row[1:]]) for i, row in enumerate(rows)]
+    return [TokenizedRow(Row("synthetic", i + 1, {}), row, [IGNORE_INDEX, *row[1:]]) for i, row in enumerate(rows)]
 
 
 def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:

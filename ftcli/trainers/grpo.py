@@ -14,7 +14,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ftcli.config.training import GrpoConfig
-from ftcli.data.asked import Asked
+from ftcli.data.asked import RenderedPrompt
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
@@ -294,7 +294,7 @@ def build_grpo_trainer(
     job: Job,
     grpo: GrpoConfig,
     model: PreTrainedModel | PeftModel,
-    asked: Sequence[Asked],
+    asked: Sequence[RenderedPrompt],
     hooks: TrainerHooks,
     scratch_dir: str,
     tell_parity: Callable[[Parity], None],
@@ -342,7 +342,7 @@ def build_grpo_trainer(
 
 
 def _of_rows(
-    reward: Reward, failures: RewardFailures, asked: Sequence[Asked], columns: Mapping[str, Sequence[Any]]
+    reward: Reward, failures: RewardFailures, asked: Sequence[RenderedPrompt], columns: Mapping[str, Sequence[Any]]
 ) -> Callable[..., list[float | None]]:
     """The reward as TRL calls it: with the numbers of rows, whose values it gets as the data has them.
 

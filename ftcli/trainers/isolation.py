@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.collate import packed_batch
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
@@ -38,7 +38,7 @@ _NEIGHBOURS = 1e-6
 @torch.no_grad()
 def check_isolation(
     model: PreTrainedModel | PeftModel,
-    rows: Sequence[Tokens],
+    rows: Sequence[TokenizedRow],
     plan: DtypePlan,
     device: torch.device,
     *,
@@ -49,7 +49,7 @@ def check_isolation(
     Raises FtcliError FT443 (exit 3) when a document's hidden states depend on its neighbours, or are NaN.
     """
     first, second = _documents(rows)
-    changed = Tokens(first.row, first.input_ids[::-1], first.labels)
+    changed = TokenizedRow(first.row, first.input_ids[::-1], first.labels)
     was_training = model.training
     model.eval()
     with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
@@ -75,18 +75,20 @@ def check_isolation(
         )
 
 
-def _documents(rows: Sequence[Tokens]) -> tuple[Tokens, Tokens]:
+def _documents(rows: Sequence[TokenizedRow]) -> tuple[TokenizedRow, TokenizedRow]:
     """Two short documents of different lengths, the second the longer one where there are two."""
-    short = [Tokens(row.row, row.input_ids[:_LONGEST], row.labels[:_LONGEST]) for row in rows]
+    short = [TokenizedRow(row.row, row.input_ids[:_LONGEST], row.labels[:_LONGEST]) for row in rows]
     by_length = sorted(short, key=lambda row: len(row.input_ids))
     first, second = by_length[len(by_length) // 2], by_length[-1]
     if len(set(first.input_ids)) < 2:  # reversed, it would be the same
-        first = Tokens(first.row, [*second.input_ids, *second.input_ids[:1]], [*second.labels, *second.labels[:1]])
+        first = TokenizedRow(
+            first.row, [*second.input_ids, *second.input_ids[:1]], [*second.labels, *second.labels[:1]]
+        )
     return first, second
 
 
 def _hidden(
-    model: PreTrainedModel | PeftModel, packs: Sequence[Sequence[Tokens]], device: torch.device, pad_token_id: int
+    model: PreTrainedModel | PeftModel, packs: Sequence[Sequence[TokenizedRow]], device: torch.device, pad_token_id: int
 ) -> Tensor:
     batch = packed_batch(packs, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids", "document_starts")}

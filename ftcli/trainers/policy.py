@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.data.collate import PaddingCollator, Unpadded, unpadded_batch
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import head_of, hidden_states, next_token_log_probs, supervised_positions
@@ -37,7 +37,7 @@ class Scored:
         where: (B, C) bool, True for each token that is scored; in its order the documents' labels.
     """
 
-    documents: list[Tokens]
+    documents: list[TokenizedRow]
     where: Tensor
 
     @classmethod
@@ -48,7 +48,7 @@ class Scored:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: For each row whether it is left out.
         """
-        documents: list[Tokens] = []
+        documents: list[TokenizedRow] = []
         where = attention_mask[:, -completion:].bool()
         for index, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
             prompt, answer = ids[:-completion][mask[:-completion]], ids[-completion:][where[index]]
@@ -58,7 +58,7 @@ class Scored:
                 where[index] = False
                 continue
             labels = [IGNORE_INDEX] * len(prompt) + answer.tolist()
-            documents.append(Tokens(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
+            documents.append(TokenizedRow(Row("completions", index, {}), [*prompt.tolist(), *answer.tolist()], labels))
         return cls(documents, where)
 
     def batch(self, batches: Batches, pad_token_id: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from ftcli.data.collate import EpochCollator
 from ftcli.data.order import Epochs, EpochSampler, RankSampler, plain_epochs
 from ftcli.data.parts import part_of
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
@@ -230,7 +230,7 @@ def use_policy(job: Job, model: PreTrainedModel | PeftModel) -> None:
 def build_sft_trainer(
     job: Job,
     model: PreTrainedModel | PeftModel,
-    data: Epochs | Sequence[Tokens],
+    data: Epochs | Sequence[TokenizedRow],
     hooks: TrainerHooks,
     scratch_dir: str,
     group: Group | None = None,

@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from memory_worker import clear
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
-from ftcli.data.asked import Asked, asked_rows, room_of_grpo
+from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_grpo
 from ftcli.data.template import Renderer
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.generation.requests import Completion
 from ftcli.job import Job, open_job
 from ftcli.pipeline import build
@@ -201,7 +201,7 @@ def recipe_of(case: Case, steps: int, options: argparse.Namespace, scratch: Path
     return load_recipe(RECIPES / ("smoke-grpo.yaml" if options.tiny else "llama3.1-8b.yaml"), set_to)
 
 
-def write_prompts(loaded: LoadedRecipe, job: Job, case: Case, path: Path) -> list[Asked]:
+def write_prompts(loaded: LoadedRecipe, job: Job, case: Case, path: Path) -> list[RenderedPrompt]:
     """As many prompts as a step needs, each as long as the case says in the recipe's template."""
     renderer = Renderer(job.tokenizer, loaded.recipe.data.chat_template)
     letters = Random(0)
@@ -233,7 +233,9 @@ def measure(name: str, case: Case, options: argparse.Namespace, scratch: Path) -
     asked = write_prompts(loaded, job, case, scratch / "prompts.jsonl")
     model = build.build_trainable(job)
     ids = job.tokenizer([one.text for one in asked], add_special_tokens=False)["input_ids"]
-    build.put_on_kernels(job, model, [Tokens(one.prompt.row, row, row) for one, row in zip(asked, ids, strict=True)])
+    build.put_on_kernels(
+        job, model, [TokenizedRow(one.prompt.row, row, row) for one, row in zip(asked, ids, strict=True)]
+    )
     parity = []
     trainer = build_grpo_trainer(job, grpo, model, asked, TrainerHooks(None, 1, None), str(scratch), parity.append)
     made: Any = trainer.rollouts if case.sampled else RandomCompletions(job.vocab_size, case.completion)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.data.collate import PaddingCollator, packed_batch
 from ftcli.data.pack import best_fit
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import forward_loss
 from ftcli.rows.row import Row
@@ -31,7 +31,7 @@ MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 VOCABULARY = 4096
 
 
-def rows_of(count: int, capacity: int, seed: int = 0) -> list[Tokens]:
+def rows_of(count: int, capacity: int, seed: int = 0) -> list[TokenizedRow]:
     """Rows of random ids; the first half of each is masked, as a prompt is."""
     rng = Random(seed)
     rows = []
@@ -39,11 +39,11 @@ def rows_of(count: int, capacity: int, seed: int = 0) -> list[Tokens]:
         length = min(capacity, max(8, round(rng.lognormvariate(5.2, 0.8))))
         ids = [rng.randrange(VOCABULARY) for _ in range(length)]
         labels = [IGNORE_INDEX] * (length // 2) + ids[length // 2 :]
-        rows.append(Tokens(Row("bench", number + 1, {}), ids, labels))
+        rows.append(TokenizedRow(Row("bench", number + 1, {}), ids, labels))
     return rows
 
 
-def batches_of(rows: list[Tokens], capacity: int, batch: int, *, packed: bool) -> list[dict[str, torch.Tensor]]:
+def batches_of(rows: list[TokenizedRow], capacity: int, batch: int, *, packed: bool) -> list[dict[str, torch.Tensor]]:
     """All rows as batches, in the order of training's first epoch with seed 0."""
     generator = torch.Generator().manual_seed(0)
     if not packed:

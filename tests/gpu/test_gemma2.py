@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.evaluate.loss import LossResult, evaluate_loss
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, head_of, hidden_states, next_token_loss
@@ -177,7 +177,7 @@ def gradients(model: Model, inputs: dict[str, Tensor], labels: Tensor, *, autoca
     return found
 
 
-def evaluated(model: Model, rows: list[Tokens], batch_size: int, layout: Any) -> LossResult:
+def evaluated(model: Model, rows: list[TokenizedRow], batch_size: int, layout: Any) -> LossResult:
     plan = DtypePlan("float32", "float32", "float32", False, "a test")
     return evaluate_loss(
         model, rows, pad_token_id=0, batch_size=batch_size, plan=plan, device=torch.device("cuda"),
@@ -192,7 +192,7 @@ def test_evaluation_gives_one_loss_past_the_window() -> None:
     rows = []
     for number, length in enumerate((4095, 4096, 4097, 8192, 600, 2), start=1):
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        rows.append(Tokens(Row("a test", number, {}), ids, [-100, *ids[1:]]))
+        rows.append(TokenizedRow(Row("a test", number, {}), ids, [-100, *ids[1:]]))
     alone = evaluated(model, rows, 1, "right")
     for batch_size, layout in ((2, "right"), (5, "right"), (2, "left"), (5, "left"), (2, "packed")):
         found = evaluated(model, rows, batch_size, layout)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
 from ftcli.config import DataConfig
-from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.prepare import PreparedData, prepare
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +22,10 @@ def bytes_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def prepared(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., Prepared]:
+def prepared(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., PreparedData]:
     """``prepared(rows, ..., data options)``: each list of rows is a file; ``cache_dir`` and the like go to prepare."""
 
-    def _prepared(*files: list[Any], tokenizer: Any = None, **options: Any) -> Prepared:
+    def _prepared(*files: list[Any], tokenizer: Any = None, **options: Any) -> PreparedData:
         own = {name: options.pop(name) for name in ("cache_dir", "reporter") if name in options}
         sources = options.pop("sources", [{} for _ in files])
         for number, rows in enumerate(files):

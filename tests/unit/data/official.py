@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
 from ftcli.config import DataConfig
-from ftcli.data.encode import Encoder, Read
+from ftcli.data.encode import Encoder, TokenizedRows
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
@@ -64,12 +64,12 @@ class Official:
         self.tokenizer = tokenizer
         self.stops = [int(tokenizer.convert_tokens_to_ids(stop)) for stop in stops]
 
-    def read(self, fields: dict[str, Any], layout: str = "messages", **data: Any) -> Read:
+    def read(self, fields: dict[str, Any], layout: str = "messages", **data: Any) -> TokenizedRows:
         """One row through the encoder."""
         config = DataConfig.model_validate({"train": ["x"], "max_seq_len": 10**6, **data})
         return Encoder(self.tokenizer, self.stops, config, layout).rows([Row("f", 1, fields)])
 
-    def trained(self, read: Read) -> list[list[str]]:
+    def trained(self, read: TokenizedRows) -> list[list[str]]:
         """The trained texts of each row."""
         rows = []
         for tokens in read.tokens:

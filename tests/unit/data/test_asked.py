@@ -11,10 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ftcli.config import DataConfig, GenerateConfig, GrpoConfig
-from ftcli.data.asked import Asked, Room, asked_rows, room_of_grpo, room_of_task
+from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_grpo, room_of_task
 from ftcli.errors import Finding, FtcliError
 
-Ask = Callable[..., tuple[list[Asked], list[Finding]]]
+Ask = Callable[..., tuple[list[RenderedPrompt], list[Finding]]]
 GOOD = {"prompt": "q", "answer": "a"}
 
 
@@ -22,7 +22,7 @@ GOOD = {"prompt": "q", "answer": "a"}
 def ask(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Ask:
     """``ask(rows, room=..., max_rows=..., data options)``."""
 
-    def _ask(*files: list[Any], room: Room | None = None, max_rows: int | None = None, **options: Any) -> Any:
+    def _ask(*files: list[Any], room: PromptLimit | None = None, max_rows: int | None = None, **options: Any) -> Any:
         paths = []
         for number, rows in enumerate(files):
             paths.append(str(tmp_path / f"t{number}.jsonl"))

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from ftcli.data.ledger import mostly_untrained
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 SYSTEM = {"messages": [{"role": "system", "content": "s"}, *GOOD["messages"]]}
 EMPTY = {"messages": [{"role": "user", "content": "q"}]}

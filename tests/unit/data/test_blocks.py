@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ftcli.data import blocks, chats
-from ftcli.data.encode import Read
+from ftcli.data.encode import TokenizedRows
 from ftcli.data.template import Renderer
 from tests.unit.data.official import NAMES, Official
 from tests.unit.data.test_official_templates import CALL, RESULT, TOOLS, assistant, user
@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_LOOKED_AT", 3)
 
 
-def seen(read: Read) -> Any:
+def seen(read: TokenizedRows) -> Any:
     """All of it, but which of several turns with the same fault is named."""
     tokens = [(one.input_ids, one.labels) for one in read.tokens]
     return (

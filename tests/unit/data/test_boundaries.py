@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from ftcli.assets import asset
 from ftcli.data.answers import Rendered
 from ftcli.data.boundary import Boundary
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.labels import IGNORE_INDEX
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
@@ -36,7 +36,7 @@ def joining() -> Any:
     return tokenizer
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, found: Prepared) -> list[str]:
+def trained(tokenizer: PreTrainedTokenizerBase, found: PreparedData) -> list[str]:
     tokens = found.sequences[0]
     pairs = zip(tokens.input_ids, tokens.labels, strict=True)
     return [tokenizer.decode([i]) for i, label in pairs if label != IGNORE_INDEX]

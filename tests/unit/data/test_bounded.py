@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.config import ModelConfig
 from ftcli.data import bounded as limits
-from ftcli.data.bounded import REFUSALS, Stopped, bounded
+from ftcli.data.bounded import REFUSALS, TemplateStopped, bounded
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.tokenizer import load_tokenizer
@@ -100,25 +100,25 @@ def test_a_template_that_is_slow_again_and_again_is_stopped(tmp_path: Path, impa
 
 
 def test_time_and_memory_are_bounded() -> None:
-    with pytest.raises(Stopped, match="far too slow"), bounded(seconds=0.2):
+    with pytest.raises(TemplateStopped, match="far too slow"), bounded(seconds=0.2):
         _spin()
-    with pytest.raises(Stopped, match=r"64.00 MiB of memory"), bounded(spare=64 * 2**20):
+    with pytest.raises(TemplateStopped, match=r"64.00 MiB of memory"), bounded(spare=64 * 2**20):
         bytearray(2**30)
     assert len(bytearray(2**30)) == 2**30  # and no longer
 
 
 def test_code_that_takes_the_signal_for_its_own_error_gets_it_again() -> None:
-    seen: list[Stopped] = []
+    seen: list[TemplateStopped] = []
 
     def stubborn() -> None:
         while len(seen) < 3:
             try:
                 _spin()
-            except Stopped as error:
+            except TemplateStopped as error:
                 seen.append(error)
         raise seen[-1]
 
-    with pytest.raises(Stopped), bounded(seconds=0.1):
+    with pytest.raises(TemplateStopped), bounded(seconds=0.1):
         stubborn()
     assert len(seen) == 3
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 TEXTS = [{"text": f"row {n}"} for n in range(5)]
 
 
-def same(first: Prepared, second: Prepared) -> bool:
+def same(first: PreparedData, second: PreparedData) -> bool:
     return list(first.sequences) == list(second.sequences) and first.ledgers == second.ledgers
 
 

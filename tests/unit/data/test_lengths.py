@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftcli.data.lengths import Listed, Lognormal, lengths_of
+from ftcli.data.lengths import Lognormal, MeasuredLengths, lengths_of
 from ftcli.errors import ExitCode, FtcliError
 
 
@@ -34,7 +34,7 @@ def test_measured_lengths_are_read_from_lines_and_lists(tmp_path: Path, content:
     path = tmp_path / "lengths.txt"
     path.write_bytes(content.encode())
     mix = lengths_of(str(path))
-    assert mix == Listed((5, 70, 900))
+    assert mix == MeasuredLengths((5, 70, 900))
     drawn = mix.sample(3000, 500, 0)
     assert set(drawn) == {5, 70, 500}
     assert all(900 < drawn.count(length) < 1100 for length in set(drawn))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 
 
 def chat(**first: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def chat(**first: Any) -> dict[str, Any]:
     return {"messages": turns}
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, found: Prepared) -> str:
+def trained(tokenizer: PreTrainedTokenizerBase, found: PreparedData) -> str:
     tokens = found.sequences[0]
     chosen = [i for i, label in zip(tokens.input_ids, tokens.labels, strict=True) if label != IGNORE_INDEX]
     return str(tokenizer.decode(chosen))

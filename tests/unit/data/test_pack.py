@@ -10,14 +10,14 @@ import pytest
 from ftcli.data.collate import packed_batch
 from ftcli.data.order import computed_by, epochs_of, mixture, plain_epochs, rows_of
 from ftcli.data.pack import best_fit
-from ftcli.data.tokens import Tokens, TokenTable
+from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
 
-def tokens(number: int, ids: list[int], masked: int = 1) -> Tokens:
-    return Tokens(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:])
+def tokens(number: int, ids: list[int], masked: int = 1) -> TokenizedRow:
+    return TokenizedRow(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:])
 
 
 def chat_lengths(count: int, capacity: int) -> list[int]:

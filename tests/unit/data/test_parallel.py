@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ftcli.config import DataConfig
-from ftcli.data.encode import Batch, Encoder
+from ftcli.data.encode import EncodedRows, Encoder
 from ftcli.data.parallel import CHUNK_ROWS, encode_all
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Row
 
@@ -26,7 +26,7 @@ class Dying:
     def __init__(self, how: str) -> None:
         self._how = how
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Does not return for the second chunk."""
         if rows[0].number > CHUNK_ROWS:
             if self._how == "killed":
@@ -40,7 +40,7 @@ def rows(count: int) -> list[Row]:
 
 
 def test_the_number_of_processes_changes_nothing(
-    prepared: Callable[..., Prepared], bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    prepared: Callable[..., PreparedData], bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     texts = [{"text": "x" * (1 + n % 150)} if n % 10 else {"text": 0} for n in range(3 * CHUNK_ROWS + 5)]
     one = prepared(texts, num_proc=1, max_bad_rows=0.2)

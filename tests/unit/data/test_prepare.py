@@ -13,7 +13,7 @@ from ftcli.assets import asset
 from ftcli.config import DataConfig
 from ftcli.data.collate import PaddingCollator
 from ftcli.data.ledger import quantiles
-from ftcli.data.prepare import Prepared, prepare
+from ftcli.data.prepare import PreparedData, prepare
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
 
@@ -27,7 +27,7 @@ def stop_of(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.convert_tokens_to_ids("<end_of_turn>"))
 
 
-def run(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: list[dict[str, Any]], **data: Any) -> Prepared:
+def run(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: list[dict[str, Any]], **data: Any) -> PreparedData:
     path = folder / "d.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = DataConfig.model_validate({"train": [str(path)], "max_seq_len": 200, **data})
@@ -38,7 +38,7 @@ def turns(*texts: str) -> dict[str, Any]:
     return {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]}
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> str:
+def trained(tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> str:
     sequence = prepared.sequences[0]
     return "".join(
         tokenizer.decode([i]) if label != IGNORE_INDEX else "·"
@@ -82,7 +82,7 @@ def test_multibyte_text_is_masked_at_character_borders(tokenizer: PreTrainedToke
     assert tokenizer.decode(ids) == "naïve 漢<end_of_turn>"
 
 
-def _columns(prepared: Prepared) -> tuple[list[int], list[int]]:
+def _columns(prepared: PreparedData) -> tuple[list[int], list[int]]:
     return prepared.sequences[0].input_ids, prepared.sequences[0].labels
 
 

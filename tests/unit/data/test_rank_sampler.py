@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ftcli.data.order import EpochSampler, RankSampler, plain_epochs
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.rows.row import Row
 
 
@@ -17,7 +17,7 @@ def _batches(numbers: list[int], size: int) -> list[list[int]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_the_ranks_batches_laid_side_by_side_are_the_epochs(rows: int, ranks: int, size: int) -> None:
-    epochs = plain_epochs([Tokens(Row("r", i, {}), [1], [1]) for i in range(rows)], seed=5)
+    epochs = plain_epochs([TokenizedRow(Row("r", i, {}), [1], [1]) for i in range(rows)], seed=5)
     whole = EpochSampler(epochs)
     shares = [RankSampler(epochs, size, rank, ranks) for rank in range(ranks)]
     for sampler in (whole, *shares):

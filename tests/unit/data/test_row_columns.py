@@ -10,13 +10,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from ftcli.config import DataConfig
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.data.template import renderer_of
 from ftcli.errors import FtcliError
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 FUNCTION = {"name": "look", "description": "looks", "parameters": {"type": "object"}}
 TEMPLATE = (
@@ -34,7 +34,7 @@ def tokenizer(bytes_tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
     return own
 
 
-def text_of(found: Prepared, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> str:
+def text_of(found: PreparedData, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> str:
     return str(tokenizer.decode(found.sequences[row].input_ids))
 
 

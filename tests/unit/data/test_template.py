@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
 AGENT = [
@@ -44,7 +44,7 @@ def agentic(tmp_path: Path) -> str:
     return str(path)
 
 
-def trained(tokenizer: PreTrainedTokenizerBase, found: Prepared, row: int = 0) -> str:
+def trained(tokenizer: PreTrainedTokenizerBase, found: PreparedData, row: int = 0) -> str:
     tokens = found.sequences[row]
     chosen = [i for i, label in zip(tokens.input_ids, tokens.labels, strict=True) if label != IGNORE_INDEX]
     return str(tokenizer.decode(chosen))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ftcli.data.prepare import Prepared
+from ftcli.data.prepare import PreparedData
 from ftcli.errors import FtcliError
 
-Prepare = Callable[..., Prepared]
+Prepare = Callable[..., PreparedData]
 IDS, LABELS = [2, 70, 71, 72, 4], [-100, -100, 71, 72, 4]
 
 

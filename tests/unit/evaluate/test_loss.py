@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.loss import LossResult, combine, evaluate_loss
 from ftcli.facts.precision import DtypePlan
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return made
 
 
-def rows(lengths: tuple[int, ...] = LENGTHS) -> list[Tokens]:
+def rows(lengths: tuple[int, ...] = LENGTHS) -> list[TokenizedRow]:
     """Rows of random ids of which the first third is a prompt; the last has nothing supervised."""
     generator = torch.Generator().manual_seed(1)
     made = []
@@ -68,18 +68,18 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> list[Tokens]:
         ids = torch.randint(3, 64, (length,), generator=generator).tolist()
         prompt = max(length // 3, 1)
         labels = [-100] * prompt + ids[prompt:] if number < len(lengths) else [-100] * length
-        made.append(Tokens(Row("eval.jsonl", number, {}), ids, labels))
+        made.append(TokenizedRow(Row("eval.jsonl", number, {}), ids, labels))
     return made
 
 
-def evaluated(model: Any, sequences: list[Tokens], batch_size: int = 2, **options: Any) -> LossResult:
+def evaluated(model: Any, sequences: list[TokenizedRow], batch_size: int = 2, **options: Any) -> LossResult:
     settings: dict[str, Any] = {
         "pad_token_id": 0, "batch_size": batch_size, "plan": PLAN, "device": CPU, "reporter": SilentReporter(),
     }  # fmt: skip
     return evaluate_loss(model, sequences, **{**settings, **options})
 
 
-def by_hand(model: Any, sequences: list[Tokens]) -> tuple[float, float, int]:
+def by_hand(model: Any, sequences: list[TokenizedRow]) -> tuple[float, float, int]:
     """Summed in double precision from all logits of one row at a time."""
     total, correct, count = 0.0, 0, 0
     for row in sequences:

@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from ftcli.config import LoraConfig
 from ftcli.config.model import Kernels
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.adapted import why_not_fused
@@ -105,7 +105,7 @@ def test_packed_documents_stay_apart_in_the_language_model_of_a_multimodal_model
     rows = []
     for length in (24, 31, 40):
         ids = torch.randint(5, 250, (length,), generator=generator).tolist()
-        rows.append(Tokens(Row("d", length, {}), ids, list(ids)))
+        rows.append(TokenizedRow(Row("d", length, {}), ids, list(ids)))
     model, _ = apply_lora(build(name), LoraConfig(r=4), PLAN, seed=0)
     patch(model, kernels)
     check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)  # raises FT443

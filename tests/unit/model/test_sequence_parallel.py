@@ -13,7 +13,7 @@ import torch
 
 from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch
 from ftcli.data.parts import part_of
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.sequence_parallel import exchanged_key_heads
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import forward_loss, hidden_states, target_positions
@@ -58,13 +58,13 @@ class Meeting:
             return [each.result() for each in [pool.submit(one, part) for part in range(self.parts)]]
 
 
-def rows(*lengths: int) -> list[Tokens]:
+def rows(*lengths: int) -> list[TokenizedRow]:
     generator = torch.Generator().manual_seed(3)
     found = []
     for length in lengths:
         ids = torch.randint(3, 200, (length,), generator=generator).tolist()
         labels = [IGNORE_INDEX if i < length // 4 else token for i, token in enumerate(ids)]
-        found.append(Tokens(Row("d", length, {}), ids, labels))
+        found.append(TokenizedRow(Row("d", length, {}), ids, labels))
     return found
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTraine
 
 from ftcli.data.collate import PaddingCollator, packed_batch
 from ftcli.data.pack import best_fit
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
@@ -47,17 +47,17 @@ def model_of(family: str, attention: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
 
 
-def rows(count: int, longest: int = 40) -> list[Tokens]:
+def rows(count: int, longest: int = 40) -> list[TokenizedRow]:
     rng = Random(1)
     made = []
     for number in range(count):
         ids = [rng.randrange(1, 97) for _ in range(rng.randint(3, longest))]
         masked = rng.randint(1, len(ids) - 1)
-        made.append(Tokens(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:]))
+        made.append(TokenizedRow(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:]))
     return made
 
 
-def logits(model: PreTrainedModel, packs: Sequence[Sequence[Tokens]]) -> torch.Tensor:
+def logits(model: PreTrainedModel, packs: Sequence[Sequence[TokenizedRow]]) -> torch.Tensor:
     batch = packed_batch(packs, 0)
     with torch.no_grad():
         return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
@@ -70,7 +70,7 @@ def test_one_changed_document_leaves_the_others_logits_bit_equal(family: str, at
         pytest.skip("SDPA cannot cap scores; transformers refuses it")
     model = model_of(family, attention)
     a, b, c, d, e = rows(5)
-    changed = Tokens(b.row, [i % 96 + 1 for i in b.input_ids], b.labels)
+    changed = TokenizedRow(b.row, [i % 96 + 1 for i in b.input_ids], b.labels)
     before, after = logits(model, [[a, b, c], [d, e]]), logits(model, [[a, changed, c], [d, e]])
     start = len(a.input_ids)
     end = start + len(b.input_ids)

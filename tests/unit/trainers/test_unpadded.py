@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.data.collate import EpochCollator, unpadded_batch
 from ftcli.data.order import plain_epochs
-from ftcli.data.tokens import Tokens
+from ftcli.data.tokens import TokenizedRow
 from ftcli.evaluate.loss import evaluate_loss
 from ftcli.facts.batches import Batches
 from ftcli.facts.precision import DtypePlan
@@ -103,18 +103,18 @@ def model_of(family: str, kernels: str) -> Any:
     return model
 
 
-def rows(lengths: Sequence[int]) -> list[Tokens]:
+def rows(lengths: Sequence[int]) -> list[TokenizedRow]:
     rng = Random(1)
     made = []
     for number, length in enumerate(lengths):
         ids = [rng.randrange(3, 97) for _ in range(length)]
         masked = rng.randint(1, max(1, length // 2))
-        made.append(Tokens(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:]))
+        made.append(TokenizedRow(Row("d", number, {}), ids, [IGNORE_INDEX] * masked + ids[masked:]))
     return made
 
 
 def step(
-    model: Any, documents: Sequence[Tokens], batches: Batches, micro_batch: int
+    model: Any, documents: Sequence[TokenizedRow], batches: Batches, micro_batch: int
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one optimizer step over ``documents`` in micro-batches, as training makes them."""
     model.zero_grad()
@@ -130,7 +130,7 @@ def step(
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def require_same_step(model: Any, documents: Sequence[Tokens], micro_batch: int) -> None:
+def require_same_step(model: Any, documents: Sequence[TokenizedRow], micro_batch: int) -> None:
     (loss, wanted), (found_loss, found) = (step(model, documents, b, micro_batch) for b in (PADDED, UNPADDED))
     assert found_loss == pytest.approx(loss, abs=1e-6)
     assert set(found) == set(wanted)
