@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ftcli.export.clean.request import TENSOR, Request
+from ftcli.export.clean.request import TENSOR, ReloadRequest
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import TEXTS
 from ftcli.export.resolve import ExportSource, read_adapter_config
@@ -66,7 +66,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         based = source_config(plain, offline=offline)
         attach(unwritten(based), plain.folder)  # what does not fit its base is no fault of the copy
         based.save_pretrained(config)
-        asked = Request("adapter", str(folder), config=config, texts=TEXTS, embeddings=plain is not source)
+        asked = ReloadRequest("adapter", str(folder), config=config, texts=TEXTS, embeddings=plain is not source)
         answer = source.reload(asked, {})
     # PEFT holds them in the base's float32, which every stored dtype fits into: going back to it loses nothing.
     held = {name.removeprefix(TENSOR): tensor for name, tensor in answer.tensors.items() if name.startswith(TENSOR)}

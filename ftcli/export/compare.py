@@ -17,7 +17,7 @@ from ftcli.export.loading import not_verified, plain_config
 from ftcli.export.merge import Rounding
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import UNIT_ROUNDOFF, Update, shortened
-from ftcli.export.weights import Stored, StoredWeights, Weights, untied
+from ftcli.export.weights import ModelWeights, StoredTensors, StoredWeights, untied
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 
 #: Elements that are compared at once.
@@ -71,7 +71,7 @@ def compare_written(
     return shortened(problems)
 
 
-def _compare_files(stored: Stored, files: Mapping[str, TensorFile], rounding: Rounding) -> Iterator[str]:
+def _compare_files(stored: StoredTensors, files: Mapping[str, TensorFile], rounding: Rounding) -> Iterator[str]:
     """Problems of tensors that are the base's, by their names in the files."""
     for key, file in zip(stored.keys, stored.files, strict=True):
         if key not in files:
@@ -135,6 +135,6 @@ def difference(found: Tensor, want: Tensor, dtype: torch.dtype, *, exact: bool) 
     return None
 
 
-def elements(weights: Weights) -> int:
+def elements(weights: ModelWeights) -> int:
     """Numbers of the model."""
     return sum(torch.Size(weights.shape(name)).numel() for name in weights.names)

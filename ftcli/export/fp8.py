@@ -32,7 +32,7 @@ from ftcli.export.merge import outputs
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import require_room
-from ftcli.export.safetensors import SHARD_BYTES, Plan, prepare, random_base, save_config
+from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, prepare, random_base, save_config
 from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
 from ftcli.export.verify import (
     Update,
@@ -66,7 +66,7 @@ _PACKAGE = "compressed_tensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded:
+class RoundedTensors:
     """Which tensors are eight bits wide: the name in the model of each, by its key in the files."""
 
     names: Mapping[str, str]
@@ -125,7 +125,7 @@ def _parameters(base: StoredWeights) -> int:
     return sum(torch.Size(base.shape(name)).numel() for name in base.names)
 
 
-def _rounded(model: PreTrainedModel, base: StoredWeights) -> Rounded:
+def _rounded(model: PreTrainedModel, base: StoredWeights) -> RoundedTensors:
     layers = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     linear = {
         f"{name}.weight"
@@ -139,10 +139,10 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> Rounded:
         if stored.names and stored.names[0] in linear:
             roles = stored.roles or ("weight",)
             names[next(key for key, role in zip(stored.keys, roles, strict=True) if role == "weight")] = stored.names[0]
-    return Rounded(names)
+    return RoundedTensors(names)
 
 
-def _outputs(plan: Plan, rounded: Rounded) -> Iterator[Output]:
+def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[Output]:
     """The merged model's tensors, a scale after each weight of eight bits. Both are computed when they are written."""
 
     def exact(name: str) -> Tensor:
@@ -176,7 +176,7 @@ def quantize(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def _ignored(model: PreTrainedModel, rounded: Rounded) -> list[str]:
+def _ignored(model: PreTrainedModel, rounded: RoundedTensors) -> list[str]:
     wide = set(rounded.names.values())
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [name for name in linear if f"{name}.weight" not in wide]
@@ -206,7 +206,13 @@ def _declare(path: Path, ignored: list[str]) -> None:
 
 
 def _verify(
-    source: ExportSource, folder: Path, plan: Plan, rounded: Rounded, *, offline: bool, say: Callable[[str], None]
+    source: ExportSource,
+    folder: Path,
+    plan: ModelPlan,
+    rounded: RoundedTensors,
+    *,
+    offline: bool,
+    say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
     base = base_weights(source, offline=offline)
@@ -246,7 +252,7 @@ def _verify(
 
 
 def _compare_weights(
-    folder: Path, plan: Plan, rounded: Rounded, base: StoredWeights, changes: Mapping[str, Update]
+    folder: Path, plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, Update]
 ) -> list[str]:
     """Problems of the files, tensor by tensor: held against what the adapter's own file says, without PEFT."""
     try:
@@ -277,14 +283,18 @@ def _entries(path: Path) -> Iterator[tuple[str, TensorFile]]:
     return ((key, file) for key in file.entries)
 
 
-def _kept(plan: Plan, base: StoredWeights, rounded: Rounded, changes: Mapping[str, Update]) -> dict[str, str]:
+def _kept(
+    plan: ModelPlan, base: StoredWeights, rounded: RoundedTensors, changes: Mapping[str, Update]
+) -> dict[str, str]:
     """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
     found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
     found |= {base.renaming.key_of(name): name for name in untied(base, changes)}
     return {key: name for key, name in found.items() if key not in rounded.names}
 
 
-def _keys(plan: Plan, rounded: Rounded, base: StoredWeights, changes: Mapping[str, Update]) -> dict[str, str]:
+def _keys(
+    plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, Update]
+) -> dict[str, str]:
     """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
     found = {name: key for key, name in {**_kept(plan, base, rounded, changes), **rounded.names}.items()}
     found |= {f"{name}_scale": rounded.scale_key(key) for key, name in rounded.names.items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.resolve import ExportSource
-from ftcli.export.tensorfile import DTYPES, Entry
+from ftcli.export.tensorfile import DTYPES, TensorEntry
 from ftcli.facts.quantization import stored_method
 from ftcli.model.quantize import (
     PackedReader,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BaseInTraining:
     """How training held the base's linear layers.
 
     Attributes:
@@ -60,7 +60,7 @@ class Held:
         """Whether training quantised this weight of the files."""
         return name in self.linears
 
-    def packed_part(self, key: str, entry: Entry) -> tuple[str, str] | None:
+    def packed_part(self, key: str, entry: TensorEntry) -> tuple[str, str] | None:
         """Layer and part that a stored tensor of quantised files is; None for one in full precision."""
         if self.reader is None:
             return None
@@ -112,7 +112,7 @@ class Held:
 ORIGINAL = "the base model's weights as they are stored"
 
 
-def held_of(source: ExportSource, config: PretrainedConfig, model: PreTrainedModel) -> Held | None:
+def held_of(source: ExportSource, config: PretrainedConfig, model: PreTrainedModel) -> BaseInTraining | None:
     """How training held the base of ``source``; None where it is taken as it is stored.
 
     Args:
@@ -140,4 +140,6 @@ def held_of(source: ExportSource, config: PretrainedConfig, model: PreTrainedMod
     if original:
         return None
     linears = frozenset[str]() if stored else frozenset(f"{name}.weight" for name in layers_to_quantize(model))
-    return Held(settings, getattr(torch, source.compute), linears, packed_reader(settings, raw) if stored else None)
+    return BaseInTraining(
+        settings, getattr(torch, source.compute), linears, packed_reader(settings, raw) if stored else None
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.tensorfile import Output, computed, copied
-from ftcli.export.weights import Stored, StoredWeights, untied
+from ftcli.export.weights import StoredTensors, StoredWeights, untied
 from ftcli.model import merging
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Adapter:
+class AdapterUpdates:
     """What an adapter does to the weights of its base, through PEFT's own layers.
 
     Attributes:
@@ -78,7 +78,7 @@ class Rounding:
     quantized: torch.dtype
     kept: Callable[[str], bool]
 
-    def of(self, name: str, found: Stored) -> torch.dtype:
+    def of(self, name: str, found: StoredTensors) -> torch.dtype:
         """The dtype of a tensor of the merged model that the base has as ``found``."""
         stored = self.quantized if found.packed else found.dtype
         if self.dtype is None or not stored.is_floating_point or self.kept(name):
@@ -118,7 +118,7 @@ def rounding_of(model: PreTrainedModel, dtype: torch.dtype | None, quantized: to
     return Rounding(dtype, quantized, kept)
 
 
-def outputs(base: StoredWeights, adapter: Adapter, rounding: Rounding) -> list[Output]:
+def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) -> list[Output]:
     """The merged model's tensors as they are written: under the base's names, and in its order.
 
     What is neither trained nor converted is copied byte for byte.
@@ -139,13 +139,13 @@ def outputs(base: StoredWeights, adapter: Adapter, rounding: Rounding) -> list[O
     return found + [_one(base, adapter, rounding, name, base.renaming.key_of(name)) for name in names]
 
 
-def is_copied(base: StoredWeights, adapter: Adapter, stored: Stored) -> bool:
+def is_copied(base: StoredWeights, adapter: AdapterUpdates, stored: StoredTensors) -> bool:
     """Whether the merged model's tensors are those of the file, but for the dtype."""
     changed = adapter.changed
     return not stored.packed and all(base.is_as_stored(name) and name not in changed for name in stored.names)
 
 
-def _converted(stored: Stored, number: int, rounding: Rounding) -> Output:
+def _converted(stored: StoredTensors, number: int, rounding: Rounding) -> Output:
     key, file = stored.keys[number], stored.files[number]
     if not stored.names or file.dtype(key) == (wanted := rounding.of(stored.names[0], stored)):
         return copied(key, file)
@@ -153,7 +153,7 @@ def _converted(stored: Stored, number: int, rounding: Rounding) -> Output:
     return computed(key, entry.shape, wanted, lambda: rounding.applied(key, file.read(key), wanted))
 
 
-def _one(base: StoredWeights, adapter: Adapter, rounding: Rounding, name: str, key: str) -> Output:
+def _one(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, name: str, key: str) -> Output:
     dtype = rounding.of(name, base.of(name))
 
     def make() -> Tensor:
@@ -162,7 +162,7 @@ def _one(base: StoredWeights, adapter: Adapter, rounding: Rounding, name: str, k
     return computed(key, base.shape(name), dtype, make)
 
 
-def _parts(base: StoredWeights, adapter: Adapter, rounding: Rounding, stored: Stored) -> list[Output]:
+def _parts(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, stored: StoredTensors) -> list[Output]:
     """Parts that are joined, merged and taken apart again when the first of them is written."""
     dtype = rounding.of(stored.names[0], stored)
     made: dict[str, Tensor] = {}
@@ -192,7 +192,7 @@ def rounded(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]) -> Itera
             that.
         dtype_of: The dtype that a merged weight is stored in, by its name.
     """
-    adapter = Adapter(adapted)
+    adapter = AdapterUpdates(adapted)
     with ExitStack() as stack, torch.no_grad():
         for name, module in adapter.layers.items():
             for handle in _round_in_forward(module, dtype_of(name)):

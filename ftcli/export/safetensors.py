@@ -27,7 +27,7 @@ from ftcli.export.loading import (
     source_tokenizer,
     unwritten,
 )
-from ftcli.export.merge import Adapter, Rounding, outputs, rounded, rounding_of
+from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded, rounding_of
 from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import merge_bytes, require_room
@@ -64,7 +64,7 @@ LOST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelPlan:
     """What is written: base and adapter, or the weights of a full fine-tune in another dtype.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
 
     config: PretrainedConfig
     base: StoredWeights
-    adapter: Adapter
+    adapter: AdapterUpdates
     rounding: Rounding
     merged: int
     stops: tuple[int, ...]
@@ -109,7 +109,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     return verify_merged(source, folder, plan, offline=offline, say=say)
 
 
-def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> Plan:
+def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[str], None]) -> ModelPlan:
     """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone.
 
     Raises:
@@ -136,7 +136,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     return plan
 
 
-def prepare(source: ExportSource, *, offline: bool) -> Plan:
+def prepare(source: ExportSource, *, offline: bool) -> ModelPlan:
     """Opens what is merged. Raises FtcliError as :func:`write_merged`."""
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
@@ -150,8 +150,8 @@ def prepare(source: ExportSource, *, offline: bool) -> Plan:
         adapted = attach(model, source.folder).float()
     dtype = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
     rounding = rounding_of(model, dtype, _plain_dtype(config, source))
-    adapter = Adapter(adapted)
-    return Plan(config, base, adapter, rounding, len(adapter.layers), stops)
+    adapter = AdapterUpdates(adapted)
+    return ModelPlan(config, base, adapter, rounding, len(adapter.layers), stops)
 
 
 def _stored_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
@@ -169,7 +169,7 @@ def _plain_dtype(config: PretrainedConfig, source: ExportSource) -> torch.dtype:
 
 
 def save_config(
-    source: ExportSource, plan: Plan, tokenizer: PreTrainedTokenizerBase, folder: Path, *, offline: bool
+    source: ExportSource, plan: ModelPlan, tokenizer: PreTrainedTokenizerBase, folder: Path, *, offline: bool
 ) -> None:
     """config.json and generation_config.json: the base's, with what merging and training have made otherwise."""
     from transformers import GenerationConfig
@@ -194,7 +194,7 @@ def save_config(
         model.generation_config.save_pretrained(str(folder))
 
 
-def _both_ends_stored(model: PreTrainedModel, plan: Plan) -> bool:
+def _both_ends_stored(model: PreTrainedModel, plan: ModelPlan) -> bool:
     """Whether the model ties embeddings that the base stores twice, and one of them was changed."""
     embedding, head = ends(model)
     stored = {embedding, head} <= set(plan.base.names)
@@ -202,7 +202,7 @@ def _both_ends_stored(model: PreTrainedModel, plan: Plan) -> bool:
 
 
 def verify_merged(
-    source: ExportSource, folder: Path, plan: Plan, *, offline: bool, say: Callable[[str], None]
+    source: ExportSource, folder: Path, plan: ModelPlan, *, offline: bool, say: Callable[[str], None]
 ) -> Verified:
     """Compare what was written with base and adapter, opened anew: weights, logits, tokenizer and stop tokens.
 
@@ -244,7 +244,7 @@ def verify_merged(
 
 
 def _reference(
-    plan: Plan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, tokens: int
+    plan: ModelPlan, base: StoredWeights, adapted: PeftModel | None, probe: Probe, tokens: int
 ) -> tuple[Probe, Tensor, Tensor, Tensor]:
     """A probe with what base and adapter go on with, so many ``tokens``; and float32 logits (positions, vocabulary): of
     base and adapter, of the base, of both with the weights rounded.
@@ -286,7 +286,7 @@ def _rounding_warnings(lost: float, dtype: str) -> tuple[Finding, ...]:
     )
 
 
-def _require_memory(plan: Plan) -> None:
+def _require_memory(plan: ModelPlan) -> None:
     """Refuse before the system kills the process."""
     needed, free = merge_bytes(plan.base, plan.adapter.changed), cpu_device().free_bytes
     if free is None or needed <= free:

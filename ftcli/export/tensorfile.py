@@ -46,7 +46,7 @@ _PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in its file: ``dtype`` by the layout's name, ``start`` and ``nbytes`` in bytes."""
 
     dtype: str
@@ -71,8 +71,8 @@ class TensorFile:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header: JsonObject = json.loads(file.read(length))
         begin = _LENGTH_BYTES + length
-        self.entries: Mapping[str, Entry] = {
-            key: Entry(told["dtype"], tuple(told["shape"]), begin + told["data_offsets"][0], _extent(told))
+        self.entries: Mapping[str, TensorEntry] = {
+            key: TensorEntry(told["dtype"], tuple(told["shape"]), begin + told["data_offsets"][0], _extent(told))
             for key, told in header.items()
             if key != "__metadata__"
         }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
-from ftcli.export.clean.request import GREEDY, LOGITS, Answer, Request
+from ftcli.export.clean.request import GREEDY, LOGITS, ReloadAnswer, ReloadRequest
 from ftcli.export.probe import TEXTS, LogitsComparison, Probe, compare_logits, rendered_ids
 from ftcli.plain import JsonMap, JsonObject
 
@@ -68,7 +68,7 @@ def not_asked(merged_with: str = "") -> Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdaptedWeight:
     """Which weight of the base model an adapter's pair of matrices belongs to.
 
     ``transposed``: it is stored as (in, out), as in GPT-2 and in the experts of some families.
@@ -78,17 +78,17 @@ class Place:
     transposed: bool
 
 
-def places(adapted: PeftModel) -> dict[str, Place]:
+def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
     """The place of each adapter, by the name of its module in the adapter's file."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
-    found: dict[str, Place] = {}
+    found: dict[str, AdaptedWeight] = {}
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             layer, leaf = module.get_base_layer(), getattr(module, "parameter_name", "weight")
             transposed = isinstance(layer, Conv1D) or bool(getattr(layer, "is_transposed", False))
-            found[name] = Place(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
+            found[name] = AdaptedWeight(f"{name.replace('.base_layer', '')}.{leaf}", transposed)
     return found
 
 
@@ -131,7 +131,7 @@ class Update:
         return changed.to(weight.dtype)
 
 
-def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, Place]) -> dict[str, Update]:
+def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]) -> dict[str, Update]:
     """What the adapter does to each weight, by the weight's name in the base model.
 
     Args:
@@ -262,7 +262,7 @@ def same_greedy(found: Tensor, probe: Probe) -> str:
 
 
 def check_generation(
-    answer: Answer, reference: Tensor, probe: Probe, stops: Collection[int], allowed: float
+    answer: ReloadAnswer, reference: Tensor, probe: Probe, stops: Collection[int], allowed: float
 ) -> list[str]:
     """Problems with what the written model goes on with: see :func:`check_greedy`.
 
@@ -304,7 +304,7 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
 
 
 def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> list[str]:
-    """Problems with the tokenizer that lies beside the weights, as :class:`Answer` tells of it."""
+    """Problems with the tokenizer that lies beside the weights, as :class:`ReloadAnswer` tells of it."""
     if not written:
         return ["there is no tokenizer"]
     problems = []
@@ -332,12 +332,12 @@ def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> lis
     return problems
 
 
-def loaded(request: Request) -> str:
+def loaded(request: ReloadRequest) -> str:
     """How it was loaded again, for an export's record."""
     return "layer by layer, for lack of memory" if request.from_disk else "whole"
 
 
-def reloaded(answer: Answer) -> dict[str, str | int]:
+def reloaded(answer: ReloadAnswer) -> dict[str, str | int]:
     """What an export's record says of the process that loaded it again."""
     return {"reloaded_by": answer.libraries, "reload_peak_bytes": answer.peak_bytes}
 

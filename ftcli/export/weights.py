@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import first_line
-from ftcli.export.held import ORIGINAL, Held, held_of
+from ftcli.export.held import ORIGINAL, BaseInTraining, held_of
 from ftcli.export.loading import attach, base_files, plain_config, unwritten
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.tensorfile import TensorFile, finite_tensors
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-class Weights(Protocol):
+class ModelWeights(Protocol):
     """The tensors of a model by the names that they have in it."""
 
     @property
@@ -53,7 +53,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensors:
     """Tensors of files that are one of the model's, or that make some together.
 
     Attributes:
@@ -99,7 +99,7 @@ class StoredWeights:
         self,
         files: Sequence[Path],
         model: PreTrainedModel,
-        held: Held | None = None,
+        held: BaseInTraining | None = None,
         rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.renaming, self.held, self._model, self._rows = Renaming(model), held, model, rows
@@ -114,7 +114,7 @@ class StoredWeights:
         if missing:
             raise unreadable(f"{missing[0]} is not among the stored weights")
 
-    def _grouped(self, files: Sequence[Path]) -> Iterator[Stored]:
+    def _grouped(self, files: Sequence[Path]) -> Iterator[StoredTensors]:
         found: dict[tuple[str, str], list[tuple[str, TensorFile, str]]] = {}
         for path in files:
             file = TensorFile(path)
@@ -126,13 +126,13 @@ class StoredWeights:
             if kind == "parts":
                 made = self.renaming.join(name, [(key, role, _outline(file, key)) for key, file, role in entries])
                 shapes = tuple(tuple(tensor.shape) for tensor in made.values())
-                yield Stored(keys, holders, roles, tuple(made), shapes)
+                yield StoredTensors(keys, holders, roles, tuple(made), shapes)
             elif kind == "packed":
                 shape = tuple(self._model.get_parameter(name).shape)
-                yield Stored(keys, holders, roles, (name,), (shape,), packed=True)
+                yield StoredTensors(keys, holders, roles, (name,), (shape,), packed=True)
             else:
                 shape = holders[0].entries[keys[0]].shape
-                yield Stored(keys, holders, (), (name,) if kind == "whole" else (), (shape,))
+                yield StoredTensors(keys, holders, (), (name,) if kind == "whole" else (), (shape,))
 
     def _kind(self, key: str, file: TensorFile) -> tuple[str, str, str]:
         """Whether a stored tensor is one of the model's, a part, or of no place; of which; and as what."""
@@ -157,7 +157,7 @@ class StoredWeights:
         shape = found.shapes[found.names.index(self.ties.get(name, name))]
         return (self._rows[name], *shape[1:]) if name in self._rows else shape
 
-    def of(self, name: str) -> Stored:
+    def of(self, name: str) -> StoredTensors:
         """What is stored of a tensor."""
         return self._by_name[self.ties.get(name, name)]
 
@@ -184,7 +184,7 @@ class StoredWeights:
         tensor = tensor if self.held is None else self.held.as_held(name, tensor)
         return _resized(tensor, self._rows[asked]) if asked in self._rows else tensor
 
-    def joined(self, found: Stored) -> dict[str, Tensor]:
+    def joined(self, found: StoredTensors) -> dict[str, Tensor]:
         """What stored parts make, as they are stored."""
         entries = zip(found.keys, found.roles, found.files, strict=True)
         parts = [(key, role, file.read(key)) for key, role, file in entries]
@@ -202,7 +202,7 @@ def _outline(file: TensorFile, key: str) -> Tensor:
     return torch.empty(file.entries[key].shape, dtype=file.dtype(key), device="meta")
 
 
-def _ties(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, str]:
+def _ties(model: PreTrainedModel, stored: Mapping[str, StoredTensors]) -> dict[str, str]:
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)

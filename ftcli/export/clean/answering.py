@@ -24,7 +24,7 @@ from ftcli.export.clean.request import (
     OURS,
     PROMPT,
     TENSOR,
-    Request,
+    ReloadRequest,
     rows_for,
 )
 from ftcli.plain import JsonMap, JsonObject
@@ -55,7 +55,7 @@ def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
         sent: A safetensors file with what the request sends along.
         back: Where the answer's tensors go.
     """
-    asked = Request(**request)
+    asked = ReloadRequest(**request)
     torch.set_num_threads(asked.threads)
     kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf, "llama": _llama}
     told: JsonObject = {}
@@ -82,7 +82,7 @@ def _libraries() -> str:
     return ", ".join(f"{name} {getattr(sys.modules[name], '__version__', '')}".strip() for name in found)
 
 
-def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder as transformers loads it."""
     if asked.from_disk and asked.names and getattr(_config(asked.folder), "quantization_config", None) is not None:
         return _streamed(asked, sent)
@@ -114,7 +114,7 @@ def _model(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[st
     return facts, tensors
 
 
-def _streamed(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _streamed(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder whose weights are rounded, layer by layer."""
     from ftcli.export.clean.streamed import streamed
 
@@ -125,7 +125,7 @@ def _streamed(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict
         return {"stops": _stops(model), "tokenizer": _tokenizer(asked)}, {LOGITS: logits}
 
 
-def _computed(model: PreTrainedModel, asked: Request, sent: dict[str, Tensor]) -> dict[str, Tensor]:
+def _computed(model: PreTrainedModel, asked: ReloadRequest, sent: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {LOGITS: _logits(model, sent)}
     if asked.new_tokens:
         from transformers import GenerationConfig
@@ -158,7 +158,7 @@ def _stops(model: PreTrainedModel) -> dict[str, list[int]]:
     return found
 
 
-def _tokenizer(asked: Request) -> JsonObject:
+def _tokenizer(asked: ReloadRequest) -> JsonObject:
     """The tokenizer beside the weights; nothing where there is none."""
     from jinja2.exceptions import TemplateError
     from transformers import AutoTokenizer
@@ -203,7 +203,7 @@ def _class(config: Any) -> Any:
     return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
-def _adapter(asked: Request, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder as PEFT loads it, into a model of the base's shape: every tensor as it then is."""
     import warnings
 
@@ -218,7 +218,7 @@ def _adapter(asked: Request, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str
     return {"tokenizer": _tokenizer(asked)}, tensors
 
 
-def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.described import describe, reader_of
     from ftcli.export.gguf.metadata import activation_of
@@ -239,7 +239,7 @@ def _gguf(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str
         return {}, {LOGITS: _logits(model, sent)}
 
 
-def _llama(asked: Request, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _llama(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as llama.cpp's library computes it."""
     from ftcli.export.clean import llama
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ftcli.export.clean.request import ATTENTION_MASK, INPUT_IDS, PROMPT, Request
+from ftcli.export.clean.request import ATTENTION_MASK, INPUT_IDS, PROMPT, ReloadRequest
 from ftcli.export.probe import NEW_TOKENS, STREAMED_TOKENS, TEXTS, Probe
 from ftcli.facts.device import cpu_device
 
@@ -34,7 +34,7 @@ def model_request(
     *,
     dtype: Literal["stored", "float32"] = "stored",
     **more: bool | dict[str, int] | dict[str, str],
-) -> Request:
+) -> ReloadRequest:
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 
     Args:
@@ -42,7 +42,7 @@ def model_request(
         dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
     """
     from_disk = not fits(parameters)
-    return Request(
+    return ReloadRequest(
         "model",
         str(folder),
         dtype=dtype,

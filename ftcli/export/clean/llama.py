@@ -18,7 +18,7 @@ _TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LlamaAnswer:
     """What llama.cpp says of a file.
 
     Attributes:
@@ -36,7 +36,7 @@ class Said:
 
 def asked(
     file: Path, rows: Sequence[Sequence[int]], texts: Sequence[str], *, threads: int = 1, adapter: Path | None = None
-) -> Said:
+) -> LlamaAnswer:
     """What llama.cpp makes of ``texts`` and of ``rows`` of ids, each alone, on the CPU and with a cache in float32.
 
     Args:
@@ -54,7 +54,7 @@ def asked(
         size = library.llama_vocab_n_tokens(vocabulary)
         longest = library.llama_model_n_ctx_train(model)
         found = [_logits(library, model, list(row)[:longest], size, threads, adapter) for row in rows]
-        return Said(
+        return LlamaAnswer(
             [_tokens(library, vocabulary, text, special=False) for text in texts],
             _tokens(library, vocabulary, texts[0], special=True),
             [token for token in range(size) if library.llama_vocab_is_eog(vocabulary, token)],

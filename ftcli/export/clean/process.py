@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.clean.request import ANSWER, Answer, Request
+from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
@@ -26,7 +26,7 @@ _START = "import sys; sys.path.append({place!r}); from ftcli.export.clean.progra
 #: Patience: for any answer, and for each GiB that is loaded.
 _SECONDS, _SECONDS_A_GIB = 900.0, 180.0
 #: Answers a request: :func:`ask_once`, or a :class:`CleanProcess` that is there for all formats.
-Reload: TypeAlias = Callable[[Request, Mapping[str, Tensor]], Answer]
+Reload: TypeAlias = Callable[[ReloadRequest, Mapping[str, Tensor]], ReloadAnswer]
 #: How much of what it complained of is kept.
 _TAIL = 2000
 
@@ -67,7 +67,7 @@ class CleanProcess:
         self._said = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self._running.stdout, self._said), daemon=True).start()
 
-    def ask(self, request: Request, sent: Mapping[str, Tensor]) -> Answer:
+    def ask(self, request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
         """What it finds.
 
         Raises:
@@ -96,7 +96,7 @@ class CleanProcess:
             self._complaints.close()
             self._complaints = None
 
-    def _exchange(self, asked: dict[str, Any], request: Request) -> dict[str, Any]:
+    def _exchange(self, asked: dict[str, Any], request: ReloadRequest) -> dict[str, Any]:
         running = self._running
         assert running is not None  # started
         assert running.stdin is not None  # a pipe
@@ -128,7 +128,7 @@ class CleanProcess:
         return f"ended with status {status}{said}"
 
 
-def ask_once(request: Request, sent: Mapping[str, Tensor]) -> Answer:
+def ask_once(request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
     """What a process says that is there for this question alone. Raises as :meth:`CleanProcess.ask`."""
     with CleanProcess() as process:
         return process.ask(request, sent)
@@ -152,8 +152,8 @@ def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _parsed(said: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-    return Answer(
+def _parsed(said: dict[str, Any], tensors: dict[str, Tensor]) -> ReloadAnswer:
+    return ReloadAnswer(
         problems=tuple(said.get("problems", ())),
         tokenizer=said.get("tokenizer", {}),
         stops={name: tuple(ids) for name, ids in said.get("stops", {}).items()},

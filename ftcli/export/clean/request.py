@@ -31,7 +31,7 @@ def rows_for(features: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReloadRequest:
     """What is to be loaded, and what it is asked.
 
     Attributes:
@@ -66,7 +66,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReloadAnswer:
     """What the other process says.
 
     Attributes:

@@ -12,9 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ftcli.export.gguf.experts import whole_of
-from ftcli.export.gguf.file import Planned, write_file
+from ftcli.export.gguf.file import PlannedTensor, write_file
 from ftcli.export.gguf.metadata import Value
-from ftcli.export.gguf.verify import Wanted
+from ftcli.export.gguf.verify import ExpectedFile
 from ftcli.export.lazy import reading
 from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
@@ -41,7 +41,7 @@ class _Pair:
         return self.a.shape[0]
 
 
-def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
+def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> None:
     """Write the adapter of ``wanted``'s weights.
 
     Args:
@@ -51,13 +51,13 @@ def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
         FtcliError: FT756 for an adapter that is more than pairs of matrices on weights that llama.cpp has.
         OSError: it cannot be written.
     """
-    tensors: dict[str, Planned] = {}
+    tensors: dict[str, PlannedTensor] = {}
     for weight, pair in _pairs(wanted).items():
         stored = wanted.names.stored[weight]
         factor = pair.scale / (alpha / pair.rank)
         b = to_file(stored, pair.b if factor == 1.0 else pair.b * factor, wanted.heads, wanted.architecture)
         for part, matrix in (("a", pair.a.float()), ("b", b)):
-            tensors[f"{stored}.lora_{part}"] = Planned(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
+            tensors[f"{stored}.lora_{part}"] = PlannedTensor(tuple(matrix.shape), "F32", lambda matrix=matrix: matrix)  # type: ignore[misc]
     values: dict[str, Value] = {
         "general.type": "adapter",
         "general.name": name,
@@ -68,7 +68,7 @@ def write_adapter(wanted: Wanted, path: Path, name: str, alpha: float) -> None:
     write_file(path, wanted.architecture.name, values, tensors)
 
 
-def _pairs(wanted: Wanted) -> dict[str, _Pair]:
+def _pairs(wanted: ExpectedFile) -> dict[str, _Pair]:
     weights = whole_of(wanted.weights)
     assert isinstance(weights, MergedWeights)  # there is an adapter
     found: dict[str, _Pair] = {}
@@ -82,7 +82,7 @@ def _pairs(wanted: Wanted) -> dict[str, _Pair]:
     return found
 
 
-def verify_adapter(wanted: Wanted, path: Path) -> tuple[list[str], float]:
+def verify_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], float]:
     """Read the adapter again, put it on the base and compare logits: problems, and the relative error."""
     try:
         file = ReadFile(path)
@@ -102,7 +102,7 @@ def verify_adapter(wanted: Wanted, path: Path) -> tuple[list[str], float]:
     return _compare(wanted, _changes(wanted, found, alpha))
 
 
-def _changes(wanted: Wanted, found: Mapping[str, Tensor], alpha: float) -> dict[str, Update]:
+def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) -> dict[str, Update]:
     changes = {}
     for weight in _pairs(wanted):
         stored = wanted.names.stored[weight]
@@ -111,7 +111,7 @@ def _changes(wanted: Wanted, found: Mapping[str, Tensor], alpha: float) -> dict[
     return changes
 
 
-def _compare(wanted: Wanted, changes: Mapping[str, Update]) -> tuple[list[str], float]:
+def _compare(wanted: ExpectedFile, changes: Mapping[str, Update]) -> tuple[list[str], float]:
     weights = whole_of(wanted.weights)
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ftcli.export.weights import Weights
+from ftcli.export.weights import ModelWeights
 from ftcli.gguf.names import GATE, SHARED_GATE, STACK, UP
 
 
@@ -18,7 +18,7 @@ class SplitExperts:
         whole: The weights as the model has them.
     """
 
-    def __init__(self, whole: Weights) -> None:
+    def __init__(self, whole: ModelWeights) -> None:
         self.whole = whole
 
     @property
@@ -47,6 +47,6 @@ def _parts(name: str) -> tuple[str, ...]:
     return (f"{name}{GATE}", f"{name}{UP}") if name.endswith(STACK) else (name,)
 
 
-def whole_of(weights: Weights) -> Weights:
+def whole_of(weights: ModelWeights) -> ModelWeights:
     """The weights as the model has them."""
     return weights.whole if isinstance(weights, SplitExperts) else weights

@@ -16,7 +16,7 @@ from ftcli.tables.gguf import TYPES
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """A tensor that is to be written: its shape, its type's name in the gguf library, and what reads it."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,9 @@ def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
     return "F16" if shape[-1] % row.block else row.ggml
 
 
-def write_file(path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, Planned]) -> None:
+def write_file(
+    path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, PlannedTensor]
+) -> None:
     """Write a file; one tensor at a time is in memory.
 
     Raises:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ftcli.export.clean.ask import sent
-from ftcli.export.clean.request import LOGITS, Request
-from ftcli.export.gguf.server import Completion, ServerFailed, ServerTooOld, completed
+from ftcli.export.clean.request import LOGITS, ReloadRequest
+from ftcli.export.gguf.server import ServerAnswer, ServerFailed, ServerTooOld, completed
 from ftcli.export.probe import TEXTS, Probe, compare_logits
 from ftcli.export.verify import check_greedy, logits_problems, same_greedy
 from ftcli.tables.gguf import StoredType
 
 if TYPE_CHECKING:
-    from ftcli.export.gguf.verify import Wanted
+    from ftcli.export.gguf.verify import ExpectedFile
 
 LIBRARY, SERVER = "llama-cpp-python", "llama-server"
 ABSENT = f"llama.cpp is not on this machine ({LIBRARY}, or {SERVER} on the PATH), so the files are not run in it"
@@ -46,7 +46,7 @@ def llama_cpp() -> str | None:
     return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
 
 
-def run_in_llama_cpp(path: Path, row: StoredType, wanted: Wanted) -> LlamaReport:
+def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile) -> LlamaReport:
     """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem."""
     if wanted.llama_cpp is None:
         return LlamaReport(facts={"llama_cpp": "not on this machine"})
@@ -60,10 +60,10 @@ def run_in_llama_cpp(path: Path, row: StoredType, wanted: Wanted) -> LlamaReport
     return LlamaReport(facts={**report.facts, "llama_cpp": f"{report.problems[0]}: {fault}"})
 
 
-def _in_library(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
+def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport:
     context = _context(wanted)
     probe = Probe(wanted.probe.input_ids[:, :context], wanted.probe.attention_mask[:, :context])
-    answer = wanted.reload(Request("llama", str(path), texts=TEXTS), sent(probe))
+    answer = wanted.reload(ReloadRequest("llama", str(path), texts=TEXTS), sent(probe))
     if answer.unavailable:
         return LlamaReport(facts={"llama_cpp": f"not asked: {answer.unavailable}"})
     said = [f"in llama.cpp {problem}" for problem in answer.problems]
@@ -85,7 +85,7 @@ def _in_library(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
     return LlamaReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
 
-def _in_server(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
+def _in_server(path: Path, allowed: float, wanted: ExpectedFile) -> LlamaReport:
     assert wanted.llama_cpp is not None  # who asks has looked
     probe = _continuation(wanted)
     prompt, count = probe.prompt[0].tolist(), probe.new_tokens
@@ -112,7 +112,7 @@ def _in_server(path: Path, allowed: float, wanted: Wanted) -> LlamaReport:
     return LlamaReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
 
 
-def _continuation(wanted: Wanted) -> Probe:
+def _continuation(wanted: ExpectedFile) -> Probe:
     """The first prompt and what the trained model goes on with; where the file's context is too short for both, as much
     of the prompt as goes into it, and one token.
     """
@@ -125,14 +125,14 @@ def _continuation(wanted: Wanted) -> Probe:
     return Probe(ids, torch.ones_like(ids), count)
 
 
-def _context(wanted: Wanted) -> int:
+def _context(wanted: ExpectedFile) -> int:
     """How many tokens llama.cpp takes: all of the probe, or as many as the file says."""
     said = wanted.said.get("context_length")
     longest = wanted.probe.input_ids.shape[1]
     return min(said, longest) if isinstance(said, int) else longest
 
 
-def _likeliest_error(answer: Completion, reference: Tensor, greedy: Sequence[int]) -> float | None:
+def _likeliest_error(answer: ServerAnswer, reference: Tensor, greedy: Sequence[int]) -> float | None:
     """How far log-probabilities are from the reference's (positions, vocabulary), as
     :func:`ftcli.export.probe.compare_logits` has it, over the tokens that are told; up to where another token is taken.
     None where none are told.
@@ -150,7 +150,7 @@ def _likeliest_error(answer: Completion, reference: Tensor, greedy: Sequence[int
     return float(torch.cat(squares).mean().sqrt() / centred.square().mean().sqrt()) if squares else None
 
 
-def _compare_tokens(found: Sequence[Sequence[int]], wanted: Wanted) -> list[str]:
+def _compare_tokens(found: Sequence[Sequence[int]], wanted: ExpectedFile) -> list[str]:
     return [
         f"{text[:20]!r} is cut into different tokens"
         for text, tokens in zip(TEXTS, found, strict=True)

@@ -35,7 +35,7 @@ class ServerTooOld(ServerFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ServerAnswer:
     """What the server says.
 
     Attributes:
@@ -53,7 +53,7 @@ class Completion:
 
 def completed(
     program: Path, file: Path, prompt: Sequence[int], count: int, texts: Sequence[str], vocabulary: int
-) -> Completion:
+) -> ServerAnswer:
     """What ``program`` goes on with behind ``prompt``: ``count`` times the likeliest token, and how it cuts ``texts``.
 
     Raises:
@@ -76,7 +76,9 @@ def completed(
                 if answer.get("stop_type") == "eos":
                     break
             cut = [_tokens(port, text, seconds) for text in texts]
-            return Completion(generated, likeliest, cut, str(_ask(port, "/props", None, seconds).get("build_info", "")))
+            return ServerAnswer(
+                generated, likeliest, cut, str(_ask(port, "/props", None, seconds).get("build_info", ""))
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"llama-server answered something other than was asked ({error!r})") from error
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ftcli.export.bitnet import load_masters
 from ftcli.export.probe import Probe, compare_logits, logits
-from ftcli.export.weights import Weights
+from ftcli.export.weights import ModelWeights
 from ftcli.facts.quantization import stores_masters
 from ftcli.gguf.names import no_place
 from ftcli.model.checkpoint import hollow
@@ -36,7 +36,7 @@ class TernaryWeights:
         layers: Names of the weights that are rounded.
     """
 
-    def __init__(self, masters: Weights, layers: frozenset[str]) -> None:
+    def __init__(self, masters: ModelWeights, layers: frozenset[str]) -> None:
         self._masters, self._layers = masters, layers
 
     @property

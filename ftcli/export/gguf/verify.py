@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
-from ftcli.export.clean.request import LOGITS, Answer, Request
+from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
 from ftcli.export.gguf.described import ROUNDING
 from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
 from ftcli.export.gguf.metadata import Value
@@ -25,7 +25,7 @@ from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
 from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
 from ftcli.export.verify import check_generation, logits_problems, reloaded, same_greedy, shortened
-from ftcli.export.weights import Weights
+from ftcli.export.weights import ModelWeights
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import Names, from_file, to_file
 from ftcli.plain import JsonMap
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedFile:
     """What a file should hold.
 
     Attributes:
@@ -55,7 +55,7 @@ class Wanted:
     config: PretrainedConfig
     architecture: Architecture
     names: Names
-    weights: Weights
+    weights: ModelWeights
     heads: Mapping[str, int]
     factors: Mapping[str, Tensor]
     said: Mapping[str, Value]
@@ -85,7 +85,7 @@ class FileReport:
     error: float = 0.0
     top1_agreement: float = 0.0
     greedy_tokens: str = ""
-    answer: Answer = field(default_factory=Answer)
+    answer: ReloadAnswer = field(default_factory=ReloadAnswer)
     llama: LlamaReport = field(default_factory=LlamaReport)
 
     def facts(self, prefix: str, kind: str) -> dict[str, str | int | float]:
@@ -100,7 +100,7 @@ class FileReport:
         return {f"{prefix}{name}": value for name, value in found.items()} | reloaded(self.answer)
 
 
-def verify_file(path: Path, kind: str, wanted: Wanted) -> FileReport:
+def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
     """Read ``path`` again and compare everything."""
     try:
         file = ReadFile(path)
@@ -114,7 +114,7 @@ def verify_file(path: Path, kind: str, wanted: Wanted) -> FileReport:
     return _compare_logits(path, TYPES[kind], wanted)
 
 
-def _compare_tensors(file: ReadFile, wanted: Wanted) -> list[str]:
+def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
     expected = set(wanted.names.stored.values()) | set(wanted.factors)
     problems = [f"{name} is missing" for name in sorted(expected - set(file.names))]
     problems += [f"{name} is not the model's" for name in sorted(set(file.names) - expected)]
@@ -127,13 +127,13 @@ def _compare_tensors(file: ReadFile, wanted: Wanted) -> list[str]:
     return problems
 
 
-def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: Wanted) -> str | None:
+def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: ExpectedFile) -> str | None:
     """What is wrong with one tensor. A function of its own: what it has read is gone before the next is read."""
     tensor = to_file(stored, wanted.weights.read(name), {}, wanted.architecture)
     return _difference(_unordered(file.read(stored), stored, wanted), tensor, file.type_name(stored))
 
 
-def _unordered(found: Tensor, stored: str, wanted: Wanted) -> Tensor:
+def _unordered(found: Tensor, stored: str, wanted: ExpectedFile) -> Tensor:
     """A file's tensor with its rows in the model's order, and norms as the file has them."""
     if stored.split(".")[-2] in wanted.heads:
         return from_file(stored, found, wanted.heads, wanted.architecture)
@@ -163,10 +163,10 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
     return None
 
 
-def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
+def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileReport:
     with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
         wanted.config.save_pretrained(config)
-        asked = Request(
+        asked = ReloadRequest(
             "gguf",
             str(path),
             config=config,
@@ -191,7 +191,7 @@ def _compare_logits(path: Path, row: StoredType, wanted: Wanted) -> FileReport:
     )
 
 
-def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
+def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     """Metadata that is not what was written; what it means is compared afterwards."""
     written = {f"{wanted.architecture.name}.{key}": value for key, value in wanted.said.items()}
     written |= {"general.architecture": wanted.architecture.name, **wanted.provenance, **wanted.vocabulary.values}
@@ -200,7 +200,7 @@ def _compare_values(values: JsonMap, wanted: Wanted) -> list[str]:
     ]
 
 
-def compare_vocabulary(values: JsonMap, wanted: Wanted) -> list[str]:
+def compare_vocabulary(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     """Problems with the tokenizer, the special tokens and the template of a file."""
     tokenizer, problems = wanted.tokenizer, []
     ids = {values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}

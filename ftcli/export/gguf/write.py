@@ -15,11 +15,11 @@ from ftcli.export.clean.ask import tokens_compared
 from ftcli.export.compare import elements
 from ftcli.export.gguf.adapter import verify_adapter, write_adapter
 from ftcli.export.gguf.experts import SplitExperts
-from ftcli.export.gguf.file import Planned, type_of, write_file
+from ftcli.export.gguf.file import PlannedTensor, type_of, write_file
 from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
 from ftcli.export.gguf.provenance import provenance_of
 from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
-from ftcli.export.gguf.verify import Wanted, verify_file
+from ftcli.export.gguf.verify import ExpectedFile, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.lazy import reading
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
@@ -28,7 +28,7 @@ from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.room import require_room
 from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
-from ftcli.export.weights import MergedWeights, Weights, source_config, source_weights
+from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.gguf.file import require_library
 from ftcli.gguf.names import names_of, no_place, to_file
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedGguf:
     """All that the files of one export have in common; ``facts`` are for its record."""
 
-    wanted: Wanted
+    wanted: ExpectedFile
     description: Description
     name: str
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     )
 
 
-def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callable[[str], None]) -> float:
+def _adapter(source: ExportSource, prepared: PreparedGguf, folder: Path, say: Callable[[str], None]) -> float:
     if source.kind != "adapter":
         raise no_place("a full fine-tune has no adapter: leave export.gguf.lora_adapter out")
     path = folder / f"{prepared.name}-LoRA-F32.gguf"
@@ -105,7 +105,7 @@ def _adapter(source: ExportSource, prepared: Prepared, folder: Path, say: Callab
     return error
 
 
-def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> Prepared:
+def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> PreparedGguf:
     """Reads what is exported and computes what its files are held against.
 
     Raises:
@@ -141,7 +141,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         "attn_q": text.num_attention_heads,
         "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
     }
-    wanted = Wanted(
+    wanted = ExpectedFile(
         config,
         architecture,
         names,
@@ -163,7 +163,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         message += "tensors of other parts than the language model are left out"
         warning = Finding("FT757", message, severity="warning")
         description = Description(description.values, description.tensors, (*description.warnings, warning))
-    return Prepared(wanted, description, file_name(source), facts)
+    return PreparedGguf(wanted, description, file_name(source), facts)
 
 
 def _described(description: Description, architecture: Architecture) -> Description:
@@ -180,7 +180,9 @@ def file_name(source: ExportSource) -> str:
     return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"
 
 
-def _trained_logits(source: ExportSource, weights: Weights, probe: Probe, *, offline: bool) -> tuple[Probe, Tensor]:
+def _trained_logits(
+    source: ExportSource, weights: ModelWeights, probe: Probe, *, offline: bool
+) -> tuple[Probe, Tensor]:
     """A probe with what base and adapter, apart, go on with, and what they answer in float32; a full fine-tune is
     itself.
     """
@@ -192,7 +194,7 @@ def _trained_logits(source: ExportSource, weights: Weights, probe: Probe, *, off
         return probe, logits(adapted, probe)
 
 
-def write_type(prepared: Prepared, path: Path, kind: str) -> None:
+def write_type(prepared: PreparedGguf, path: Path, kind: str) -> None:
     """Write one file.
 
     Raises:
@@ -213,24 +215,24 @@ def write_type(prepared: Prepared, path: Path, kind: str) -> None:
         plain.unlink(missing_ok=True)
 
 
-def _write_plain(prepared: Prepared, path: Path, kind: str) -> None:
+def _write_plain(prepared: PreparedGguf, path: Path, kind: str) -> None:
     wanted = prepared.wanted
-    tensors: dict[str, Planned] = {
-        stored: Planned(tuple(factor.shape), "F32", lambda factor=factor: factor)  # type: ignore[misc]
+    tensors: dict[str, PlannedTensor] = {
+        stored: PlannedTensor(tuple(factor.shape), "F32", lambda factor=factor: factor)  # type: ignore[misc]
         for stored, factor in prepared.description.tensors.items()
     }
     for name, stored in wanted.names.stored.items():
         shape = wanted.weights.shape(name)
-        tensors[stored] = Planned(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
+        tensors[stored] = PlannedTensor(shape, type_of(stored, shape, kind), _reader(wanted, name, stored))
     require_room(path, sum(planned.nbytes for planned in tensors.values()))
     write_file(path, wanted.architecture.name, _values(prepared, kind), tensors)
 
 
-def _reader(wanted: Wanted, name: str, stored: str) -> Callable[[], Tensor]:
+def _reader(wanted: ExpectedFile, name: str, stored: str) -> Callable[[], Tensor]:
     return lambda: to_file(stored, wanted.weights.read(name), wanted.heads, wanted.architecture)
 
 
-def _values(prepared: Prepared, kind: str) -> dict[str, Value]:
+def _values(prepared: PreparedGguf, kind: str) -> dict[str, Value]:
     name = prepared.wanted.architecture.name
     return {
         "general.type": "model",

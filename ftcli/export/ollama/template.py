@@ -22,7 +22,7 @@ _SYSTEM, _USER, _ANSWER, _AGAIN = "Be0brief", "Ask1this", "Say2that", "Ask3more"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnText:
     """What stands before and after the content of a role's turns."""
 
     before: str
@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TemplateParts:
     """What a template is made of.
 
     Attributes:
@@ -43,9 +43,9 @@ class Parts:
 
     bos: bool
     opening: str
-    user: Turn
-    assistant: Turn
-    system: Turn | None
+    user: TurnText
+    assistant: TurnText
+    system: TurnText | None
     joint: str | None
     cue: str
 
@@ -65,7 +65,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, *, cue: bool = Tr
         return None
 
 
-def parts_of(tokenizer: PreTrainedTokenizerBase) -> Parts:
+def parts_of(tokenizer: PreTrainedTokenizerBase) -> TemplateParts:
     """What the tokenizer's template is made of.
 
     Raises:
@@ -86,10 +86,10 @@ def parts_of(tokenizer: PreTrainedTokenizerBase) -> Parts:
     bos = bool(tokenizer.bos_token) and opening.startswith(str(tokenizer.bos_token))
     mark = str(tokenizer.bos_token) if bos else ""
     system, joint = _system(rendered(tokenizer, (("system", _SYSTEM), user), cue=False), turn, mark)
-    return Parts(bos, opening.removeprefix(mark), turn, assistant, system, joint, cue)
+    return TemplateParts(bos, opening.removeprefix(mark), turn, assistant, system, joint, cue)
 
 
-def _system(text: str | None, user: Turn, mark: str) -> tuple[Turn | None, str | None]:
+def _system(text: str | None, user: TurnText, mark: str) -> tuple[TurnText | None, str | None]:
     if text is None or _SYSTEM not in text:
         return None, None
     around = _around(text, _SYSTEM)
@@ -101,7 +101,7 @@ def _system(text: str | None, user: Turn, mark: str) -> tuple[Turn | None, str |
         return None, between
     if not between.endswith(user.before):
         raise cannot("its system turn changes the user's")
-    return Turn(before, between.removesuffix(user.before)), None
+    return TurnText(before, between.removesuffix(user.before)), None
 
 
 def _needed(text: str | None) -> str:
@@ -116,14 +116,14 @@ def _rest(text: str, start: str) -> str:
     return text.removeprefix(start)
 
 
-def _around(text: str, content: str) -> Turn:
+def _around(text: str, content: str) -> TurnText:
     before, found, after = text.partition(content)
     if not found or content in after:
         raise cannot("it does not write each content once")
-    return Turn(before, after)
+    return TurnText(before, after)
 
 
-def go_template(parts: Parts) -> str:
+def go_template(parts: TemplateParts) -> str:
     """``parts`` as a template of Ollama's: strings, contents and conditions, and no text between them."""
     user = f"{_text(parts.user.before)}{_joint(parts)}{{{{ $m.Content }}}}{_text(parts.user.after)}"
     turns = f'{{{{ if eq $m.Role "user" }}}}{user}'
@@ -136,11 +136,11 @@ def go_template(parts: Parts) -> str:
     return f"{opening}{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_text(parts.cue)}"
 
 
-def _turn(turn: Turn) -> str:
+def _turn(turn: TurnText) -> str:
     return f"{_text(turn.before)}{{{{ $m.Content }}}}{_text(turn.after)}"
 
 
-def _joint(parts: Parts) -> str:
+def _joint(parts: TemplateParts) -> str:
     if parts.joint is None:
         return ""
     return f"{{{{ if $.System }}}}{{{{ if eq $i 1 }}}}{{{{ $.System }}}}{_text(parts.joint)}{{{{ end }}}}{{{{ end }}}}"

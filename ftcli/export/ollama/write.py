@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.vocabulary import Vocabulary
-from ftcli.export.gguf.write import Prepared, prepare, write_type
+from ftcli.export.gguf.write import PreparedGguf, prepare, write_type
 from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.ollama.golang import render
 from ftcli.export.ollama.template import Turns, cannot, go_template, parts_of, rendered
@@ -65,13 +65,13 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     )
 
 
-def _with_bos(prepared: Prepared, bos: bool) -> Prepared:
+def _with_bos(prepared: PreparedGguf, bos: bool) -> PreparedGguf:
     """The tokenizer puts bos before a prompt exactly where the template of training did."""
     values = {**prepared.wanted.vocabulary.values, "tokenizer.ggml.add_bos_token": bos}
     return replace(prepared, wanted=replace(prepared.wanted, vocabulary=Vocabulary(values)))
 
 
-def write_modelfile(path: Path, file: str, template: str, prepared: Prepared) -> None:
+def write_modelfile(path: Path, file: str, template: str, prepared: PreparedGguf) -> None:
     """Write the Modelfile.
 
     Raises:
@@ -82,14 +82,14 @@ def write_modelfile(path: Path, file: str, template: str, prepared: Prepared) ->
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def _stops(prepared: Prepared) -> list[str]:
+def _stops(prepared: PreparedGguf) -> list[str]:
     tokens = [str(prepared.wanted.tokenizer.convert_ids_to_tokens(stop)) for stop in prepared.wanted.stops]
     if any('"' in token or "\n" in token for token in tokens):
         raise cannot(f"the stop tokens {json.dumps(tokens)} cannot be quoted")
     return tokens
 
 
-def check_modelfile(path: Path, file: str, prepared: Prepared, *, with_bos: bool) -> list[str]:
+def check_modelfile(path: Path, file: str, prepared: PreparedGguf, *, with_bos: bool) -> list[str]:
     """Problems with a Modelfile: what it renders, where it stops, and which file it is of."""
     text = path.read_text(encoding="utf-8")
     template = _TEMPLATE.search(text)

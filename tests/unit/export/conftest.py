@@ -23,7 +23,7 @@ from ftcli.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
-    from ftcli.export.gguf.write import Prepared
+    from ftcli.export.gguf.write import PreparedGguf
 
 SHAPE = {
     "vocab_size": 264,
@@ -136,7 +136,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> Prepared:
+def shared(tmp_path_factory: pytest.TempPathFactory, clean_process: CleanProcess) -> PreparedGguf:
     """One llama, prepared once for all GGUF files of it."""
     from tests.small_models import build as small
     from tests.unit.export.gguf_runs import adapt, prepared_of

@@ -18,7 +18,7 @@ from ftcli.export import safetensors as merged_format
 from ftcli.export.clean import ask, process
 from ftcli.export.clean.answering import answered
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.clean.request import Request
+from ftcli.export.clean.request import ReloadRequest
 from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.verify import check_greedy
 from ftcli.facts.device import cpu_device
@@ -67,7 +67,7 @@ def test_it_is_ended_with_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch, 
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            asked.ask(Request("model", str(tmp_path)), {})
+            asked.ask(ReloadRequest("model", str(tmp_path)), {})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -77,9 +77,9 @@ def test_it_is_ended_with_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch, 
 
 def test_what_is_no_model_is_a_problem_and_not_the_end(clean_process: CleanProcess, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
-    answer = clean_process.ask(Request("model", str(tmp_path)), {})
+    answer = clean_process.ask(ReloadRequest("model", str(tmp_path)), {})
     assert answer.problems[0].startswith("it cannot be loaded: ValueError")
-    assert clean_process.ask(Request("gguf", str(tmp_path / "config.json")), {}).problems
+    assert clean_process.ask(ReloadRequest("gguf", str(tmp_path / "config.json")), {}).problems
 
 
 def test_an_export_starts_one_of_its_own(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_what_memory_does_not_hold_is_read_layer_by_layer(
 ) -> None:
     scarce = replace(cpu_device(), free_bytes=ask._BESIDE)
     monkeypatch.setattr(ask, "cpu_device", lambda: scarce)
-    asked: list[Request] = []
+    asked: list[ReloadRequest] = []
     kept = CleanProcess.ask
 
-    def heard(self: CleanProcess, request: Request, sent: Any) -> Any:
+    def heard(self: CleanProcess, request: ReloadRequest, sent: Any) -> Any:
         asked.append(request)
         return kept(self, request, sent)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ftcli.errors import ExitCode
 from ftcli.export import adapter as adapter_format
 from ftcli.export import safetensors as merged_format
-from ftcli.export.merge import Adapter
+from ftcli.export.merge import AdapterUpdates
 from ftcli.export.tensorfile import Output, write_shards
 from tests.unit.export.conftest import Trained, edit_json
 from tests.unit.export.test_export import code, export, failure
@@ -23,26 +23,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=T
 
 
 def wrong_scale(patch: pytest.MonkeyPatch) -> None:
-    merged = Adapter.merged
+    merged = AdapterUpdates.merged
 
-    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def broken(self: AdapterUpdates, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight + 1.001 * (merged(self, name, weight) - weight)
 
-    patch.setattr(Adapter, "merged", broken)
+    patch.setattr(AdapterUpdates, "merged", broken)
 
 
 def flipped_scale(patch: pytest.MonkeyPatch) -> None:
-    merged = Adapter.merged
-    patch.setattr(Adapter, "merged", lambda self, name, weight: 2 * weight - merged(self, name, weight))
+    merged = AdapterUpdates.merged
+    patch.setattr(AdapterUpdates, "merged", lambda self, name, weight: 2 * weight - merged(self, name, weight))
 
 
 def one_layer_left_out(patch: pytest.MonkeyPatch) -> None:
-    merged = Adapter.merged
+    merged = AdapterUpdates.merged
 
-    def broken(self: Adapter, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def broken(self: AdapterUpdates, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight if name == "model.layers.1.mlp.down_proj.weight" else merged(self, name, weight)
 
-    patch.setattr(Adapter, "merged", broken)
+    patch.setattr(AdapterUpdates, "merged", broken)
 
 
 def another_weight_touched(patch: pytest.MonkeyPatch) -> None:

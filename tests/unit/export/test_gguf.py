@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ftcli.errors import FtcliError
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import Prepared, write_type
+from ftcli.export.gguf.write import PreparedGguf, write_type
 from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
 from ftcli.run.atomic import write_json
@@ -48,7 +48,7 @@ def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in TYPES.items() if row.quantized_by is None and not row.ternary])
-def test_every_type_keeps_within_its_bound(shared: Prepared, kind: str, tmp_path: Path) -> None:
+def test_every_type_keeps_within_its_bound(shared: PreparedGguf, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_type(shared, path, kind)
     report = verify_file(path, kind, shared.wanted)
@@ -165,7 +165,7 @@ def test_adapted_experts_are_merged_into_three_stacks(family: str, tmp_path: Pat
         export(made, "f32", lora=True, force=True)
 
 
-def test_llama_quantize_is_found_by_name(shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_quantize_is_found_by_name(shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FtcliError, match="not on the PATH") as caught:
         write_type(shared, tmp_path / "model.gguf", "q4_k_m")
@@ -187,7 +187,7 @@ def test_a_full_fine_tune_is_written(tuned: Trained) -> None:
 
 
 def test_too_full_a_disk_is_said_before_writing(
-    shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(FtcliError) as caught:

@@ -17,7 +17,7 @@ from ftcli.export.gguf import adapter as adapter_file
 from ftcli.export.gguf import experts as experts_format
 from ftcli.export.gguf import write as gguf_format
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.write import Prepared, write_type
+from ftcli.export.gguf.write import PreparedGguf, write_type
 from ftcli.gguf.names import to_file
 from tests.small_models import build
 from tests.unit.export.gguf_runs import adapt, export
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def file(shared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(shared: PreparedGguf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("file") / "model.gguf"
     write_type(shared, path, "q8_0")
     assert not verify_file(path, "q8_0", shared.wanted).problems
@@ -91,7 +91,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_caught(damage: str, shared: Prepared, file: Path, tmp_path: Path) -> None:
+def test_damage_is_caught(damage: str, shared: PreparedGguf, file: Path, tmp_path: Path) -> None:
     path = tmp_path / file.name
     shutil.copyfile(file, path)
     spoil, said = DAMAGE[damage]
@@ -101,7 +101,7 @@ def test_damage_is_caught(damage: str, shared: Prepared, file: Path, tmp_path: P
     assert said in problems[0]
 
 
-def test_what_the_metadata_means_is_computed(shared: Prepared, tmp_path: Path) -> None:
+def test_what_the_metadata_means_is_computed(shared: PreparedGguf, tmp_path: Path) -> None:
     """Values that were meant as they are, and are wrong: the model that the file describes answers otherwise."""
     said = {**shared.description.values, "rope.freq_base": 9000.0}
     wrong = dataclasses.replace(
@@ -134,7 +134,7 @@ def test_a_wrong_permutation_is_caught_and_removed(fault: Any, tmp_path: Path, m
     assert not list(made.run.export_dir.iterdir())
 
 
-def test_a_missing_tensor_is_caught(shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensor_is_caught(shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file = gguf_format.write_file
 
     def without_one(path: Path, name: str, values: Any, tensors: Any) -> None:
@@ -162,7 +162,7 @@ def swapped(weights: Any, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("fault", ["alpha", "permutation", "cut"])
 def test_a_wrong_adapter_is_caught(
-    fault: str, shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "adapter.gguf"
     if fault == "permutation":

@@ -21,7 +21,7 @@ from ftcli.errors import FtcliError
 from ftcli.export.gguf import llama
 from ftcli.export.gguf.llama import LIBRARY, llama_cpp
 from ftcli.export.gguf.verify import FileReport, verify_file
-from ftcli.export.gguf.write import Prepared, write_type
+from ftcli.export.gguf.write import PreparedGguf, write_type
 from ftcli.export.probe import TEXTS
 from ftcli.export.writing import export_run
 from ftcli.tables.gguf import TYPES
@@ -78,7 +78,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[
     return put
 
 
-def truth(prepared: Prepared) -> dict[str, Any]:
+def truth(prepared: PreparedGguf) -> dict[str, Any]:
     """What llama.cpp should say of a file."""
     wanted = prepared.wanted
     rows = torch.log_softmax(wanted.logits[wanted.probe.continued_at].double(), dim=-1)
@@ -95,14 +95,14 @@ def truth(prepared: Prepared) -> dict[str, Any]:
     return {"steps": steps, "texts": texts}
 
 
-def verified(prepared: Prepared, found: str | None, folder: Path, kind: str = "f32") -> FileReport:
+def verified(prepared: PreparedGguf, found: str | None, folder: Path, kind: str = "f32") -> FileReport:
     path = folder / "model.gguf"
     write_type(prepared, path, kind)
     return verify_file(path, kind, dataclasses.replace(prepared.wanted, llama_cpp=found))
 
 
 def test_what_the_server_says_is_held_against_training(
-    shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path
+    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     program = stand_in(truth(shared))
     assert llama_cpp() == str(program)
@@ -147,7 +147,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_server_says_otherwise_fails_the_verification(
-    fault: Callable[[dict[str, Any]], None], shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path
+    fault: Callable[[dict[str, Any]], None], shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     said = truth(shared)
     fault(said)
@@ -155,14 +155,16 @@ def test_what_the_server_says_otherwise_fails_the_verification(
     assert FAULTS[fault] in " ".join(report.problems)
 
 
-def test_a_server_that_is_too_old_is_not_asked(shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_server_that_is_too_old_is_not_asked(
+    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
+) -> None:
     report = verified(shared, str(stand_in({"dies": "error: invalid argument: --no-repack"})), tmp_path)
     assert not report.problems
     assert "not asked: it cannot be loaded: error: invalid" in str(report.facts("", "f32")["llama_cpp"])
 
 
 def test_probabilities_too_small_for_float32_tell_nothing(
-    shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path
+    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     """llama-server's are softmax's, whose logarithm is that of zero for many tokens of a model that is sure."""
     said = truth(shared)
@@ -196,7 +198,7 @@ def test_that_it_is_not_there_is_said_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_fault_of_llama_cpps_own_is_told_and_no_failure(
-    shared: Prepared, stand_in: Callable[..., Path], tmp_path: Path
+    shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     said = truth(shared)
     other_token(said)
@@ -207,13 +209,15 @@ def test_a_fault_of_llama_cpps_own_is_told_and_no_failure(
     assert str(report.facts("", "f32")["llama_cpp"]).endswith("is another: it reads nothing")
 
 
-def test_a_library_that_is_broken_is_none(shared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_broken_is_none(
+    shared: PreparedGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here it is not installed, or the process has not found it: the export is whole, and its record says so."""
-    from ftcli.export.clean.request import Answer, Request
+    from ftcli.export.clean.request import ReloadAnswer, ReloadRequest
 
-    def without(request: Request, sent: Any) -> Answer:
+    def without(request: ReloadRequest, sent: Any) -> ReloadAnswer:
         if request.kind == "llama":
-            return Answer(unavailable="llama-cpp-python cannot be imported: no such file")
+            return ReloadAnswer(unavailable="llama-cpp-python cannot be imported: no such file")
         return shared.wanted.reload(request, sent)
 
     alone = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, reload=without))
@@ -231,7 +235,7 @@ def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_
     assert float(report.facts("", "f32")["llama_cpp_error"]) < 1e-3
 
 
-def test_the_library_notices_other_numbers(shared: Prepared, tmp_path: Path) -> None:
+def test_the_library_notices_other_numbers(shared: PreparedGguf, tmp_path: Path) -> None:
     """A file that llama.cpp computes, of another model than the one that was trained."""
     pytest.importorskip("llama_cpp")
     wanted = dataclasses.replace(shared.wanted, logits=shared.wanted.logits.flip(-1), llama_cpp=LIBRARY)
