@@ -23,7 +23,7 @@ from ftcli.cli.environment import (
     results_only_on_stdout,
     style_for,
 )
-from ftcli.cli.request import AnyRequest, Ended, Request
+from ftcli.cli.request import AnyRequest, Ended, Invocation
 from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
 from ftcli.errors import ExitCode, Finding, first_line
 from ftcli.tables import methods
@@ -151,7 +151,7 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
         return _Answer(int(ExitCode.RECIPE), (usage.usage_finding(error, words),))
     except SystemExit as end:  # typer's way to end when it completes for a shell, or installs completion
         made = end.code
-    if isinstance(made, Request):
+    if isinstance(made, Invocation):
         return made
     if made == ExitCode.INTERRUPTED:  # what typer makes of Ctrl-C
         return int(ExitCode.INTERRUPTED)

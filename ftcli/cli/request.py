@@ -22,7 +22,7 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Generic[R]):
+class Invocation(Generic[R]):
     """One invocation: `action` does the work when it is called with a session, and gives a value of the command's type.
 
     ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
@@ -48,4 +48,4 @@ class Ended:
 
 
 #: A command's function is asked for its annotations when the command line is built, before its result's type is loaded.
-AnyRequest: TypeAlias = Request[Any]
+AnyRequest: TypeAlias = Invocation[Any]

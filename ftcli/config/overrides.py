@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ftcli.config.extends import secrets_in
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, describe_kind
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, describe_kind
 from ftcli.config.yaml import MAX_DEPTH, parse_value
 from ftcli.errors import Finding, FtcliError, Origin
 
@@ -62,7 +62,7 @@ def _applied(tree: Tree, override: Override, findings: list[Finding]) -> Tree:
     parsed = parse_value(text, origin.source)
     findings += parsed.findings
     if is_secret_key(path[-1]):
-        findings += secrets_in(MapNode(origin, {path[-1]: Entry(origin, parsed.tree)}))
+        findings += secrets_in(MapNode(origin, {path[-1]: MapEntry(origin, parsed.tree)}))
         return tree
     findings += secrets_in(parsed.tree, path[-1])
     return _set(tree, path, 0, parsed.tree, origin)
@@ -85,7 +85,7 @@ def _set(tree: Tree, path: tuple[str, ...], depth: int, value: Tree, origin: Ori
         raise _Refused(Finding("FT131", f"{where} is {describe_kind(tree)} and has no keys", origin, help))
     entries = dict(tree.entries) if isinstance(tree, MapNode) else {}
     below = entries[part].value if part in entries else MapNode(origin, {})
-    entries[part] = Entry(origin, _set(below, path, depth + 1, value, origin))
+    entries[part] = MapEntry(origin, _set(below, path, depth + 1, value, origin))
     return MapNode(tree.origin if isinstance(tree, MapNode) else origin, entries)
 
 

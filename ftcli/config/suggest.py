@@ -13,7 +13,7 @@ from ftcli.config.supported import supported
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Suggestion:
     """The words of a finding."""
 
     code: str
@@ -21,7 +21,7 @@ class Said:
     help: str
 
 
-def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Said:
+def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Suggestion:
     """What to say about a key that does not exist: FT201, or FT202 for a key of another tool.
 
     Args:
@@ -33,12 +33,12 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Said:
     where = f" in {section}" if section else ""
     wanted = name.lower().replace("-", "_").replace(" ", "_")
     if wanted in siblings:
-        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
+        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
     everywhere = list(schema.keys())
     known = foreign(section, wanted)
     homes = [key for key in everywhere if key.rpartition(".")[2] == wanted]
     if homes and (section, wanted) not in FOREIGN_IN:
-        return Said("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
+        return Suggestion("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
     if known is not None and known.only and isinstance(value, str) and value.lower() not in known.only:
         return _foreign(
             f"{name}: {value}", known.tools, None, f"`{name}: {known.only[0]}` has: the section `{known.target}`"
@@ -47,12 +47,12 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Said:
         return _foreign(name, known.tools, known.target, known.note)
     near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)
     if near:
-        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{near[0]}`?")
+        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{near[0]}`?")
     leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     near = get_close_matches(wanted, leaves, n=1, cutoff=0.75)
     if near:
-        return Said("FT201", f"unknown key `{name}`{where}", f"did you mean `{leaves[near[0]]}`?")
-    return Said("FT201", f"unknown key `{name}`{where}", _list_of(siblings, section))
+        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{leaves[near[0]]}`?")
+    return Suggestion("FT201", f"unknown key `{name}`{where}", _list_of(siblings, section))
 
 
 def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
@@ -76,13 +76,13 @@ def _homes(name: str, homes: list[str]) -> str:
     return f"did you mean {shown}?" + (f" It belongs in section `{section}`" if len(homes) == 1 else "")
 
 
-def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Said:
+def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Suggestion:
     if target is None:
-        return Said("FT202", f"`{name}` ({tools}) has no counterpart here", note or "remove it")
+        return Suggestion("FT202", f"`{name}` ({tools}) has no counterpart here", note or "remove it")
     message = f"`{name}` ({tools}) is `{target}` here"
     not_yet = _not_yet(target)
     if not_yet is not None:
-        return Said("FT202", f"{message}, which this version does not have yet", not_yet)
+        return Suggestion("FT202", f"{message}, which this version does not have yet", not_yet)
     section, _, rest = target.partition(".")
     key, value = rest.partition(":")[::2]
     if not rest:
@@ -91,7 +91,7 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sai
         written = f"{key.rpartition('.')[2]}:{value or ' ...'}"
         inner = ".".join((section, *key.split(".")[:-1]))
         help = f"write `{written}` in section `{inner}`"
-    return Said("FT202", message, f"{help}; {note}" if note else help)
+    return Suggestion("FT202", message, f"{help}; {note}" if note else help)
 
 
 def _not_yet(target: str) -> str | None:

@@ -35,7 +35,7 @@ class ListNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MapEntry:
     """A key's value, and where the key stands."""
 
     key: Origin
@@ -47,7 +47,7 @@ class MapNode:
     """A YAML mapping with text keys, in the order in which they were written."""
 
     origin: Origin
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, MapEntry]
 
 
 Tree = Leaf | ListNode | MapNode

@@ -21,7 +21,7 @@ from ftcli.config import scalars
 from ftcli.config.recipe_file import lines_of
 from ftcli.config.secrets import mask_lines
 from ftcli.config.syntax import syntax_finding
-from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Recipes nest about five deep and hold about a hundred values.
@@ -182,7 +182,7 @@ class _Converter:
         return Leaf(origin, scalars.resolve(node.value), node.value)
 
     def _section(self, node: yaml.MappingNode, origin: Origin) -> MapNode:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, MapEntry] = {}
         for key_node, value_node in node.value:
             key_origin = self._places.of(key_node)
             key = self._key(key_node, key_origin)
@@ -194,7 +194,7 @@ class _Converter:
                 where = f"line {first.line}" if first.line is not None else "this value"
                 self._find("FT113", f"duplicate key `{key}`", key_origin, f"it is already set in {where}; keep one")
                 continue
-            entries[key] = Entry(key_origin, value)
+            entries[key] = MapEntry(key_origin, value)
         return MapNode(origin, entries)
 
     def _key(self, node: yaml.Node, origin: Origin) -> str | None:

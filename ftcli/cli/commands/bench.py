@@ -8,7 +8,7 @@ import typer
 
 from ftcli.cli import options, ranks, views
 from ftcli.cli.environment import results_only_on_stdout
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -72,4 +72,4 @@ def bench(
             return pipeline.bench(loaded, session, wanted)
 
     common = options.common(json, quiet, offline, debug)
-    return Request("bench", common, action, views.bench_text, exit_code=ranks.exit_code, owns_stdout=True)
+    return Invocation("bench", common, action, views.bench_text, exit_code=ranks.exit_code, owns_stdout=True)

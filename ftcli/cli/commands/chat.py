@@ -11,7 +11,7 @@ import typer
 from ftcli.cli import completion, options
 from ftcli.cli.environment import is_terminal, results_only_on_stdout, style_for
 from ftcli.cli.render import visible
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def chat(
     def render(answer: ChatAnswer | None) -> str:
         return "" if answer is None or live else visible(answer.completion)
 
-    return Request("chat", options.common(json, quiet, offline, debug), action, render, owns_stdout=True)
+    return Invocation("chat", options.common(json, quiet, offline, debug), action, render, owns_stdout=True)
 
 
 def _asked(prompt: str | None, json: bool) -> str | None:

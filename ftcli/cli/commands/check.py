@@ -9,7 +9,7 @@ import typer
 
 from ftcli.cli import completion, options, samples, views
 from ftcli.cli.environment import style_for
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -69,4 +69,4 @@ def check(
         shown = samples.samples_text(result.samples, style_for(sys.stdout))
         return "\n\n".join(part for part in (views.check_text(result), shown) if part)
 
-    return Request("check", options.common(json, quiet, offline, debug), action, render)
+    return Invocation("check", options.common(json, quiet, offline, debug), action, render)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ftcli.cli import options
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.reporting import Session
@@ -16,7 +16,7 @@ from ftcli.tables import dialects
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertedRecipe:
     """What `ftcli recipes convert` answers: whose recipe it was, and ours as YAML."""
 
     dialect: str
@@ -54,19 +54,19 @@ def convert(
       ftcli recipes convert train.sh --from trl > mine.yaml
     """
 
-    def action(session: Session) -> Converted:
+    def action(session: Session) -> ConvertedRecipe:
         from ftcli.config.conversion import convert as converted
 
         _require_known(dialect)
         made = converted(expanded(file), dialect)
         for finding in made.findings:
             session.reporter.finding(finding)
-        return Converted(made.dialect, made.text)
+        return ConvertedRecipe(made.dialect, made.text)
 
-    def shown(result: Converted) -> str:
+    def shown(result: ConvertedRecipe) -> str:
         return result.recipe.rstrip("\n")
 
-    return Request("recipes convert", options.common(json, quiet, False, debug), action, shown)
+    return Invocation("recipes convert", options.common(json, quiet, False, debug), action, shown)
 
 
 def _require_known(dialect: str | None) -> None:

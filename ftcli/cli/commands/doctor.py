@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ftcli import __version__
 from ftcli.cli import options, views
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.plain import LEFT_OUT, JsonObject
 from ftcli.reporting import Session
 from ftcli.tables import Package, exports, judges, loggers, optimizers
@@ -48,7 +48,7 @@ def doctor(
       ftcli doctor
       ftcli doctor --json
     """
-    return Request("doctor", options.common(json, quiet, offline, debug), examine, views.doctor_text)
+    return Invocation("doctor", options.common(json, quiet, offline, debug), examine, views.doctor_text)
 
 
 @dataclass(frozen=True, slots=True)

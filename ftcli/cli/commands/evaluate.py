@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import completion, options, views
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def evaluate(
             raise options.without_run(checkpoint)
         return pipeline.evaluate(loaded, session, run_dir, checkpoint)
 
-    return Request("eval", options.common(json, quiet, offline, debug), action, views.evaluation_text)
+    return Invocation("eval", options.common(json, quiet, offline, debug), action, views.evaluation_text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftcli.cli import completion, options
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -69,4 +69,4 @@ def export(
             loaded, session, run_dir, pipeline.ExportOptions(checkpoint, folder, force, not no_verify, push_to_hub)
         )
 
-    return Request("export", options.common(json, quiet, offline, debug), action)
+    return Invocation("export", options.common(json, quiet, offline, debug), action)

@@ -12,7 +12,7 @@ import typer
 from ftcli.cli import completion, options
 from ftcli.cli.files import write_new
 from ftcli.cli.render import clean
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.reporting import Session
@@ -95,7 +95,7 @@ def new(
     def shown(result: Written) -> str:
         return f"wrote {result.path}; next: ftcli check {result.path}"
 
-    return Request("recipes new", options.common(json, quiet, offline, debug), action, shown)
+    return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown)
 
 
 def _answered(said: dict[str, str | None]) -> dict[str, str]:

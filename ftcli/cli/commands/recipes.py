@@ -14,7 +14,7 @@ import typer
 from ftcli.cli import completion, options, render
 from ftcli.cli.commands import convert, new
 from ftcli.cli.files import write_new
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.cli.shipped import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.plain import JsonObject
@@ -42,7 +42,7 @@ NameArgument = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ShippedRecipe:
     """A shipped recipe: its name, its first line and its file."""
 
     name: str
@@ -51,14 +51,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ShippedRecipes:
     """What `ftcli recipes list` answers."""
 
-    recipes: Sequence[Entry]
+    recipes: Sequence[ShippedRecipe]
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownRecipe:
     """What `ftcli recipes show` answers."""
 
     name: str
@@ -67,7 +67,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedRecipe:
     """What `ftcli recipes copy` answers: ``path`` is the new file."""
 
     name: str
@@ -97,27 +97,27 @@ def build_app(context_settings: Mapping[str, int | list[str]]) -> typer.Typer:
 def list_(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
     """List the recipes that ship with ftcli."""
 
-    def action(_: Session) -> Listed:
-        return Listed([Entry(path.stem, _about(path), str(path)) for path in shipped().values()])
+    def action(_: Session) -> ShippedRecipes:
+        return ShippedRecipes([ShippedRecipe(path.stem, _about(path), str(path)) for path in shipped().values()])
 
-    def shown(result: Listed) -> str:
+    def shown(result: ShippedRecipes) -> str:
         width = max((len(entry.name) for entry in result.recipes), default=0)
         return "\n".join(f"{entry.name:<{width}}  {entry.about}".rstrip() for entry in result.recipes)
 
-    return Request("recipes list", options.common(json, False, False, debug), action, shown)
+    return Invocation("recipes list", options.common(json, False, False, debug), action, shown)
 
 
 def show(name: NameArgument, json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
     """Print a recipe."""
 
-    def action(_: Session) -> Shown:
+    def action(_: Session) -> ShownRecipe:
         path = find(name)
-        return Shown(path.stem, str(path), path.read_text(encoding="utf-8"))
+        return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
 
-    def shown(result: Shown) -> str:
+    def shown(result: ShownRecipe) -> str:
         return result.text.rstrip("\n")
 
-    return Request("recipes show", options.common(json, False, False, debug), action, shown)
+    return Invocation("recipes show", options.common(json, False, False, debug), action, shown)
 
 
 def copy(
@@ -134,18 +134,18 @@ def copy(
 ) -> AnyRequest:
     """Copy a recipe to a file of your own."""
 
-    def action(_: Session) -> Copied:
+    def action(_: Session) -> CopiedRecipe:
         source = find(name)
         target = Path(destination) if destination is not None else Path(source.name)
         if target.is_dir():
             target = target / source.name
         write_new(source.read_text(encoding="utf-8"), target, force=force)
-        return Copied(source.stem, str(target))
+        return CopiedRecipe(source.stem, str(target))
 
-    def shown(result: Copied) -> str:
+    def shown(result: CopiedRecipe) -> str:
         return f"wrote {result.path}; next: ftcli check {result.path}"
 
-    return Request("recipes copy", options.common(json, False, False, debug), action, shown)
+    return Invocation("recipes copy", options.common(json, False, False, debug), action, shown)
 
 
 def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:
@@ -159,7 +159,7 @@ def schema(json: options.JsonOption = False, debug: options.DebugOption = False)
     def shown(result: JsonObject) -> str:
         return json_module.dumps(result, indent=2)
 
-    return Request("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
+    return Invocation("recipes schema", options.common(json, False, False, debug), action, shown, raw=True)
 
 
 def find(name: str) -> Path:

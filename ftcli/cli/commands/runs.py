@@ -10,7 +10,7 @@ import typer
 
 from ftcli.cli import completion, options
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
 from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
@@ -75,7 +75,7 @@ def runs(
         found = [summarise(path) for path in find_runs(expanded(folder))]
         return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""))
 
-    return Request("runs", options.common(json, quiet, False, debug), action, _runs_text)
+    return Invocation("runs", options.common(json, quiet, False, debug), action, _runs_text)
 
 
 def compare(
@@ -111,7 +111,7 @@ def compare(
             session.reporter.info(f"written: {html}")
         return result
 
-    return Request("compare", options.common(json, quiet, False, debug), action, _comparison_text)
+    return Invocation("compare", options.common(json, quiet, False, debug), action, _comparison_text)
 
 
 def _runs_text(result: FoundRuns) -> str:

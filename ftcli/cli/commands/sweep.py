@@ -9,7 +9,7 @@ import typer
 
 from ftcli.cli import options
 from ftcli.cli.render import clean, table
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 
@@ -69,7 +69,7 @@ def sweep(
         )
         return sweeping.sweep(plan, session, start, chosen)
 
-    return Request("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
+    return Invocation("sweep", options.common(json, quiet, offline, debug), action, sweep_text, exit_code=_exit_code)
 
 
 def _exit_code(result: SweepResult) -> int:

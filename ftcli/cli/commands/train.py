@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ftcli.cli import options, ranks
 from ftcli.cli.environment import results_only_on_stdout
-from ftcli.cli.request import AnyRequest, Request
+from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
@@ -44,7 +44,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                 return pipeline.train(spread, session, method.command)
 
         common = options.common(json, quiet, offline, debug)
-        return Request(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)
+        return Invocation(method.command, common, action, exit_code=ranks.exit_code, owns_stdout=True)
 
     if method.dry is None:
         signature = inspect.signature(train, eval_str=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import ListNode, MapNode, plain
 from ftcli.plain import JsonObject
 
@@ -27,12 +27,12 @@ def _before(draft: Draft) -> None:
         draft.put("lora.alpha", 8, comment="PEFT's default")
 
 
-def _four_bit(draft: Draft, given: Given) -> None:
+def _four_bit(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("quantization.method", "nf4", given)
 
 
-def _bitsandbytes(draft: Draft, given: Given) -> None:
+def _bitsandbytes(draft: Draft, given: ForeignSetting) -> None:
     said = given.value if isinstance(given.value, dict) else {}
     double = truth(said.get("bnb_4bit_use_double_quant"))
     if double is not None and truth(draft.said("load_in_4bit")):
@@ -41,7 +41,7 @@ def _bitsandbytes(draft: Draft, given: Given) -> None:
         draft.unusable(given, f"4-bit type `{said['bnb_4bit_quant_type']}`", "the 4-bit type is nf4")
 
 
-def _targets(draft: Draft, given: Given) -> None:
+def _targets(draft: Draft, given: ForeignSetting) -> None:
     if draft.get("lora.target_modules") == "all-linear":
         return
     if given.value == "all-linear":
@@ -54,13 +54,13 @@ def _targets(draft: Draft, given: Given) -> None:
         )
 
 
-def _all_linear(draft: Draft, given: Given) -> None:
+def _all_linear(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("lora.target_modules", "all-linear", given)
 
 
 def _datasets(key: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         tree = given.tree
         if not isinstance(tree, ListNode):
             draft.unusable(given, "datasets that are not a list", "name the files in data.train")
@@ -70,7 +70,7 @@ def _datasets(key: str) -> r.Rule:
             if not isinstance(item, MapNode):
                 draft.unusable(given, "a dataset that is not a map", "name the file in data.train")
                 continue
-            read = _Item(draft, Given(given.name, item, item.origin))
+            read = _Item(draft, ForeignSetting(given.name, item, item.origin))
             items += read.sources()
             found.add(read.layout())
         sources.put(draft, key, items, given)
@@ -83,7 +83,7 @@ def _datasets(key: str) -> r.Rule:
 class _Item:
     """One of `datasets`."""
 
-    def __init__(self, draft: Draft, given: Given) -> None:
+    def __init__(self, draft: Draft, given: ForeignSetting) -> None:
         self.draft = draft
         self.given = given
         self.map: JsonObject = plain(given.tree)
@@ -157,12 +157,12 @@ class _Item:
                 self.draft.unusable(self.given, f"`{key}` of a dataset", "there is no counterpart: prepare the file so")
 
 
-def _chat_template(draft: Draft, given: Given) -> None:
+def _chat_template(draft: Draft, given: ForeignSetting) -> None:
     if given.value != "jinja":
         sources.template(draft, given, str(given.value))
 
 
-def _template_text(draft: Draft, given: Given) -> None:
+def _template_text(draft: Draft, given: ForeignSetting) -> None:
     text = str(given.value)
     if text.endswith(".jinja") and "\n" not in text:
         draft.put("data.chat_template", text, given)
@@ -172,12 +172,12 @@ def _template_text(draft: Draft, given: Given) -> None:
         )
 
 
-def _inputs(draft: Draft, given: Given) -> None:
+def _inputs(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("data.loss_on", "all", given)
 
 
-def _total_batch(draft: Draft, given: Given) -> None:
+def _total_batch(draft: Draft, given: ForeignSetting) -> None:
     micro = draft.said("micro_batch_size") or 1
     if isinstance(given.value, int) and isinstance(micro, int) and micro and given.value % micro == 0:
         draft.put("train.gradient_accumulation_steps", given.value // micro, given)
@@ -185,22 +185,22 @@ def _total_batch(draft: Draft, given: Given) -> None:
         draft.differs(given, "batch_size is rows a step, which became train.gradient_accumulation_steps", help)
 
 
-def _lowest_rate(draft: Draft, given: Given) -> None:
+def _lowest_rate(draft: Draft, given: ForeignSetting) -> None:
     draft.put("train.lr_scheduler_type", "cosine_with_min_lr", given)
     draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": given.value}, given)
 
 
-def _schedule(draft: Draft, given: Given) -> None:
+def _schedule(draft: Draft, given: ForeignSetting) -> None:
     if "cosine_min_lr_ratio" not in draft.given:
         draft.take(given, "train.lr_scheduler_type")
 
 
-def _patience(draft: Draft, given: Given) -> None:
+def _patience(draft: Draft, given: ForeignSetting) -> None:
     if isinstance(given.value, int) and given.value > 0:
         draft.put("train.early_stopping", {"patience": given.value}, given)
 
 
-def _pretraining(draft: Draft, given: Given) -> None:
+def _pretraining(draft: Draft, given: ForeignSetting) -> None:
     raise draft.refuse(given, "pretraining on a stream is not converted", "name files of text in data.train")
 
 

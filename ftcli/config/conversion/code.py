@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Calls whose arguments are settings, by the last part of the name, with the name of the first positional one.
@@ -97,7 +97,7 @@ def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, list[Finding]
         for node in piece.tree.body:
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
-    made: list[dict[str, Entry]] = []
+    made: list[dict[str, MapEntry]] = []
     findings: list[Finding] = []
     for piece in pieces:
         calls = [node for node in ast.walk(piece.tree) if isinstance(node, ast.Call)]
@@ -139,7 +139,7 @@ def _parsed(code: str, path: Path) -> ast.Module:
 
 def _arguments(
     call: ast.Call, piece: _Piece, names: Mapping[str, ast.expr], findings: list[Finding]
-) -> dict[str, Entry]:
+) -> dict[str, MapEntry]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     origin = _origin(call, piece)
     if name in _OTHER_TRAINERS:
@@ -147,7 +147,7 @@ def _arguments(
         finding = Finding("FT163", f"`{name}` is not converted", origin, help)
         raise FtcliError([finding], ExitCode.RECIPE)
     if name == "train_on_responses_only":
-        return {"train_on_completions": Entry(origin, Leaf(origin, True, "true"))}
+        return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name not in _CALLS or _is_tokenizer(call):
         return {}
     found = {word.arg: word.value for word in call.keywords if word.arg is not None and word.arg not in _NO_SETTINGS}
@@ -162,9 +162,9 @@ def _arguments(
     for key, tree in trees.items():
         if tree is None and key not in _OBJECTS:
             findings.append(_computed(key, _origin(found[key], piece)))
-    entries = {key: Entry(tree.origin, tree) for key, tree in trees.items() if tree is not None}
+    entries = {key: MapEntry(tree.origin, tree) for key, tree in trees.items() if tree is not None}
     if name == "LoraConfig":
-        implied = {key: Entry(origin, Leaf(origin, value, str(value))) for key, value in _OF_PEFT.items()}
+        implied = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _OF_PEFT.items()}
         entries = {**implied, **entries}
     return entries
 

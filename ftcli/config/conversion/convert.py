@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ftcli.config.conversion.draft import Draft, Drafted
 from ftcli.config.conversion.rules import Rules, apply
-from ftcli.config.conversion.source import Given, Source, names_in, read, settings
+from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, names_in, read, settings
 from ftcli.config.conversion.write import recipe_text
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
 from ftcli.config.secrets import is_secret_key
-from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.tables import code_of, dialects
 
@@ -22,7 +22,7 @@ _ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class Conversion:
     """A recipe of ours, the tool whose recipe it was, and what has to be said about it."""
 
     text: str
@@ -30,7 +30,7 @@ class Converted:
     findings: tuple[Finding, ...]
 
 
-def convert(path: Path, dialect: str | None = None) -> Converted:
+def convert(path: Path, dialect: str | None = None) -> Conversion:
     """Reads ``path`` as a recipe of ``dialect``, a name of :mod:`ftcli.tables.dialects`; None finds out which.
 
     Raises:
@@ -47,12 +47,12 @@ def convert(path: Path, dialect: str | None = None) -> Converted:
     _require_model(draft, path)
     _settle(draft)
     _leave_out_what_is_refused(draft)
-    return Converted(
+    return Conversion(
         recipe_text(draft.values, row.title, path.name, draft.keys), name, tuple(dict.fromkeys(draft.findings))
     )
 
 
-def _detected(source: Source) -> str:
+def _detected(source: ForeignRecipe) -> str:
     names = names_in(source.tree)
     if "version" in source.tree.entries and isinstance(_section(source.tree, "model"), MapNode):
         raise _unclear(source, "this is a recipe of ftcli already", "`ftcli check` says whether it is right")
@@ -73,12 +73,12 @@ def _section(tree: MapNode, name: str) -> Tree | None:
     return None if entry is None else entry.value
 
 
-def _unclear(source: Source, message: str, help: str) -> FtcliError:
+def _unclear(source: ForeignRecipe, message: str, help: str) -> FtcliError:
     origin = Origin(str(source.path))
     return FtcliError([*source.findings, Finding("FT164", message, origin, help)], ExitCode.RECIPE)
 
 
-def _given(source: Source, *, flatten: bool) -> dict[str, Given]:
+def _given(source: ForeignRecipe, *, flatten: bool) -> dict[str, ForeignSetting]:
     """What the file says, by name. Keys without a value say nothing; secrets are not read."""
     found = {}
     for given in settings(source.tree):
@@ -86,7 +86,7 @@ def _given(source: Source, *, flatten: bool) -> dict[str, Given]:
         empty = isinstance(given.tree, ListNode) and not given.tree.items
         if not blank and not empty and not is_secret_key(given.leaf):
             name = given.leaf if flatten else given.name
-            found[name] = Given(name, given.tree, given.origin)
+            found[name] = ForeignSetting(name, given.tree, given.origin)
     return found
 
 
@@ -143,19 +143,19 @@ def _leave_out_what_is_refused(draft: Draft) -> None:
 
 def _tree(values: Mapping[str, Drafted]) -> MapNode:
     """The draft as the loader would have read it."""
-    top: dict[str, dict[str, Entry]] = {}
+    top: dict[str, dict[str, MapEntry]] = {}
     nowhere = Origin("recipe")
     for key, drafted in values.items():
         section, _, name = key.partition(".")
         origin = drafted.origin or nowhere
-        top.setdefault(section, {})[name] = Entry(origin, _as_tree(drafted.value, origin))
-    entries = {section: Entry(nowhere, MapNode(nowhere, inner)) for section, inner in top.items()}
-    return MapNode(nowhere, {"version": Entry(nowhere, Leaf(nowhere, 1, "1")), **entries})
+        top.setdefault(section, {})[name] = MapEntry(origin, _as_tree(drafted.value, origin))
+    entries = {section: MapEntry(nowhere, MapNode(nowhere, inner)) for section, inner in top.items()}
+    return MapNode(nowhere, {"version": MapEntry(nowhere, Leaf(nowhere, 1, "1")), **entries})
 
 
 def _as_tree(value: object, origin: Origin) -> Tree:
     if isinstance(value, Mapping):
-        return MapNode(origin, {str(key): Entry(origin, _as_tree(item, origin)) for key, item in value.items()})
+        return MapNode(origin, {str(key): MapEntry(origin, _as_tree(item, origin)) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return ListNode(origin, tuple(_as_tree(item, origin) for item in value))
     assert value is None or isinstance(value, str | int | float | bool)  # what YAML holds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialect_values import VALUES
 from ftcli.config.scalars import resolve
 from ftcli.config.schema import Node, RecipeSchema
@@ -40,7 +40,7 @@ class Draft:
     """
 
     tool: str
-    given: Mapping[str, Given]
+    given: Mapping[str, ForeignSetting]
     schema: RecipeSchema = field(default_factory=RecipeSchema)
     values: dict[str, Drafted] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Draft:
         """Every key of ours, dotted."""
         return tuple(self.schema.keys())
 
-    def put(self, key: str, value: Any, given: Given | None = None, comment: str | None = None) -> None:
+    def put(self, key: str, value: Any, given: ForeignSetting | None = None, comment: str | None = None) -> None:
         """Sets one of our keys. Keys of a section inside of a section make that section."""
         outer, _, inner = key.rpartition(".")
         if outer.count(".") == 1:
@@ -73,15 +73,15 @@ class Draft:
         given = self.given.get(name)
         return None if given is None else given.value
 
-    def lost(self, given: Given, why: str, *, harmless: bool = False) -> None:
+    def lost(self, given: ForeignSetting, why: str, *, harmless: bool = False) -> None:
         """FT160: a setting without a counterpart. A harmless one changes nothing of what is learnt."""
         self._find("FT160", given, f"`{given.name}` has no counterpart here", why, "note" if harmless else "warning")
 
-    def differs(self, given: Given, what: str, help: str) -> None:
+    def differs(self, given: ForeignSetting, what: str, help: str) -> None:
         """FT161: it is converted, and does not mean quite the same."""
         self._find("FT161", given, what, help, "warning")
 
-    def unusable(self, given: Given, what: str, help: str) -> None:
+    def unusable(self, given: ForeignSetting, what: str, help: str) -> None:
         """FT162: a value that cannot be used here; the setting is left out."""
         self._find("FT162", given, what, help, "warning")
 
@@ -89,15 +89,15 @@ class Draft:
         """FT161 about what the file does not say."""
         self.findings.append(Finding("FT161", what, None, help, "warning"))
 
-    def refuse(self, given: Given | None, why: str, help: str) -> FtcliError:
+    def refuse(self, given: ForeignSetting | None, why: str, help: str) -> FtcliError:
         """FT163: there is nothing here that the recipe could become."""
         origin = None if given is None else given.origin
         return FtcliError([*self.findings, Finding("FT163", why, origin, help)], ExitCode.RECIPE)
 
-    def _find(self, code: str, given: Given, message: str, help: str, severity: Severity) -> None:
+    def _find(self, code: str, given: ForeignSetting, message: str, help: str, severity: Severity) -> None:
         self.findings.append(Finding(code, message, given.origin, help, severity))
 
-    def take(self, given: Given, key: str) -> None:
+    def take(self, given: ForeignSetting, key: str) -> None:
         """Sets our key from a setting whose value means the same, in our words and types."""
         value = coerced(given.value, self.schema.at(key.split(".")), self.schema)
         words = VALUES.get(key, {})

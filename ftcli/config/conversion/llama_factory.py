@@ -8,7 +8,7 @@ from pathlib import Path
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.conversion.transformers_like import trainer_defaults
 from ftcli.plain import JsonObject
 
@@ -39,29 +39,29 @@ def _before(draft: Draft) -> None:
         )
 
 
-def _targets(draft: Draft, given: Given) -> None:
+def _targets(draft: Draft, given: ForeignSetting) -> None:
     if given.value == "all":
         draft.put("lora.target_modules", "all-linear", given)
     else:
         draft.take(given, "lora.target_modules")
 
 
-def _bits(draft: Draft, given: Given) -> None:
+def _bits(draft: Draft, given: ForeignSetting) -> None:
     if given.value in (4, "4"):
         draft.put("quantization.method", "nf4", given)
     elif given.value not in (None, "none"):
-        r.eight_bit(draft, Given(given.name, given.tree, given.origin))
+        r.eight_bit(draft, ForeignSetting(given.name, given.tree, given.origin))
         draft.lost(given, "of bitsandbytes' formats there is quantization.method: nf4")
 
 
-def _pure_bf16(draft: Draft, given: Given) -> None:
+def _pure_bf16(draft: Draft, given: ForeignSetting) -> None:
     r.switched_by("model.dtype", "bfloat16")(draft, given)
     if truth(given.value) and draft.said("finetuning_type") == "full":
         draft.put("train.pure_bf16", True, given)
 
 
 def _datasets(key: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         names = given.value if isinstance(given.value, list) else str(given.value).split(",")
         index = _index(draft)
         rows = draft.said("max_samples")
@@ -89,7 +89,7 @@ def _index(draft: Draft) -> JsonObject:
     return found if isinstance(found, dict) else {}
 
 
-def _registered(draft: Draft, given: Given, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
+def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
     entry = index.get(name)
     folder = str(draft.said("dataset_dir") or "data")
     if not isinstance(entry, dict):
@@ -109,17 +109,17 @@ def _registered(draft: Draft, given: Given, name: str, index: JsonObject) -> tup
     return sources.source(draft, given, path, **more), layout
 
 
-def _prompts(draft: Draft, given: Given) -> None:
+def _prompts(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("data.loss_on", "all", given)
 
 
-def _history(draft: Draft, given: Given) -> None:
+def _history(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("data.loss_on", "completion", given, "mask_history: the last answer alone")
 
 
-def _packing(draft: Draft, given: Given) -> None:
+def _packing(draft: Draft, given: ForeignSetting) -> None:
     if not truth(given.value):
         return
     draft.put("data.packing", True, given)
@@ -128,7 +128,7 @@ def _packing(draft: Draft, given: Given) -> None:
         draft.differs(given, "packed rows see one another in LLaMA-Factory, and never do here", help)
 
 
-def _weights(draft: Draft, given: Given) -> None:
+def _weights(draft: Draft, given: ForeignSetting) -> None:
     draft.lost(given, "write `weight` beside the `path` of each source in data.train")
 
 

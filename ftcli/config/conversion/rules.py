@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import foreign
 
 #: What becomes of one setting.
-Rule = Callable[[Draft, Given], None]
+Rule = Callable[[Draft, ForeignSetting], None]
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -52,7 +52,7 @@ def apply(rules: Rules, draft: Draft) -> None:
 # -- rules that dialects share ------------------------------------------------------------------------------------
 
 
-def by_name(draft: Draft, given: Given) -> None:
+def by_name(draft: Draft, given: ForeignSetting) -> None:
     """By the tables of names: the same key, the key that it is called here, or none."""
     ours = _our_key(draft, given.leaf)
     if ours is not None:
@@ -69,7 +69,7 @@ def by_name(draft: Draft, given: Given) -> None:
         _by_target(draft, given, known.target, known.note)
 
 
-def _by_target(draft: Draft, given: Given, target: str, note: str | None) -> None:
+def _by_target(draft: Draft, given: ForeignSetting, target: str, note: str | None) -> None:
     key, _, value = target.partition(": ")
     if key not in draft.keys or "[]" in key or key in ("lora", "grpo"):
         draft.lost(given, note or f"here that is `{target}`")
@@ -101,21 +101,21 @@ def harmless(why: str) -> Rule:
 def missing(why: str) -> Rule:
     """No counterpart, and it matters when it is switched on."""
 
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         if truth(given.value) is not False:
             draft.lost(given, why)
 
     return rule
 
 
-def ignored(_draft: Draft, _given: Given) -> None:
+def ignored(_draft: Draft, _given: ForeignSetting) -> None:
     """Another rule has read it."""
 
 
 def steps(key: str, what: str) -> Rule:
     """A number of steps; shares and strategies are counted otherwise here."""
 
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         value = given.value
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
         if number >= 1 and number == int(number):
@@ -131,7 +131,7 @@ def steps(key: str, what: str) -> Rule:
 def strategy(key: str, best: str | None = None) -> Rule:
     """`steps`, `no`, `epoch` or `best`: when something is done."""
 
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         word = str(given.value).lower()
         if word in ("no", "false") and key == "checkpoint.every_steps":
             draft.put(key, None, given)
@@ -143,13 +143,13 @@ def strategy(key: str, best: str | None = None) -> Rule:
     return rule
 
 
-def no_split(draft: Draft, given: Given) -> None:
+def no_split(draft: Draft, given: ForeignSetting) -> None:
     """A share of the training rows that is held out."""
     if given.value not in (0, 0.0, None, False):
         draft.lost(given, "nothing is split off: write held-out rows into a file, and name it in data.eval")
 
 
-def attention(draft: Draft, given: Given) -> None:
+def attention(draft: Draft, given: ForeignSetting) -> None:
     """Implementations of attention: ftcli chooses, but for those that every device has."""
     word = str(given.value).lower()
     if word in ("eager", "sdpa"):
@@ -160,7 +160,7 @@ def attention(draft: Draft, given: Given) -> None:
         )
 
 
-def several_gpus(draft: Draft, given: Given) -> None:
+def several_gpus(draft: Draft, given: ForeignSetting) -> None:
     """Settings of distributed training."""
     if given.value in (None, False, "", 1):
         return
@@ -169,7 +169,7 @@ def several_gpus(draft: Draft, given: Given) -> None:
     )
 
 
-def kernels(draft: Draft, given: Given) -> None:
+def kernels(draft: Draft, given: ForeignSetting) -> None:
     """Fused kernels of other makers."""
     if truth(given.value) is not False:
         draft.lost(
@@ -179,7 +179,7 @@ def kernels(draft: Draft, given: Given) -> None:
         )
 
 
-def checkpointing(draft: Draft, given: Given) -> None:
+def checkpointing(draft: Draft, given: ForeignSetting) -> None:
     """Activation checkpointing. Off is left to `auto`: every policy gives the same numbers."""
     if truth(given.value) is False or str(given.value).lower() in ("none", ""):
         return
@@ -190,13 +190,13 @@ def checkpointing(draft: Draft, given: Given) -> None:
         draft.put(key, True, given)
 
 
-def offloading(draft: Draft, given: Given) -> None:
+def offloading(draft: Draft, given: ForeignSetting) -> None:
     """Activations kept in host memory."""
     if truth(given.value) is not False:
         draft.put("train.gradient_checkpointing", "offload", given)
 
 
-def eight_bit(draft: Draft, given: Given) -> None:
+def eight_bit(draft: Draft, given: ForeignSetting) -> None:
     """int8 weights."""
     if truth(given.value):
         help = "the base is kept in its dtype, which takes about twice the memory; quantization.method: nf4 takes half"
@@ -206,7 +206,7 @@ def eight_bit(draft: Draft, given: Given) -> None:
 def switched_by(key: str, word: str) -> Rule:
     """`bf16: true` and its like: the dtype."""
 
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         if str(given.value).lower() in ("auto", "null", "none"):
             draft.put(key, "auto", given)
         elif truth(given.value) or str(given.value).lower() == "full":
@@ -215,31 +215,31 @@ def switched_by(key: str, word: str) -> Rule:
     return rule
 
 
-def epochs_or_steps(draft: Draft, given: Given) -> None:
+def epochs_or_steps(draft: Draft, given: ForeignSetting) -> None:
     """`max_steps`, where 0 and -1 mean that epochs count."""
     if isinstance(given.value, int) and given.value > 0:
         draft.put("train.max_steps", given.value, given)
 
 
-def output_dir(draft: Draft, given: Given) -> None:
+def output_dir(draft: Draft, given: ForeignSetting) -> None:
     """Where results go: a run directory of its own here."""
     draft.put("run.output_dir", str(given.value), given)
 
 
-def run_name(draft: Draft, given: Given) -> None:
+def run_name(draft: Draft, given: ForeignSetting) -> None:
     """A run's name, in the letters that ours may have."""
     name = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in str(given.value)).lstrip("._-")
     if name:
         draft.put("run.name", name[:100], given)
 
 
-def seed(draft: Draft, given: Given) -> None:
+def seed(draft: Draft, given: ForeignSetting) -> None:
     """The seed; null means a random one."""
     if isinstance(given.value, int) and not isinstance(given.value, bool) and given.value >= 0:
         draft.put("run.seed", given.value, given)
 
 
-def trackers(draft: Draft, given: Given) -> None:
+def trackers(draft: Draft, given: ForeignSetting) -> None:
     """`report_to`: the loggers by name."""
     names = given.value if isinstance(given.value, list) else [given.value]
     known = draft.schema.properties(draft.schema.at(("logging",)) or {})
@@ -251,7 +251,7 @@ def trackers(draft: Draft, given: Given) -> None:
             draft.lost(given, f"trackers are {known_names}", harmless=True)
 
 
-def wandb(draft: Draft, given: Given) -> None:
+def wandb(draft: Draft, given: ForeignSetting) -> None:
     """A project of Weights & Biases means that the run is logged there."""
     draft.put("logging.wandb", True, given, "project and account: `wandb login` and WANDB_PROJECT")
 
@@ -301,7 +301,7 @@ OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
 )
 
 
-def _best(draft: Draft, given: Given) -> None:
+def _best(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("checkpoint.keep_best", True, given)
         draft.differs(

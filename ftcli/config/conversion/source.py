@@ -12,7 +12,7 @@ from ftcli.config import scalars
 from ftcli.config.conversion.code import is_code, settings_of_code
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Entry, Leaf, ListNode, MapNode, Tree, plain
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, plain
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
@@ -30,7 +30,7 @@ _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ForeignSetting:
     """One setting of the file: its dotted name, what it says, and where."""
 
     name: str
@@ -59,7 +59,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ForeignRecipe:
     """A recipe of another tool, and the faults in it that did not stop the reading."""
 
     path: Path
@@ -68,26 +68,26 @@ class Source:
     dialect: str | None = None
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> ForeignRecipe:
     """Reads YAML, JSON, a command line, a notebook or a script; ``dialect`` is known of the last two alone.
 
     Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours, and FT163.
     """
     if is_code(path):
         tree, dialect, findings = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
-        return Source(path, tree, tuple(findings), dialect)
+        return ForeignRecipe(path, tree, tuple(findings), dialect)
     text = read_text(path)
     words = _words(text)
     if words is not None:
-        return Source(path, _of_words(words, text, path), ())
+        return ForeignRecipe(path, _of_words(words, text, path), ())
     if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
         text = text.expandtabs()  # JSON indented by tabs, which YAML refuses; inside its texts there are none
     parsed = parse_file(text, str(path))
     assert isinstance(parsed.tree, MapNode)  # parse_file promises it
-    return Source(path, parsed.tree, parsed.findings)
+    return ForeignRecipe(path, parsed.tree, parsed.findings)
 
 
-def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[Given]:
+def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:
     """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
     for name, entry in tree.entries.items():
         dotted = f"{prefix}{name}"
@@ -98,7 +98,7 @@ def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterato
             for item in entry.value.items:
                 if isinstance(item, MapNode):
                     yield from settings(item, lists=lists, prefix=f"{dotted}.")
-        yield Given(dotted, entry.value, entry.key)
+        yield ForeignSetting(dotted, entry.value, entry.key)
 
 
 def _words(text: str) -> list[str] | None:
@@ -131,7 +131,7 @@ def _of_words(words: list[str], text: str, path: Path) -> MapNode:
         if value is not None:
             current.append(Leaf(origin, scalars.resolve(value), value))
     return MapNode(
-        Origin(str(path)), {name: Entry(where, _tree(where, leaves)) for name, (where, leaves) in found.items()}
+        Origin(str(path)), {name: MapEntry(where, _tree(where, leaves)) for name, (where, leaves) in found.items()}
     )
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ftcli.config.conversion.draft import Draft
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.paths import exists, expanded
 from ftcli.plain import JsonObject
 
@@ -32,7 +32,7 @@ def place(path: str) -> str | None:
     return f"hub:{path}" if _HUB.fullmatch(path) else None
 
 
-def source(draft: Draft, given: Given, path: str, **more: Any) -> JsonObject:
+def source(draft: Draft, given: ForeignSetting, path: str, **more: Any) -> JsonObject:
     """One item of `data.train`: where rows are, and what else is known of them. What is None is left out."""
     found = place(path)
     if found is None:
@@ -48,7 +48,7 @@ def source(draft: Draft, given: Given, path: str, **more: Any) -> JsonObject:
     return item
 
 
-def _split(draft: Draft, given: Given, item: JsonObject, split: str) -> None:
+def _split(draft: Draft, given: ForeignSetting, item: JsonObject, split: str) -> None:
     """``train[:500]`` is the first 500 rows; other slices cannot be said."""
     found = _SLICE.fullmatch(split)
     if found is None:
@@ -64,18 +64,18 @@ def _split(draft: Draft, given: Given, item: JsonObject, split: str) -> None:
         del item["split"]
 
 
-def put(draft: Draft, key: str, items: list[JsonObject], given: Given) -> None:
+def put(draft: Draft, key: str, items: list[JsonObject], given: ForeignSetting) -> None:
     """Writes the list; an item of a path alone is that path."""
     draft.put(key, [item["path"] if set(item) == {"path"} else item for item in items], given)
 
 
-def layouts(draft: Draft, found: set[str | None], given: Given) -> None:
+def layouts(draft: Draft, found: set[str | None], given: ForeignSetting) -> None:
     """`data.format`, where all sources have the same; else the columns say it."""
     if len(found) == 1 and None not in found:
         draft.put("data.format", next(iter(found)), given)
 
 
-def template(draft: Draft, given: Given, name: str) -> None:
+def template(draft: Draft, given: ForeignSetting, name: str) -> None:
     """A chat template by its name elsewhere."""
     if name in ("tokenizer_default", "default", "auto") or name.startswith("tokenizer_default"):
         return
@@ -91,7 +91,7 @@ def template(draft: Draft, given: Given, name: str) -> None:
     draft.unusable(given, f"there is no template `{name}` here", help)
 
 
-def alpaca_remark(draft: Draft, given: Given) -> None:
+def alpaca_remark(draft: Draft, given: ForeignSetting) -> None:
     """Tools that write Alpaca rows by the prompt of Stanford's paper train on another text than we do."""
     draft.differs(
         given,

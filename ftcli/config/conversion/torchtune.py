@@ -7,7 +7,7 @@ import re
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialect_values import VALUES
 from ftcli.tables.dialects import words
 
@@ -51,7 +51,7 @@ def _any(draft: Draft, name: str) -> bool:
     return any(given.partition(".")[0] == name for given in draft.given)
 
 
-def _attention_modules(draft: Draft, given: Given) -> None:
+def _attention_modules(draft: Draft, given: ForeignSetting) -> None:
     names = [str(name) for name in given.value] if isinstance(given.value, list) else [str(given.value)]
     ours = list(dict.fromkeys(_MODULES.get(name, name) for name in names))
     if truth(draft.said("model.apply_lora_to_mlp")):
@@ -59,13 +59,13 @@ def _attention_modules(draft: Draft, given: Given) -> None:
     draft.put("lora.target_modules", "all-linear" if len(ours) == 7 else ours, given)
 
 
-def _head(draft: Draft, given: Given) -> None:
+def _head(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.lost(given, "the head has no adapter; lora.modules_to_save: [lm_head] trains it whole")
 
 
 def _dataset(key: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         section = given.section
         builder = str(given.value).rpartition(".")[2]
         if builder not in _DATASETS:
@@ -108,7 +108,7 @@ def _column_map(draft: Draft, section: str) -> dict[str, str]:
     return {ours.get(theirs, theirs): column for theirs, column in found.items() if ours.get(theirs, theirs) != column}
 
 
-def _optimizer(draft: Draft, given: Given) -> None:
+def _optimizer(draft: Draft, given: ForeignSetting) -> None:
     """By its Python path, or by the name of its class."""
     path = str(given.value)
     words = VALUES["train.optim"]
@@ -121,13 +121,13 @@ def _optimizer(draft: Draft, given: Given) -> None:
     draft.put("train.optim", "adamw_torch_fused" if fused else known, given)
 
 
-def _betas(draft: Draft, given: Given) -> None:
+def _betas(draft: Draft, given: ForeignSetting) -> None:
     if isinstance(given.value, list) and len(given.value) == 2:
         draft.put("train.adam_beta1", given.value[0], given)
         draft.put("train.adam_beta2", given.value[1], given)
 
 
-def _schedule(draft: Draft, given: Given) -> None:
+def _schedule(draft: Draft, given: ForeignSetting) -> None:
     name = str(given.value).rpartition(".")[2]
     known = next((ours for word, ours in _SCHEDULES.items() if word in name), None)
     if known is None:
@@ -136,23 +136,23 @@ def _schedule(draft: Draft, given: Given) -> None:
         draft.put("train.lr_scheduler_type", known, given)
 
 
-def _checkpoint(draft: Draft, given: Given) -> None:
+def _checkpoint(draft: Draft, given: ForeignSetting) -> None:
     draft.put("model.name_or_path", str(given.value).rstrip("/") or "/", given)
 
 
-def _dtype(draft: Draft, given: Given) -> None:
+def _dtype(draft: Draft, given: ForeignSetting) -> None:
     draft.take(given, "model.dtype")
     if str(given.value) in ("bf16", "bfloat16") and not any(key.startswith("lora.") for key in draft.values):
         help = "that takes 16 bytes a parameter for AdamW, there 8; lora trains less"
         draft.differs(given, "torchtune keeps weights and optimizer in bf16, ftcli in float32", help)
 
 
-def _length(draft: Draft, given: Given) -> None:
+def _length(draft: Draft, given: ForeignSetting) -> None:
     draft.take(given, "data.max_seq_len")
     draft.put("data.overlong", "truncate", given, "as torchtune does")
 
 
-def _limit(draft: Draft, given: Given) -> None:
+def _limit(draft: Draft, given: ForeignSetting) -> None:
     if isinstance(given.value, int) and given.value > 0:
         if draft.said("epochs") in (None, 1):
             draft.put("train.max_steps", given.value, given)
@@ -160,7 +160,7 @@ def _limit(draft: Draft, given: Given) -> None:
             draft.unusable(given, "a limit for each epoch", "train.max_steps is one of the whole run")
 
 
-def _logger(draft: Draft, given: Given) -> None:
+def _logger(draft: Draft, given: ForeignSetting) -> None:
     name = str(given.value).rpartition(".")[2]
     if "WandB" in name:
         r.wandb(draft, given)
@@ -168,7 +168,7 @@ def _logger(draft: Draft, given: Given) -> None:
         draft.put("logging.tensorboard", True, given)
 
 
-def _output(draft: Draft, given: Given) -> None:
+def _output(draft: Draft, given: ForeignSetting) -> None:
     if "${" not in str(given.value):
         r.output_dir(draft, given)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.conversion.transformers_like import trainer_defaults
 from ftcli.config.tree import ListNode, MapNode, plain
 
@@ -25,7 +25,7 @@ def _before(draft: Draft) -> None:
 
 
 def _of_lora(key: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         if truth(draft.said("use_peft")):
             draft.take(given, key)
         else:
@@ -34,7 +34,7 @@ def _of_lora(key: str) -> r.Rule:
     return rule
 
 
-def _dataset(draft: Draft, given: Given) -> None:
+def _dataset(draft: Draft, given: ForeignSetting) -> None:
     name, split = draft.said("dataset_config"), draft.said("dataset_train_split")
     path = str(given.value)
     sources.put(draft, "data.train", [sources.source(draft, given, path, name=name, split=split)], given)
@@ -49,7 +49,7 @@ def _dataset(draft: Draft, given: Given) -> None:
         sources.put(draft, "data.eval", [sources.source(draft, given, path, name=name, split=split)], where)
 
 
-def _mixture(draft: Draft, given: Given) -> None:
+def _mixture(draft: Draft, given: ForeignSetting) -> None:
     items = given.tree.items if isinstance(given.tree, ListNode) else ()
     maps = [plain(item) for item in items if isinstance(item, MapNode)]
     found = []
@@ -60,11 +60,11 @@ def _mixture(draft: Draft, given: Given) -> None:
     sources.put(draft, "data.train", found, given)
 
 
-def _length(draft: Draft, given: Given) -> None:
+def _length(draft: Draft, given: ForeignSetting) -> None:
     draft.take(given, "data.max_seq_len")
 
 
-def _text_field(draft: Draft, given: Given) -> None:
+def _text_field(draft: Draft, given: ForeignSetting) -> None:
     train = draft.get("data.train")
     if given.value != "text" and isinstance(train, list):
         items = [{"path": item} if isinstance(item, str) else item for item in train]
@@ -72,12 +72,12 @@ def _text_field(draft: Draft, given: Given) -> None:
         draft.put("data.train", named, given)
 
 
-def _assistant(draft: Draft, given: Given) -> None:
+def _assistant(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("data.loss_on", "assistant", given)
 
 
-def _completion(draft: Draft, given: Given) -> None:
+def _completion(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("data.loss_on", "completion", given)
     elif truth(given.value) is False:
@@ -132,7 +132,7 @@ RULES = r.Rules(
 )
 
 
-def _four_bit(draft: Draft, given: Given) -> None:
+def _four_bit(draft: Draft, given: ForeignSetting) -> None:
     if truth(given.value):
         draft.put("quantization.method", "nf4", given)
         if not truth(draft.said("use_bnb_nested_quant")):

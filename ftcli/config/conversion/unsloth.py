@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
-from ftcli.config.conversion.source import Given
+from ftcli.config.conversion.source import ForeignSetting
 
 _FORMATS = {
     "alpaca": "alpaca",
@@ -34,21 +34,21 @@ def _before(draft: Draft) -> None:
 
 
 def _of_lora(key: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         if "lora.r" in draft.values:
             draft.take(given, key)
 
     return rule
 
 
-def _targets(draft: Draft, given: Given) -> None:
+def _targets(draft: Draft, given: ForeignSetting) -> None:
     parts = given.value if isinstance(given.value, list) else str(given.value).split(",")
     names = [str(part).strip() for part in parts]
     if "lora.r" in draft.values:
         draft.put("lora.target_modules", "all-linear" if set(names) == set(_MODULES) else names, given)
 
 
-def _model(draft: Draft, given: Given) -> None:
+def _model(draft: Draft, given: ForeignSetting) -> None:
     name = str(given.value)
     draft.put("model.name_or_path", name, given)
     if name.endswith(("-bnb-4bit", "-unsloth-bnb-4bit")):
@@ -56,31 +56,31 @@ def _model(draft: Draft, given: Given) -> None:
         draft.differs(given, "the repository holds weights in 4 bits, which are read as they are", help)
 
 
-def _dataset(draft: Draft, given: Given) -> None:
+def _dataset(draft: Draft, given: ForeignSetting) -> None:
     paths = given.value if isinstance(given.value, list) else [given.value]
     found = [sources.source(draft, given, str(path)) for path in paths]
     sources.put(draft, "data.train", found, given)
 
 
-def _hub_dataset(draft: Draft, given: Given) -> None:
+def _hub_dataset(draft: Draft, given: ForeignSetting) -> None:
     paths = given.value if isinstance(given.value, list) else [given.value]
     split = draft.said("hub_split")
     sources.put(draft, "data.train", [sources.source(draft, given, str(path), split=split) for path in paths], given)
 
 
-def _format(draft: Draft, given: Given) -> None:
+def _format(draft: Draft, given: ForeignSetting) -> None:
     if str(given.value) in _FORMATS:
         draft.put("data.format", _FORMATS[str(given.value)], given)
     elif given.value != "auto":
         draft.unusable(given, f"rows of format `{given.value}`", "the columns say it: data.format: auto")
 
 
-def _completions(draft: Draft, given: Given) -> None:
+def _completions(draft: Draft, given: ForeignSetting) -> None:
     draft.put("data.loss_on", "auto" if truth(given.value) else "all", given)
 
 
 def _zero_is_none(key: str, what: str) -> r.Rule:
-    def rule(draft: Draft, given: Given) -> None:
+    def rule(draft: Draft, given: ForeignSetting) -> None:
         if given.value not in (0, -1, None):
             r.steps(key, what)(draft, given)
 
