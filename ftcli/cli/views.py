@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ftcli.cli.commands.doctor import Examination
     from ftcli.data.look import LookedAt
     from ftcli.evaluate.suite import ModelScores
-    from ftcli.facts.execution import Part
+    from ftcli.facts.execution import ExecutionPart
     from ftcli.facts.trained import PlannedAdapters
     from ftcli.pipeline.bench_result import BenchResult, Computing, Predicted
     from ftcli.pipeline.checking import CheckResult
@@ -102,7 +102,7 @@ def _chosen(choice: CheckpointingChoice) -> str:
     return f"{str(choice.policy).lower()}{but}, {choice.reason}"
 
 
-def _kernel_lines(parts: Sequence[Part]) -> list[str]:
+def _kernel_lines(parts: Sequence[ExecutionPart]) -> list[str]:
     """What computes each part of the model on the device, and why."""
     width = max((len(row.part) for row in parts), default=0)
     lines = [f"  {row.part:<{width}}  {row.runs}: {row.reason}" for row in parts]

@@ -22,7 +22,7 @@ from ftcli.data.ledger import (
     skipped_finding,
 )
 from ftcli.data.parallel import CHUNK_ROWS, cores, encode_all
-from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable, TokenWriter
+from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
@@ -34,7 +34,7 @@ from ftcli.rows.row import MAX_NAMED, Row, raise_findings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prepared", "Tokens", "prepare"]
+__all__ = ["PreparedData", "prepare"]
 
 #: From this size on, the time to start processes is small against the time that they save.
 LARGE_BYTES = 32 * 2**20

@@ -22,7 +22,7 @@ from ftcli.rows.row import Message
 Tools: TypeAlias = Sequence[JsonObject]
 #: ``(messages, tools, generation prompt)`` to text; raises one of :data:`ftcli.data.bounded.REFUSALS`.
 Apply = Callable[[Sequence[Message], "Tools | None", bool], str]
-Edit = Callable[["Part", str], str]
+Edit = Callable[["MessagePart", str], str]
 Kind = Literal["text", "reasoning", "call", "arguments", "tool"]
 
 #: Shapes of conversations that are remembered; conversations of agents have very many.

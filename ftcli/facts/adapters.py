@@ -32,7 +32,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LinearAdapter:
     """An adapter of ``rank`` on a linear layer, in so many decoder ``layers``."""
 
     linear: Linear
@@ -46,7 +46,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LoraProblem:
     """A setting of the section ``lora`` that cannot be followed: its ``key``, what is wrong, what helps."""
 
     key: str
@@ -55,7 +55,7 @@ class Problem:
     code: str = "FT338"
 
 
-class Choice:
+class AdapterChoice:
     """What the section ``lora`` says of single modules, its expressions compiled once.
 
     Args:
@@ -138,16 +138,16 @@ def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expressi
     return None
 
 
-def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[Adapter, ...]:
+def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
     """Every adapter of a model whose shape is known, equal ones of all layers together."""
-    choice = Choice(lora)
+    choice = AdapterChoice(lora)
     found: Counter[tuple[Linear, int]] = Counter()
     for linear in shape.adapted(lora.target_modules):
         for index in range(shape.num_layers):
             name = f"model.layers.{index}.{linear.name}"
             if choice.adapts(name):
                 found[linear, choice.rank(name)] += 1
-    return tuple(Adapter(linear, rank, layers) for (linear, rank), layers in found.items())
+    return tuple(LinearAdapter(linear, rank, layers) for (linear, rank), layers in found.items())
 
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:
@@ -156,42 +156,42 @@ def targets_of(shape: ModelShape, lora: LoraConfig) -> list[str]:
     return [f"model.layers.{index}.{linear.name}" for index in range(shape.num_layers) for linear in named]
 
 
-def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[Problem]:
+def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[LoraProblem]:
     """Settings that choose nothing among the modules ``names``, and expressions that take for ever on those.
 
     Args:
         names: What ``lora.target_modules`` names in the model.
     """
-    choice = Choice(lora)
+    choice = AdapterChoice(lora)
     slow = endless(choice.expressions(), names)
     if slow is not None:
         said = f"the expression {slow[1].pattern} takes too long on the names of {len(names):,} modules"
-        yield Problem(slow[0], said, "name the end of a path, or leave out repetitions of repetitions", "FT264")
+        yield LoraProblem(slow[0], said, "name the end of a path, or leave out repetitions of repetitions", "FT264")
         return
     left = [name for name in names if choice.adapts(name)]
     for each in choice.excluded:
         if not any(excludes(each, name) for name in names):
             said = each if isinstance(each, str) else each.pattern
-            yield Problem("exclude_modules", f"no module that would have an adapter is excluded by {said}", _NAMES)
+            yield LoraProblem("exclude_modules", f"no module that would have an adapter is excluded by {said}", _NAMES)
     present = {index for name in names if (index := choice.layer_index(name)) is not None}
     missing = sorted(set(lora.layers_to_transform or ()) - present)
     if missing:
         there = f"those are {min(present)} to {max(present)}" if present else "lora.layers_pattern matches no layer"
         said = ", ".join(map(str, missing))
-        yield Problem("layers_to_transform", f"no layer with adapters has the number {said}", there)
+        yield LoraProblem("layers_to_transform", f"no layer with adapters has the number {said}", there)
     elif names and not left:
-        yield Problem("exclude_modules", "every module is excluded: nothing would be trained", "exclude fewer")
+        yield LoraProblem("exclude_modules", "every module is excluded: nothing would be trained", "exclude fewer")
     for key, patterns in (("rank_pattern", choice.ranks), ("alpha_pattern", choice.alphas)):
         idle = [each for each, (compiled, _) in patterns.items() if not any(compiled.match(name) for name in left)]
         if left and idle:
             more = f" or {len(idle) - _NAMED:,} others" if len(idle) > _NAMED else ""
-            yield Problem(key, f"no module with an adapter matches {', '.join(idle[:_NAMED])}{more}", _NAMES)
+            yield LoraProblem(key, f"no module with an adapter matches {', '.join(idle[:_NAMED])}{more}", _NAMES)
 
 
 _NAMES = "use the end of a module's path, such as q_proj or layers.0.self_attn.q_proj; a regular expression may be one"
 
 
-def problem_finding(problem: Problem, origin: Origin | None) -> Finding:
+def problem_finding(problem: LoraProblem, origin: Origin | None) -> Finding:
     """FT338 for a setting that means nothing for a model, FT264 for an expression that takes too long."""
     return Finding(problem.code, f"lora.{problem.key}: {problem.message}", origin, problem.help)
 

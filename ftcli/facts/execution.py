@@ -135,7 +135,7 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExecutionPart:
     """One line of `ftcli check`'s table: ``part`` of the model, what ``runs`` there, and the ``reason``.
 
     ``runs`` is an attention backend, ``triton``, ``torch``, ``transformers``, how stored weights are multiplied, or how
@@ -205,31 +205,31 @@ def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
 
 def parts_of(
     recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
-) -> tuple[Part, ...]:
+) -> tuple[ExecutionPart, ...]:
     """What runs on each part of a training step, in the order of the model."""
     layers = execution.layers
-    batches = Part("batches", execution.batches.layout, execution.batches.reason)
+    batches = ExecutionPart("batches", execution.batches.layout, execution.batches.reason)
     if layers.code == "transformers":
-        first = Part("layers", "transformers", layers.reason)
+        first = ExecutionPart("layers", "transformers", layers.reason)
         if quantizations.row(recipe.quantization.method).training is not None:
             own = "eager" if execution.attention == "eager" else "sdpa"
             return (
                 first,
                 _rounded_products(recipe, plan, device),
-                Part("attention", own, "transformers' own"),
+                ExecutionPart("attention", own, "transformers' own"),
                 batches,
             )
         if layers.parts:
             return (first, *_attention_parts(recipe, facts, plan, device, execution.batches), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
-        return (first, Part("attention", own, "transformers' own"), batches)
+        return (first, ExecutionPart("attention", own, "transformers' own"), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
     return (
-        Part("norms, rotary embedding, gated unit", elementwise, layers.reason),
+        ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
         *_frozen_products(recipe, plan, device),
         _trained_products(recipe, plan, device, elementwise),
         *_attention_parts(recipe, facts, plan, device, execution.batches),
-        Part("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
+        ExecutionPart("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
         batches,
     )
 
@@ -261,11 +261,11 @@ def _attention(
 
 def _attention_parts(
     recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, batches: Batches
-) -> list[Part]:
+) -> list[ExecutionPart]:
     """One row; more where some layers have a window in force, or where several documents go to another backend."""
 
-    def row(part: str, choice: AttentionChoice) -> Part:
-        return Part(part, choice.backend, choice.reason)
+    def row(part: str, choice: AttentionChoice) -> ExecutionPart:
+        return ExecutionPart(part, choice.backend, choice.reason)
 
     everywhere = _attention(facts, plan, device, masked=recipe.data.packing)
     together = _attention(facts, plan, device, masked=True)
@@ -281,39 +281,39 @@ def _attention_parts(
     return rows
 
 
-def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> Part:
+def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> ExecutionPart:
     """Products of a method that rounds weights and activations in each of them."""
     part, method = "linear layers", recipe.quantization.method
     refusal = why_dequantized(recipe.quantization, plan, device)
     if recipe.model.kernels in ("off", "reference"):
         refusal = f"model.kernels: {recipe.model.kernels}"
     if refusal is not None:
-        return Part(part, "torch", f"{refusal}; the same integers, in float32")
-    return Part(part, "triton", f"{method}: int8 products on tensor cores, rounded in the norms")
+        return ExecutionPart(part, "torch", f"{refusal}; the same integers, in float32")
+    return ExecutionPart(part, "triton", f"{method}: int8 products on tensor cores, rounded in the norms")
 
 
-def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[Part]:
+def _frozen_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> list[ExecutionPart]:
     """Products of quantised weights, for methods that can multiply them as they are stored."""
     method = recipe.quantization.method
     if quantizations.row(method).products is None:
         return []
     part, refusal = "products of the frozen weights", why_dequantized(recipe.quantization, plan, device)
     if refusal is not None:
-        return [Part(part, "torch", f"{refusal}: dequantised to {plan.compute}")]
-    return [Part(part, method, "as they are stored, on tensor cores")]
+        return [ExecutionPart(part, "torch", f"{refusal}: dequantised to {plan.compute}")]
+    return [ExecutionPart(part, method, "as they are stored, on tensor cores")]
 
 
-def _trained_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> Part:
+def _trained_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elementwise: str) -> ExecutionPart:
     """Products of what is trained: of adapters, or of the weights themselves."""
     if recipe.lora is None:
         copied = "" if plan.parameter == plan.compute else f", of copies in {plan.compute} that each step makes"
-        return Part("products of the weights", "torch", f"their gradients are {plan.gradient}{copied}")
+        return ExecutionPart("products of the weights", "torch", f"their gradients are {plan.gradient}{copied}")
     part, rank = "LoRA products", recipe.lora.r
     if elementwise == "torch":
-        return Part(part, "torch", "model.kernels: reference")
+        return ExecutionPart(part, "torch", "model.kernels: reference")
     if packed_rank(rank) > LARGEST_FUSED_RANK:
-        return Part(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
+        return ExecutionPart(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
     refusal = why_no_products(gpu_of(device), plan.compute)
     if refusal is not None:
-        return Part(part, "torch", f"{refusal}: products of their own")
-    return Part(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")
+        return ExecutionPart(part, "torch", f"{refusal}: products of their own")
+    return ExecutionPart(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")

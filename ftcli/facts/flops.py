@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftcli.config import LoraConfig
-from ftcli.facts.adapters import Adapter, adapters
+from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.shape import GATE_AND_UP, Linear
 from ftcli.tables import policies
@@ -86,7 +86,7 @@ def _linear(linears: Iterable[Linear]) -> float:
     return 2.0 * sum(x.in_features * x.out_features for x in linears)
 
 
-def _adapters(adapted: Iterable[Adapter]) -> float:
+def _adapters(adapted: Iterable[LinearAdapter]) -> float:
     return 2.0 * sum(each.elements for each in adapted)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config import Recipe
-from ftcli.facts.execution import Execution, Part
+from ftcli.facts.execution import Execution, ExecutionPart
 from ftcli.facts.flops import step_flops
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.spreading import spreads
@@ -61,12 +61,12 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
     return None
 
 
-def graphs_part(reason: str | None, tokens: int) -> Part:
+def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
     """The line of `ftcli check` about how kernels are launched, from what :func:`why_no_graphs` said, and from the most
     tokens that a graph takes.
     """
     if reason is None:
-        return Part(
+        return ExecutionPart(
             "launches", "cuda graphs", f"the host is slower than the GPU with up to {tokens:,} tokens at a time"
         )
-    return Part("launches", "one by one", reason)
+    return ExecutionPart("launches", "one by one", reason)

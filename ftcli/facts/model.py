@@ -23,7 +23,7 @@ from ftcli.facts.config_file import (
 from ftcli.facts.language import has_other_parts, multimodal_of, text_values
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
-from ftcli.facts.weights import Weights, inspect_weights
+from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.tables.families import MULTIMODAL, Family, family_of
@@ -80,7 +80,7 @@ class ModelFacts:
     vocab_size: int | None
     quantization: str | None
     tokenizer: TokenizerFacts | None
-    weights: Weights | None
+    weights: WeightFiles | None
 
     @property
     def parameters(self) -> int | None:

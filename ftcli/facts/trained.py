@@ -39,7 +39,7 @@ class Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameters:
     """What is trained: how many elements, and the matrices. What is in none of them are norms and biases."""
 
     elements: int
@@ -76,13 +76,13 @@ class PlannedAdapters:
     parameters: int | None
 
 
-def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
+def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
     """What the recipe trains: all parameters of the language model, or adapters and ``modules_to_save``."""
     if recipe.lora is None:
         layer = [Matrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
         tables = [Matrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
         tables += [] if shape.tied else [Matrices(shape.vocab_size, shape.hidden_size, 1, "head")]
-        return Trained(shape.language_parameters, tuple(layer + tables))
+        return TrainedParameters(shape.language_parameters, tuple(layer + tables))
     layers, matrices = shape.num_layers, list[Matrices]()
     for each in adapters(shape, recipe.lora):
         matrices.append(Matrices(each.rank, each.linear.in_features, each.layers))
@@ -96,10 +96,10 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> Trained:
         if name == "norm":  # as PEFT reads it: every module whose name ends so
             matrices.append(Matrices(shape.norm_parameters, 1, 1, "vector"))
         matrices += [Matrices(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
-    return Trained(sum(m.elements * m.count for m in matrices), tuple(matrices))
+    return TrainedParameters(sum(m.elements * m.count for m in matrices), tuple(matrices))
 
 
-def optimizer_state(optim: str, trained: Trained) -> OptimizerState:
+def optimizer_state(optim: str, trained: TrainedParameters) -> OptimizerState:
     """The state that the optimizer keeps of what is trained."""
     optimizer = optimizers.row(optim)
     if optimizer.state == "factored":
@@ -111,7 +111,7 @@ def optimizer_state(optim: str, trained: Trained) -> OptimizerState:
     return OptimizerState(sum(size for _, size in each) - paged + rest, paged)
 
 
-def optimizer_workspace(optim: str, trained: Trained, *, cuda: bool) -> int:
+def optimizer_workspace(optim: str, trained: TrainedParameters, *, cuda: bool) -> int:
     """Bytes that a step of the optimizer allocates: see :class:`ftcli.tables.optimizers.Optimizer`."""
     workspace = optimizers.row(optim).workspace
     if workspace == "none":

@@ -16,7 +16,7 @@ EXPORT_RECORD = "ftcli_export.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFiles:
     """Which weights a folder holds.
 
     ``files`` are its safetensors files; ``gguf`` is a GGUF file where there is one, and none of these. ``missing`` are
@@ -35,7 +35,7 @@ class Weights:
         return bool(self.files) and not self.missing
 
 
-def inspect_weights(folder: Path) -> Weights:
+def inspect_weights(folder: Path) -> WeightFiles:
     """What weights are in ``folder``. A broken index counts as naming no shards: loading reports it exactly."""
     files = tuple(sorted(folder.glob("*.safetensors")))
     named = _indexed(folder / WEIGHTS_INDEX)
@@ -43,7 +43,7 @@ def inspect_weights(folder: Path) -> Weights:
     pickles = any(folder.glob("pytorch_model*.bin"))
     gguf = None if files or named else gguf_file(folder)
     alone = pickles and not files and not named and gguf is None
-    return Weights(files, tuple(sorted(named - present)), pickle_only=alone, gguf=gguf)
+    return WeightFiles(files, tuple(sorted(named - present)), pickle_only=alone, gguf=gguf)
 
 
 def gguf_file(folder: Path) -> Path | None:

@@ -6,9 +6,9 @@ from ftcli.judges.user import columns_of, file_of, reserved_column
 from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
 __all__ = [
-    "Batch",
+    "CompletionBatch",
     "Judge",
-    "Scores",
+    "JudgeScores",
     "columns_of",
     "file_of",
     "judges_of",

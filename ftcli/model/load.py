@@ -22,7 +22,7 @@ from ftcli.model.checkpoint import (
     read_config,
     usable_attention,
 )
-from ftcli.model.parts import Parts, keep_parts
+from ftcli.model.parts import RankWeights, keep_parts
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
@@ -45,7 +45,7 @@ def load_model(
     quantization: QuantizationConfig | None = None,
     dequantized_layers: int = 0,
     trained: bool = False,
-    parts: Parts | None = None,
+    parts: RankWeights | None = None,
 ) -> PreTrainedModel:
     """The base model on ``device`` in ``plan.parameter`` dtype.
 

@@ -12,7 +12,7 @@ import torch
 
 from ftcli.config import LoraConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.adapters import Choice
+from ftcli.facts.adapters import AdapterChoice
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import PATTERNS_UNMATCHED
 from ftcli.model.initial import remember_initial
@@ -64,7 +64,7 @@ def peft_config(model: PreTrainedModel, lora: LoraConfig, targets: Targets) -> p
     import peft
 
     saved = resolve_saved(model, lora.modules_to_save)
-    choice = Choice(lora)
+    choice = AdapterChoice(lora)
     transposed = any(not isinstance(model.get_submodule(name), torch.nn.Linear) for name in targets.modules)
     return peft.LoraConfig(
         r=lora.r,

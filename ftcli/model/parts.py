@@ -30,7 +30,7 @@ _ATTRIBUTE = "_ftcli_parts"
 
 
 @dataclass(slots=True, eq=False)
-class Parts:
+class RankWeights:
     """Which part of the weights a process keeps, that of ``rank`` among ``size``; and what it has kept, by the
     parameter that stands for the whole.
 
@@ -79,7 +79,7 @@ def ready(layer: nn.Module, *, joins: bool) -> None:
             module.as_parameters()
 
 
-def keep_parts(base: PreTrainedModel, parts: Parts) -> None:
+def keep_parts(base: PreTrainedModel, parts: RankWeights) -> None:
     """Leaves of all layers but the first ones only this rank's part, and notes ``parts`` on the model."""
     for layer in list(decoder_layers(base))[WHOLE:]:
         if not is_part(layer):
@@ -87,9 +87,9 @@ def keep_parts(base: PreTrainedModel, parts: Parts) -> None:
     object.__setattr__(base, _ATTRIBUTE, parts)
 
 
-def parts_of(base: PreTrainedModel) -> Parts | None:
+def parts_of(base: PreTrainedModel) -> RankWeights | None:
     """What :func:`keep_parts` has noted."""
-    found: Parts | None = vars(base).get(_ATTRIBUTE)
+    found: RankWeights | None = vars(base).get(_ATTRIBUTE)
     return found
 
 

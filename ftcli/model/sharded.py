@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, decoder_layers, set_root
-from ftcli.model.parts import Parts, is_part, ready
+from ftcli.model.parts import RankWeights, is_part, ready
 from ftcli.model.rows import as_spread
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ShardedRoot(nn.Module):
             self.running = False
 
 
-def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: Parts, plan: DtypePlan) -> None:
+def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: RankWeights, plan: DtypePlan) -> None:
     """Spreads ``model``, which is on the kernels and the same on all ranks, in place.
 
     Args:
@@ -93,7 +93,7 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, parts: Parts, pl
     _require_same(layers[0], first, policy)
 
 
-def _on_meta(layer: nn.Module, parts: Parts) -> dict[str, tuple[torch.Size, Tensor]]:
+def _on_meta(layer: nn.Module, parts: RankWeights) -> dict[str, tuple[torch.Size, Tensor]]:
     """Puts parameters on ``meta`` that stand for a whole of which this rank has kept its rows; what those are."""
     found = {}
     for prefix, module in layer.named_modules():

@@ -24,7 +24,7 @@ from ftcli.facts.weights import inspect_weights
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import COMPUTED, hollow, weight_files
 from ftcli.model.gguf_weights import ternary_tensors
-from ftcli.model.parts import WHOLE, Parts, is_part, keep_parts
+from ftcli.model.parts import WHOLE, RankWeights, is_part, keep_parts
 from ftcli.model.quantize import (
     PackedReader,
     can_be_packed,
@@ -66,7 +66,7 @@ class Holding:
     dequantized_layers: int = 0
     trained: bool = False
     recognises: bool = False
-    parts: Parts | None = None
+    parts: RankWeights | None = None
 
     def quantized(self, linear: nn.Linear, name: str) -> nn.Linear:
         """The layer of full precision as it is held."""

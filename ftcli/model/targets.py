@@ -17,8 +17,8 @@ from torch import nn
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.adapters import (
-    Choice,
-    Problem,
+    AdapterChoice,
+    LoraProblem,
     half_of_a_pair_finding,
     head_finding,
     no_module_finding,
@@ -128,10 +128,10 @@ def chosen(targets: Targets, lora: LoraConfig) -> Targets:
     found = list(problems(targets.adapted, lora))
     if targets.by_peft and (lora.layers_to_transform is not None or lora.exclude_modules or lora.rank_pattern):
         said = f"{', '.join(targets.by_peft)} stands for stacks of experts, among which no layers can be chosen"
-        found.append(Problem("target_modules", said, "use target_modules: all-linear"))
+        found.append(LoraProblem("target_modules", said, "use target_modules: all-linear"))
     if found:
         raise FtcliError([problem_finding(problem, None) for problem in found], ExitCode.PREFLIGHT)
-    choice = Choice(lora)
+    choice = AdapterChoice(lora)
     return replace(
         targets,
         modules=tuple(name for name in targets.modules if choice.adapts(name)),
@@ -188,7 +188,7 @@ def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str]
     names = [name for name in targets.modules if not name.endswith(tuple(saved))]
     shapes = {name: model.get_submodule(name).weight.shape for name in names}
     shapes |= {name.removesuffix(".weight"): model.get_parameter(name).shape for name in targets.parameters}
-    rank = Choice(lora).rank
+    rank = AdapterChoice(lora).rank
     adapters = sum(
         rank(name) * (shape[-1] + shape[-2]) * (shape[0] if len(shape) == 3 else 1) + lora.use_dora * shape[0]
         for name, shape in shapes.items()

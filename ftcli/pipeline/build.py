@@ -18,7 +18,7 @@ from ftcli.model.backbone import base_of
 from ftcli.model.headcheck import check_head
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.parts import Parts, parts_of, whole_layers
+from ftcli.model.parts import RankWeights, parts_of, whole_layers
 from ftcli.model.targets import freeze_other_parts, summary
 from ftcli.run.inputs import Inputs, weights_fingerprint
 from ftcli.tables import engines, quantizations
@@ -199,12 +199,12 @@ def spread(job: Job, model: Model, group: Group) -> None:
         shard(model, mesh, parts_of(base_of(model)) or parts, job.plan)
 
 
-def _parts(job: Job) -> Parts | None:
+def _parts(job: Job) -> RankWeights | None:
     """What this process keeps of the weights; None where that is all of them."""
     place, launch = job.session.place, job.recipe.launch
     if place is None or place.size == 1 or not engines.row(launch.engine).spreads:
         return None
-    return Parts(place.rank % launch.spread_size, launch.spread_size, joins=job.recipe.lora is not None)
+    return RankWeights(place.rank % launch.spread_size, launch.spread_size, joins=job.recipe.lora is not None)
 
 
 def _trained(tokens: TokenizedRow) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import adapters
 from ftcli.facts.device import DeviceFacts, named_device
-from ftcli.facts.execution import Part
+from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.trained import PlannedAdapters, trained_parameters
 from ftcli.pipeline.looking import look_at_rows
 from ftcli.plain import LEFT_OUT, SPREAD
@@ -78,7 +78,7 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     return CheckResult(report, adapters, looked.rows, attention, outline, shown)
 
 
-def _corrected(part: Part, attention: str) -> Part:
+def _corrected(part: ExecutionPart, attention: str) -> ExecutionPart:
     """The row of attention as the model has it: some families have no SDPA."""
     if part.part != "attention" or part.runs == attention:
         return part

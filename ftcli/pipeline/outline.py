@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.shape import Linear
-from ftcli.facts.trained import PlannedAdapters, Trained, optimizer_state
+from ftcli.facts.trained import PlannedAdapters, TrainedParameters, optimizer_state
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of, quantizations
 from ftcli.units import gib
@@ -98,7 +98,7 @@ def _least_memory(
     trained = _language_parameters(model) if adapters is None else adapters.parameters
     if trained is None:
         return None
-    state = optimizer_state(recipe.train.optim, Trained(trained, ()))
+    state = optimizer_state(recipe.train.optim, TrainedParameters(trained, ()))
     return LeastMemory(
         weights=_weights(model, packed, recipe.quantization, plan.parameter_bytes),
         adapters=0 if adapters is None else 4 * trained,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ftcli.config import Recipe
 from ftcli.errors import Finding
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import Part
+from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.plain import JsonObject, plain_fields
@@ -39,7 +39,7 @@ class PreflightReport:
     setup: Setup
     device: DeviceFacts
     checkpointing: CheckpointingChoice
-    parts: tuple[Part, ...]
+    parts: tuple[ExecutionPart, ...]
     memory: MemoryEstimate | None
     verdict: Verdict | None
     disk: DiskEstimate | None

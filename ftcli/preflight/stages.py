@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
-from ftcli.facts.execution import Part, parts_of
+from ftcli.facts.execution import ExecutionPart, parts_of
 from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import with_products_tried
@@ -110,7 +110,7 @@ def preflight(
     )
 
 
-def _parts(setup: Setup) -> tuple[Part, ...]:
+def _parts(setup: Setup) -> tuple[ExecutionPart, ...]:
     parts = parts_of(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
     return (*parts, graphs_part(setup.why_no_graphs, setup.graph_tokens)) if setup.trains else parts
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ftcli import __version__
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import Part
+from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.precision import DtypePlan
 from ftcli.plain import JsonMap, JsonObject, plain, plain_fields
 from ftcli.preflight.memory.checkpointing import Offloaded
@@ -143,7 +143,7 @@ def build_manifest(
     device: DeviceFacts,
     seeds: Mapping[str, int],
     dtype_plan: DtypePlan,
-    parts: Sequence[Part],
+    parts: Sequence[ExecutionPart],
     activations: Activations,
     predicted_memory: MemoryEstimate | None,
     predicted_host_memory: HostEstimate | None = None,

@@ -33,7 +33,7 @@ from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers, loss_of
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.parts import Parts
+from ftcli.model.parts import RankWeights
 from ftcli.model.passes import tried
 from ftcli.model.patch import patch
 from ftcli.model.rows import put_away
@@ -125,7 +125,7 @@ def work(rank: int, asked: argparse.Namespace) -> None:
     known, seconds_whole = generate()
     group = Group(Place(rank, 2, rank, 2, folder=asked.folder), SilentReporter())
     group.form(device, 1)
-    shard(model, group.mesh(device), Parts(rank, 2, joins=True), plan)
+    shard(model, group.mesh(device), RankWeights(rank, 2, joins=True), plan)
     together = tried(model, few)
     answered = led_by_first(group, model, generate)
     give_back = short(model, rank, device)

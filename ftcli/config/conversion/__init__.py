@@ -2,4 +2,4 @@
 
 from ftcli.config.conversion.convert import Conversion, convert
 
-__all__ = ["Converted", "convert"]
+__all__ = ["Conversion", "convert"]

@@ -44,7 +44,7 @@ from ftcli.preflight.memory.checkpointing import LayerBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ActivationSettings:
     """What the terms depend on besides the model's shape.
 
     Attributes:
@@ -76,7 +76,7 @@ class Setting:
     squares_widened: bool = False
 
 
-Term = Callable[[ModelShape, Setting], float]
+Term = Callable[[ModelShape, ActivationSettings], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ class LayerMemory:
     halves: Callable[[ModelShape], int] = lambda shape: 1
     ahead: Callable[[ModelShape], int] = lambda shape: 1
 
-    def layer_bytes(self, shape: ModelShape, setting: Setting) -> float:
+    def layer_bytes(self, shape: ModelShape, setting: ActivationSettings) -> float:
         """Bytes per token that one layer keeps."""
         return sum(term(shape, setting) for term in self.kept.values())
 
-    def layer(self, shape: ModelShape, setting: Setting) -> LayerBytes:
+    def layer(self, shape: ModelShape, setting: ActivationSettings) -> LayerBytes:
         """A layer's bytes per token, as checkpointing policies take them."""
         again = None if self.gate_and_up is None else self.kept[self.gate_and_up](shape, setting)
         return LayerBytes(
@@ -116,7 +116,7 @@ class LayerMemory:
         )
 
 
-def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) -> float:
+def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, element: int) -> float:
     """Bytes that transformers' RMSNorm of this width keeps; ``element`` is the size of one of its inputs."""
     kept = 4 * width + 4
     if setting.full:
@@ -124,7 +124,7 @@ def norm_bytes(width: int, shape: ModelShape, setting: Setting, element: int) ->
     return kept
 
 
-def _norms(shape: ModelShape, setting: Setting) -> float:
+def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms" and not setting.own_norms:
         total = float(shape.family.norms * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
@@ -139,7 +139,7 @@ def _norms(shape: ModelShape, setting: Setting) -> float:
     return total
 
 
-def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
+def _linear_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
     linears = shape.linears if setting.full else setting.adapted
     if setting.own_norms:
         return _normed_inputs(shape, setting)
@@ -150,7 +150,7 @@ def _linear_inputs(shape: ModelShape, setting: Setting) -> float:
     return float(setting.bytes_compute * sum(_shared_inputs(linears).values()))
 
 
-def _normed_inputs(shape: ModelShape, setting: Setting) -> float:
+def _normed_inputs(shape: ModelShape, setting: ActivationSettings) -> float:
     """What layers keep that norm and round their input by themselves: a byte an element and two numbers a row each; and
     what goes in, once where they share it. In plain torch a norm keeps its input in float32 and what it has normalised.
     """
@@ -175,7 +175,7 @@ def _shared_inputs(linears: tuple[Linear, ...]) -> dict[tuple[str, ...], int]:
     return {groups.get(linear.name, (linear.name,)): linear.in_features for linear in linears}
 
 
-def _lora(shape: ModelShape, setting: Setting) -> float:
+def _lora(shape: ModelShape, setting: ActivationSettings) -> float:
     kept = float(setting.bytes_compute * setting.rank * len(setting.adapted))
     if setting.dora:
         kept += 2 * setting.bytes_compute * sum(linear.out_features for linear in setting.adapted)
@@ -186,13 +186,13 @@ def _lora(shape: ModelShape, setting: Setting) -> float:
     return kept
 
 
-def _attention_sdpa(shape: ModelShape, setting: Setting) -> float:
+def _attention_sdpa(shape: ModelShape, setting: ActivationSettings) -> float:
     key_value = shape.q_width + setting.seq_len // 2 if setting.padded else shape.kv_width
     output = 0 if _output_is_counted(shape, setting) else shape.q_width
     return setting.bytes_compute * (shape.q_width + 2 * key_value + output) + 4 * shape.num_heads
 
 
-def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
+def _output_is_counted(shape: ModelShape, setting: ActivationSettings) -> bool:
     """Whether another term counts SDPA's output: BitNet's norm in float32, or o_proj, which reads it as it is.
 
     o_proj keeps a tensor of its own after PEFT's cast, or none without an adapter; and for Phi-3, whose queries are a
@@ -208,17 +208,17 @@ def _output_is_counted(shape: ModelShape, setting: Setting) -> bool:
     return not setting.autocast and any(linear.leaf == "o_proj" for linear in setting.adapted)
 
 
-def eager_scores(shape: ModelShape, setting: Setting) -> float:
+def eager_scores(shape: ModelShape, setting: ActivationSettings) -> float:
     """Bytes of scores: float32 softmax, its cast for the product with the values, and the capped scores' tanh."""
     c = setting.bytes_compute
     return shape.num_heads * setting.seq_len * (4 + (c if c != 4 else 0) + (c if setting.softcap else 0))
 
 
-def _attention_eager(shape: ModelShape, setting: Setting) -> float:
+def _attention_eager(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * 3 * shape.q_width + eager_scores(shape, setting)
 
 
-def _mlp(shape: ModelShape, setting: Setting) -> float:
+def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms":
         return setting.bytes_compute * 2 * shape.intermediate_size
     if setting.squares_widened:
@@ -226,34 +226,34 @@ def _mlp(shape: ModelShape, setting: Setting) -> float:
     return setting.bytes_compute * 3 * shape.intermediate_size
 
 
-def _mlp_forward(shape: ModelShape, setting: Setting) -> float:
+def _mlp_forward(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * (4 * shape.intermediate_size + 2 * shape.hidden_size)
 
 
-def _mlp_backward(shape: ModelShape, setting: Setting) -> float:
+def _mlp_backward(shape: ModelShape, setting: ActivationSettings) -> float:
     # The gradient of down's input arrives twice (base and adapter), the adapter's by way of float32, before gate's and
     # up's gradients are formed from it.
     copies = 4 if setting.full or not setting.autocast else 5
     return shape.intermediate_size * (setting.bytes_compute * copies + (4 if setting.autocast else 0))
 
 
-def _eager_forward(shape: ModelShape, setting: Setting) -> float:
+def _eager_forward(shape: ModelShape, setting: ActivationSettings) -> float:
     # Scores and their scaled or capped successor, then the float32 softmax with its float32 input.
     scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
     return max(scores, _mlp_forward(shape, setting))
 
 
-def _eager_backward(shape: ModelShape, setting: Setting) -> float:
+def _eager_backward(shape: ModelShape, setting: ActivationSettings) -> float:
     # Gradients of the probabilities (c), of the softmax (4) and of its input (4), then of the scores (c).
     scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
     return max(scores, _mlp_backward(shape, setting))
 
 
-def _sdpa_forward(shape: ModelShape, setting: Setting) -> float:
+def _sdpa_forward(shape: ModelShape, setting: ActivationSettings) -> float:
     return max(_attention_sdpa(shape, setting), _mlp_forward(shape, setting))
 
 
-def _sdpa_backward(shape: ModelShape, setting: Setting) -> float:
+def _sdpa_backward(shape: ModelShape, setting: ActivationSettings) -> float:
     return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
 
 

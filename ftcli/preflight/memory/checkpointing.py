@@ -36,7 +36,7 @@ class LayerBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBytes:
     """What layers hold, in bytes per token.
 
     Attributes:
@@ -50,27 +50,27 @@ class Held:
     host: float
 
 
-def everything(layer: LayerBytes, offloaded: Offloaded) -> Held:
+def everything(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``false``."""
-    return Held(layer.kept, layer.backward, 0.0)
+    return HeldBytes(layer.kept, layer.backward, 0.0)
 
 
-def all_but_gate_and_up(layer: LayerBytes, offloaded: Offloaded) -> Held:
+def all_but_gate_and_up(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``selective``; for layers that cannot be run again by halves the same as ``true``."""
     if layer.gate_and_up is None:
         return input_alone(layer, offloaded)
-    return Held(layer.kept - layer.gate_and_up, layer.backward + layer.gate_and_up, 0.0)
+    return HeldBytes(layer.kept - layer.gate_and_up, layer.backward + layer.gate_and_up, 0.0)
 
 
-def input_alone(layer: LayerBytes, offloaded: Offloaded) -> Held:
+def input_alone(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``true``. On the kernels the layer's input is part of what it keeps, so it is not counted twice."""
     again = layer.kept if layer.gate_and_up is None else layer.kept - layer.stream
-    return Held(layer.stream, again + layer.backward, 0.0)
+    return HeldBytes(layer.stream, again + layer.backward, 0.0)
 
 
-def inputs_on_host(layer: LayerBytes, offloaded: Offloaded) -> Held:
+def inputs_on_host(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """``offload``: the device holds the part that is being run again, and what was fetched for the next one."""
     if layer.gate_and_up is None or offloaded == "layers":
-        return Held(0.0, layer.kept + layer.backward + layer.stream, layer.stream)
+        return HeldBytes(0.0, layer.kept + layer.backward + layer.stream, layer.stream)
     at_work = layer.gate_and_up + layer.backward + (1 + layer.ahead) * layer.stream
-    return Held(0.0, at_work, layer.halves * layer.stream)
+    return HeldBytes(0.0, at_work, layer.halves * layer.stream)

@@ -17,7 +17,15 @@ from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.generation import Generator, generation
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
-from ftcli.preflight.memory.terms import GENERATION, Phase, Settled, graph_pool, held_by_layers, phases_of, terms
+from ftcli.preflight.memory.terms import (
+    GENERATION,
+    MemoryDecisions,
+    Phase,
+    graph_pool,
+    held_by_layers,
+    phases_of,
+    terms,
+)
 from ftcli.tables import quantizations
 
 #: CUDA context and loaded kernels; on a CPU the interpreter with torch and transformers.
@@ -102,7 +110,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate | None:
     """
     if setup.facts.shape is None:
         return None
-    return _with_generator(setup, Settled(offloaded_of(setup), _dequantized_layers(setup)))
+    return _with_generator(setup, MemoryDecisions(offloaded_of(setup), _dequantized_layers(setup)))
 
 
 def _dequantized_layers(setup: Setup) -> int:
@@ -114,11 +122,11 @@ def _dequantized_layers(setup: Setup) -> int:
         return 0  # four times as much would have to be sent
     if quantization.keep_dequantized is True:
         return shape.num_layers
-    needed, element = _added_up(setup, Settled(offloaded_of(setup))).total_bytes, setup.plan.parameter_bytes
+    needed, element = _added_up(setup, MemoryDecisions(offloaded_of(setup))).total_bytes, setup.plan.parameter_bytes
     return layers_with_room(quantization, shape, element, needed, setup.device.available_bytes)
 
 
-def _with_generator(setup: Setup, settled: Settled) -> MemoryEstimate:
+def _with_generator(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
     """With what generates kept from step to step, and weights merged for it, where that leaves memory free."""
     alone, batch, free = _added_up(setup, settled), setup.method_memory.generation, setup.device.available_bytes
     if GENERATION not in alone.phases or batch is None or free is None or setup.device.kind != "cuda":
@@ -159,7 +167,7 @@ def paged_by(setup: Setup) -> int:
     return optimizer_state(setup.recipe.train.optim, setup.trained).paged
 
 
-def _added_up(setup: Setup, settled: Settled) -> MemoryEstimate:
+def _added_up(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
     found = tuple(terms(setup, settled))
     phases = phases_of(setup)
     short_lived = max(

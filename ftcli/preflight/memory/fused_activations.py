@@ -32,7 +32,7 @@ from types import MappingProxyType
 from ftkernels.limits import packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.preflight.memory.activations import LayerMemory, Setting, eager_scores, norm_bytes
+from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes
 
 _PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
@@ -45,14 +45,14 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     ``attention_by_kernel``: it is our kernel's, whose output ``offload`` sends to the host as well.
     """
 
-    def residual_stream(shape: ModelShape, setting: Setting) -> float:
+    def residual_stream(shape: ModelShape, setting: ActivationSettings) -> float:
         kept: float = 2 * (setting.bytes_residual * shape.hidden_size + 4)
         if shape.family.block == "sandwich":
             closing = setting.bytes_compute * shape.hidden_size + 4
             kept += 2 * (norm_bytes(shape.hidden_size, shape, setting, 4) if reference else closing)
         return kept
 
-    def attention(shape: ModelShape, setting: Setting) -> float:
+    def attention(shape: ModelShape, setting: ActivationSettings) -> float:
         c = setting.bytes_compute
         if capped_without_kernel:
             return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
@@ -62,11 +62,11 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
             return kept + rotated + _head_norms(shape, setting, reference=reference)
         return kept + (rotated if reference else 0)
 
-    def forward(shape: ModelShape, setting: Setting) -> float:
+    def forward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = _scores(shape, setting) if capped_without_kernel else 0
         return max(setting.bytes_compute * (3 * shape.intermediate_size + 2 * shape.hidden_size), scores)
 
-    def backward(shape: ModelShape, setting: Setting) -> float:
+    def backward(shape: ModelShape, setting: ActivationSettings) -> float:
         scores = _scores(shape, setting) if capped_without_kernel else 0
         return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
@@ -80,7 +80,7 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
     return LayerMemory(MappingProxyType(kept), forward, backward, "gated MLP", sent, _ahead)
 
 
-def _head_norms(shape: ModelShape, setting: Setting, *, reference: bool) -> float:
+def _head_norms(shape: ModelShape, setting: ActivationSettings, *, reference: bool) -> float:
     """What the norms of queries and keys keep beside their outputs."""
     c, width = setting.bytes_compute, shape.q_width + shape.kv_width
     kept = 4.0 * (shape.num_heads + shape.num_kv_heads)
@@ -91,20 +91,20 @@ def _head_norms(shape: ModelShape, setting: Setting, *, reference: bool) -> floa
     return kept
 
 
-def _adapters(shape: ModelShape, setting: Setting) -> float:
+def _adapters(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * packed_rank(setting.rank) * _PRODUCTS
 
 
-def _gate_and_up(shape: ModelShape, setting: Setting) -> float:
+def _gate_and_up(shape: ModelShape, setting: ActivationSettings) -> float:
     return setting.bytes_compute * 2 * shape.intermediate_size
 
 
-def _backward(shape: ModelShape, setting: Setting) -> float:
+def _backward(shape: ModelShape, setting: ActivationSettings) -> float:
     of_rank = _RANK_BYTES * packed_rank(setting.rank)
     return setting.bytes_compute * (shape.intermediate_size + 3 * shape.hidden_size) + of_rank
 
 
-def _backward_in_torch(shape: ModelShape, setting: Setting) -> float:
+def _backward_in_torch(shape: ModelShape, setting: ActivationSettings) -> float:
     """Plain torch writes nothing over anything."""
     return setting.bytes_compute * 4 * shape.intermediate_size
 
@@ -118,5 +118,5 @@ def _ahead(shape: ModelShape) -> int:
     return _sent(shape, attention_by_kernel=True) - 1
 
 
-def _scores(shape: ModelShape, setting: Setting) -> float:
+def _scores(shape: ModelShape, setting: ActivationSettings) -> float:
     return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)

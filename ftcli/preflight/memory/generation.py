@@ -28,7 +28,7 @@ Generator: TypeAlias = Literal["each step", "kept", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class GenerationBytes:
     """Bytes of a batch's generation.
 
     Attributes:
@@ -44,7 +44,7 @@ class Needed:
     by_engine: bool = True
 
 
-def generation(setup: Setup, batch: Generation) -> Needed:
+def generation(setup: Setup, batch: Generation) -> GenerationBytes:
     """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
     known = family_of(setup.facts.text_type) is not None
     gpu, head_dim = gpu_of(setup.device), setup.shape.head_dim
@@ -52,7 +52,7 @@ def generation(setup: Setup, batch: Generation) -> Needed:
     return _by_engine(setup, batch) if refusal is None else _by_transformers(setup, batch)
 
 
-def _by_engine(setup: Setup, batch: Generation) -> Needed:
+def _by_engine(setup: Setup, batch: Generation) -> GenerationBytes:
     """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes."""
     shape, element, together = setup.shape, setup.plan.compute_bytes, min(batch.rows, MOST_ROWS)
     each = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element)
@@ -63,7 +63,7 @@ def _by_engine(setup: Setup, batch: Generation) -> Needed:
     prefill += 3 * tokens * shape.hidden_size * setup.stream_bytes
     prefill += made_once(setup, 1, tokens, padded=densely)
     logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
-    return Needed(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(setup))
+    return GenerationBytes(cache_bytes(each, together, batch.seq_len), int(prefill) + logits, _copied(setup))
 
 
 def _copied(setup: Setup) -> int:
@@ -78,7 +78,7 @@ def _copied(setup: Setup) -> int:
     return plan.compute_bytes * shape.linear_parameters
 
 
-def _by_transformers(setup: Setup, batch: Generation) -> Needed:
+def _by_transformers(setup: Setup, batch: Generation) -> GenerationBytes:
     """The key-value cache of all rows, and the larger of two forward passes.
 
     One is over the prompts, the other over one token of each row when the cache has grown to its full length. Where
@@ -94,7 +94,7 @@ def _by_transformers(setup: Setup, batch: Generation) -> Needed:
     cache = shape.num_layers * token * batch.seq_len
     decoding = cache + max(repeated, token * batch.seq_len // 2)
     logits = rows * shape.vocab_size * (4 + setup.plan.compute_bytes)
-    return Needed(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)
+    return GenerationBytes(cache, max(int(prefill), decoding) - cache + logits, by_engine=False)
 
 
 def made_once(setup: Setup, rows: int, seq_len: int, *, padded: bool) -> int:

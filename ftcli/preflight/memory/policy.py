@@ -40,7 +40,7 @@ _CLOSE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class TriedPolicy:
     """A policy that was tried, and what training needs under it in bytes.
 
     Attributes:
@@ -73,7 +73,7 @@ class CheckpointingChoice:
     requested: CheckpointingSetting
     policy: PolicyName
     reason: str
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[TriedPolicy, ...] = ()
     uncheckpointed_layers: int = 0
 
     def __str__(self) -> str:
@@ -126,9 +126,9 @@ def with_graphs_that_fit(setup: Setup) -> Setup:
     return setup.changed(_WITHOUT) if worse else setup
 
 
-def _tried(setup: Setup) -> list[Tried]:
+def _tried(setup: Setup) -> list[TriedPolicy]:
     """The policies, the fastest first, up to the first that fits."""
-    tried: list[Tried] = []
+    tried: list[TriedPolicy] = []
     for name in policies_by_speed(setup.under(False)):
         tried.append(_try(setup, name, 0))
         if tried[-1].level == "fits" and tried[-1].host_has_room is not False:
@@ -176,7 +176,7 @@ def _unknown(setup: Setup) -> str | None:
     return f"{setup.device.name} does not say how much memory it has" if setup.device.available_bytes is None else None
 
 
-def _try(setup: Setup, name: PolicyName, uncheckpointed: int) -> Tried:
+def _try(setup: Setup, name: PolicyName, uncheckpointed: int) -> TriedPolicy:
     """One policy, without the dequantised copies that `auto` makes where there is room."""
     lean = {} if setup.recipe.quantization.keep_dequantized != "auto" else {"quantization.keep_dequantized": False}
     found = candidate(setup.under(name, uncheckpointed), lean)
@@ -184,10 +184,10 @@ def _try(setup: Setup, name: PolicyName, uncheckpointed: int) -> Tried:
     estimate = found.estimate
     needed = max(estimate.phase_bytes(phase) for phase in estimate.phases if phase not in (EVALUATION, GENERATION))
     level, room = level_of(needed, setup.device), host_has_room(estimate, setup.device)
-    return Tried(name, needed, estimate.pinned_host_bytes, level, room, estimate.offloaded)
+    return TriedPolicy(name, needed, estimate.pinned_host_bytes, level, room, estimate.offloaded)
 
 
-def _reason(tried: list[Tried], chosen: Tried, device: DeviceFacts) -> str:
+def _reason(tried: list[TriedPolicy], chosen: TriedPolicy, device: DeviceFacts) -> str:
     assert device.available_bytes is not None
     why = "the fastest that fits" if chosen.level == "fits" else "the leanest; none fits"
     memory = f"{TIGHT_SHARE:.0%} of {gib(device.available_bytes)} GiB"

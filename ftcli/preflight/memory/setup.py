@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from ftcli.config import Recipe
 from ftcli.config.overrides import Settings
-from ftcli.facts.adapters import Adapter, adapters
+from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of
 from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
@@ -18,8 +18,8 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.spreading import spreads
-from ftcli.facts.trained import EMBEDDING, Trained, trained_parameters
-from ftcli.preflight.memory.activations import LayerMemory, Setting, plain_layers
+from ftcli.facts.trained import EMBEDDING, TrainedParameters, trained_parameters
+from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
 from ftcli.tables import code_of, optimizers, policies, quantizations
 from ftcli.tables.methods import Method
@@ -153,12 +153,12 @@ class Setup:
         return (on_gpu and optimizers.row(asked).on_gpu) or asked
 
     @cached_property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainedParameters:
         """What is trained."""
         return trained_parameters(self.recipe, self.shape)
 
     @cached_property
-    def adapters(self) -> tuple[Adapter, ...]:
+    def adapters(self) -> tuple[LinearAdapter, ...]:
         """The adapters; none under full fine-tuning."""
         lora = self.recipe.lora
         return () if lora is None else adapters(self.shape, lora)
@@ -235,13 +235,13 @@ class Setup:
         lora = self.recipe.lora
         return lora is None or "lm_head" in lora.modules_to_save
 
-    def setting(self, seq_len: int, *, padded: bool) -> Setting:
+    def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
         """What the activation terms depend on. ``padded``: rows of a batch may differ in length.
 
         Where layers differ in their adapters, each counts as one that has all of them, with the largest rank.
         """
         lora = self.recipe.lora
-        return Setting(
+        return ActivationSettings(
             seq_len=seq_len,
             bytes_residual=self.stream_bytes,
             bytes_compute=self.plan.compute_bytes,

@@ -23,8 +23,8 @@ from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
 from ftcli.facts.trained import optimizer_state, optimizer_workspace
-from ftcli.preflight.memory.activations import Setting, norm_bytes
-from ftcli.preflight.memory.checkpointing import Held, Offloaded
+from ftcli.preflight.memory.activations import ActivationSettings, norm_bytes
+from ftcli.preflight.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.preflight.memory.generation import Generator, generation, made_once
 from ftcli.preflight.memory.setup import Generation, Setup
 from ftcli.preflight.memory.spread import (
@@ -65,7 +65,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class MemoryDecisions:
     """What a recipe leaves open and the memory decides.
 
     Attributes:
@@ -91,7 +91,7 @@ def phases_of(setup: Setup) -> tuple[Phase, ...]:
     return (*_TRAINING, *generation, *evaluation)
 
 
-def terms(setup: Setup, settled: Settled) -> Iterator[Term]:
+def terms(setup: Setup, settled: MemoryDecisions) -> Iterator[Term]:
     """Every term of a run, in reading order."""
     always = phases_of(setup)
     spread, weights = setup.spread_over > 1, _weights(setup, settled)
@@ -167,7 +167,7 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
         yield Term("reference model", reference, always, lasting=True)
 
 
-def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
+def _what_a_step_allocates(setup: Setup, settled: MemoryDecisions) -> Iterator[Term]:
     tokens, on_kernels = setup.tokens, setup.execution.on_kernels
     setting = setup.setting(setup.largest[1], padded=_masked_densely(setup))
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
@@ -208,7 +208,7 @@ def _what_a_step_allocates(setup: Setup, settled: Settled) -> Iterator[Term]:
         yield Term("dequantized weights", dense, backward if setup.wholly_graphed else (BACKWARD, END))
 
 
-def graph_pool(setup: Setup, settled: Settled) -> int:
+def graph_pool(setup: Setup, settled: MemoryDecisions) -> int:
     """What CUDA graphs of up to ``graph_tokens`` tokens allocate, in a pool that they share; 0 without graphs."""
     if not setup.graphed:
         return 0
@@ -218,14 +218,14 @@ def graph_pool(setup: Setup, settled: Settled) -> int:
     return int(setup.graph_tokens * a_token) + _dequantized(setup, settled)
 
 
-def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tuple[Held, Held]:
+def held_by_layers(setup: Setup, setting: ActivationSettings, offloaded: Offloaded) -> tuple[HeldBytes, HeldBytes]:
     """What a layer under the run's policy holds, and what a layer that is left out of the policy holds; the second
     twice where all are left out.
     """
     layer = setup.layers.layer(setup.shape, setting)
 
-    def held(by: Policy) -> Held:
-        found: Held = code_of(by.held)(layer, offloaded)
+    def held(by: Policy) -> HeldBytes:
+        found: HeldBytes = code_of(by.held)(layer, offloaded)
         return found
 
     mine = held(setup.policy)
@@ -233,7 +233,7 @@ def held_by_layers(setup: Setup, setting: Setting, offloaded: Offloaded) -> tupl
     return (whole if setup.uncheckpointed == setup.shape.num_layers else mine), whole
 
 
-def _kept(setup: Setup, layer: Held, whole: Held) -> int:
+def _kept(setup: Setup, layer: HeldBytes, whole: HeldBytes) -> int:
     tokens, run_again = setup.tokens, setup.shape.num_layers - setup.uncheckpointed
     kept = tokens * (run_again * layer.kept + setup.uncheckpointed * whole.kept)
     if setup.device.kind == "cpu":  # here what others send to the host stays in the same memory
@@ -241,7 +241,7 @@ def _kept(setup: Setup, layer: Held, whole: Held) -> int:
     return int(kept)
 
 
-def _weights(setup: Setup, settled: Settled) -> int:
+def _weights(setup: Setup, settled: MemoryDecisions) -> int:
     """The base model; of what export merges, or reads again, there is only one weight or layer at a time."""
     if setup.work == "export":
         return _exported(setup)
@@ -262,7 +262,7 @@ def _exported(setup: Setup) -> int:
     return max(6 * table, 14 * max(sizes), 4 * sum(sizes))
 
 
-def _dequantized(setup: Setup, settled: Settled) -> int:
+def _dequantized(setup: Setup, settled: MemoryDecisions) -> int:
     """The one matrix that a product of quantised weights needs in the compute dtype."""
     if settled.dequantized_layers == setup.shape.num_layers:
         return 0
@@ -340,7 +340,7 @@ def _table_gradient_bytes(setup: Setup) -> int:
     return max(setup.plan.gradient_bytes, setup.plan.parameter_bytes)
 
 
-def _hidden_states(setup: Setup, tokens: int, setting: Setting) -> int:
+def _hidden_states(setup: Setup, tokens: int, setting: ActivationSettings) -> int:
     """The backbone's output, its gradient that the loss computes in forward, and what the last norm keeps."""
     hidden = setup.shape.hidden_size
     norm = norm_bytes(hidden, setup.shape, setting, setting.bytes_residual)
@@ -378,7 +378,7 @@ def _cross_entropy(setup: Setup, tokens: int, *, training: bool) -> int:
     return needed
 
 
-def _evaluation(setup: Setup, settled: Settled) -> int:
+def _evaluation(setup: Setup, settled: MemoryDecisions) -> int:
     """The larger of a forward pass with loss and of generating, for one evaluation batch."""
     recipe, shape = setup.recipe, setup.shape
     rows, seq_len = recipe.eval.per_device_eval_batch_size, recipe.data.max_seq_len

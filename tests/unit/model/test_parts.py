@@ -18,14 +18,14 @@ from ftcli.model.backbone import decoder_layers, forward_loss
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.joint import join_shared
 from ftcli.model.load import load_model
-from ftcli.model.parts import WHOLE, Parts, is_part, parts_of, whole_layers
+from ftcli.model.parts import WHOLE, RankWeights, is_part, parts_of, whole_layers
 from ftcli.model.quantized import as_told, can_be_told
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
 TINY = ModelConfig(name_or_path="bundled:tiny-gemma2", dtype="float32")
 
 
-def loaded(method: str, parts: Parts | None) -> Any:
+def loaded(method: str, parts: RankWeights | None) -> Any:
     facts = read_facts(TINY, offline=True, origins=Origins(MapNode(None, {})))
     settings = QuantizationConfig(method=method)
     cpu = torch.device("cpu")
@@ -45,8 +45,8 @@ def test_all_byte_patterns_survive_what_torch_is_told() -> None:
 
 @pytest.mark.parametrize("method", ["none", "nf4", "fp8"])
 def test_both_ranks_parts_are_the_whole(method: str) -> None:
-    whole = loaded(method, Parts(0, 1, joins=True))
-    halves = [loaded(method, Parts(rank, 2, joins=True)) for rank in range(2)]
+    whole = loaded(method, RankWeights(0, 1, joins=True))
+    halves = [loaded(method, RankWeights(rank, 2, joins=True)) for rank in range(2)]
     kept = [parts_of(model) for model in halves]
     wanted = parts_of(whole)
     assert wanted is not None
@@ -66,7 +66,7 @@ def test_both_ranks_parts_are_the_whole(method: str) -> None:
 
 
 def test_the_first_layers_compute_by_themselves_and_the_others_come_back() -> None:
-    model = loaded("nf4", Parts(1, 2, joins=True))
+    model = loaded("nf4", RankWeights(1, 2, joins=True))
     ids = torch.arange(8)[None]
     count = len(decoder_layers(model))
     with whole_layers(model):

@@ -16,8 +16,8 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import hidden_states, stream_in
 from ftcli.model.patch import patch
-from ftcli.preflight.memory.activations import LayerMemory, Setting, norm_bytes, plain_layers
-from ftcli.preflight.memory.checkpointing import Held, Offloaded
+from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
+from ftcli.preflight.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.preflight.memory.fused_activations import fused_layers
 from ftcli.preflight.memory.host import pinned_bytes
 from ftcli.tables import code_of, families, policies
@@ -52,9 +52,11 @@ BATCH, SEQ_LEN, RANK = 2, 72, 4
 SENT: tuple[Offloaded, ...] = ("layers", "halves")
 
 
-def held(layers: LayerMemory, shape: Any, setting: Setting, policy: Any, sent: Offloaded = "halves") -> Held:
+def held(
+    layers: LayerMemory, shape: Any, setting: ActivationSettings, policy: Any, sent: Offloaded = "halves"
+) -> HeldBytes:
     """What a layer holds under a policy of the table."""
-    found: Held = code_of(policies.row(policy).held)(layers.layer(shape, setting), sent)
+    found: HeldBytes = code_of(policies.row(policy).held)(layers.layer(shape, setting), sent)
     return found
 
 
@@ -128,10 +130,10 @@ def setting_of(
     dropout: float = 0.0,
     targets: Any = "all-linear",
     dora: bool = False,
-) -> Setting:
+) -> ActivationSettings:
     shape = shape_of(config_of(family, 1))
     assert shape is not None
-    return Setting(
+    return ActivationSettings(
         seq_len=SEQ_LEN,
         bytes_residual=plan.parameter_bytes,
         bytes_compute=plan.compute_bytes,

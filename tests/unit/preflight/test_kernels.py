@@ -16,7 +16,7 @@ from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, gpu_of, named_device
-from ftcli.facts.execution import Part, parts_of
+from ftcli.facts.execution import ExecutionPart, parts_of
 from ftcli.facts.model import read_facts
 from ftcli.pipeline.checking import CheckResult
 from ftcli.plain import plain
@@ -32,7 +32,7 @@ def _gpu(device: DeviceFacts) -> Gpu:
     return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
-def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, Part]:
+def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, ExecutionPart]:
     recipe = loaded.recipe
     facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
     setup = setup_of(recipe, facts, device)
@@ -127,7 +127,7 @@ def test_layers_left_as_they_were_say_why(load: Any, override: str, device: str,
 def test_full_fine_tuning_is_on_the_kernels(load: Any, dtype: str, settings: tuple[str, ...], said: str) -> None:
     rows = rows_for(load(LLAMA % (dtype, 16), "lora=null", *settings), named_device("h100"))
     assert rows["norms, rotary embedding, gated unit"].runs == "triton"
-    assert rows["products of the weights"] == Part("products of the weights", "torch", said)
+    assert rows["products of the weights"] == ExecutionPart("products of the weights", "torch", said)
     assert "LoRA products" not in rows
 
 

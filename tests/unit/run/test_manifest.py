@@ -15,7 +15,7 @@ import transformers
 import ftcli
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
-from ftcli.facts.execution import Part
+from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.precision import DtypePlan
 from ftcli.plain import plain, plain_fields
 from ftcli.run.atomic import read_json_object
@@ -40,7 +40,7 @@ def build(folder: Path, **more: Any) -> dict[str, Any]:
         device=named_device("cpu"),
         seeds={"run": 42},
         dtype_plan=DtypePlan("float32", None, "float32", False, "no GPU"),
-        parts=[Part("norms", "transformers", "no GPU")],
+        parts=[ExecutionPart("norms", "transformers", "no GPU")],
         activations=Activations(False, False, 0, "as the recipe says", None, None),
         predicted_memory=None,
         data=[fingerprint("rows.jsonl", rows)],

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.preflight.memory.checkpointing import Held, LayerBytes, Offloaded, input_alone
+from ftcli.preflight.memory.checkpointing import HeldBytes, LayerBytes, Offloaded, input_alone
 from ftcli.tables import code_of, policies
 from ftcli.tables.policies import Policy
 from tests.e2e.conftest import User
 
 
-def held(layer: LayerBytes, offloaded: Offloaded) -> Held:
+def held(layer: LayerBytes, offloaded: Offloaded) -> HeldBytes:
     """The made-up policy: a layer's input and one number besides."""
     found = input_alone(layer, offloaded)
-    return Held(found.kept + 1.0, found.workspace, found.host)
+    return HeldBytes(found.kept + 1.0, found.workspace, found.host)
 
 
 def apply(layers: Sequence[Any], offloaded: Offloaded) -> int:
