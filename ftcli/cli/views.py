@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import ModelScores
     from ftcli.facts.execution import ExecutionPart
     from ftcli.facts.trained import PlannedAdapters
-    from ftcli.pipeline.bench_result import BenchResult, Computing, Predicted
+    from ftcli.pipeline.bench_result import BenchResult, Predicted, TimedTokens
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.preflight.memory.advice import Verdict
@@ -165,7 +165,7 @@ def bench_text(result: BenchResult) -> str:
     return "\n".join([head, _computed(result.measured.computing), *peaks, "", result_text(result)])
 
 
-def _computed(computing: Computing) -> str:
+def _computed(computing: TimedTokens) -> str:
     """What is computed besides real tokens."""
     kind = "padding" if computing.layout == "padded" else "filler"
     shapes = f"{computing.shapes} shape{'s' * (computing.shapes != 1)}"

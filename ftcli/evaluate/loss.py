@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 #: How rows share a batch: padded on either side; several in one row of it, or all in a single row, with no attention
 #: across.
@@ -72,7 +72,7 @@ def evaluate_loss(
     reporter: Reporter,
     layout: BatchLayout = "right",
     pack_length: int | None = None,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> LossResult:
     """Evaluates ``sequences`` in batches of like length. No logits are kept, sums are double precision, and the result
     is the same to rounding whatever ``batch_size``, ``layout`` and the order of ``sequences``.

@@ -12,7 +12,7 @@ from ftcli.errors import Origin
 from ftcli.evaluate.batching import halved, too_long
 from ftcli.model.passes import led
 from ftcli.reporting import Reporter
-from ftcli.run.group import Group
+from ftcli.run.group import RankGroup
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -26,7 +26,7 @@ Sums = tuple[float, int, int]
 
 
 def summed_over_ranks(
-    group: Group,
+    group: RankGroup,
     items: Sequence[T],
     batch_size: int,
     run: Callable[[Sequence[T]], Iterable[tuple[Sequence[T], Sums]]],
@@ -57,7 +57,7 @@ def summed_over_ranks(
 
 
 def summed_in_step(
-    group: Group,
+    group: RankGroup,
     items: Sequence[T],
     batch_size: int,
     attempt: Callable[[Sequence[T]], Sums | None],
@@ -110,12 +110,12 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _no_sums(batches: int, group: Group) -> Tensor:
+def _no_sums(batches: int, group: RankGroup) -> Tensor:
     """Of each of a rank's batches."""
     return torch.zeros(max(-(-batches // group.size), 1), 3, dtype=torch.float64)
 
 
-def _added_up(group: Group, sums: Tensor, batches: int) -> Sums:
+def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
     of_all = group.gather(sums)
     total, correct, count = 0.0, 0, 0
     for index in range(batches):
@@ -124,7 +124,7 @@ def _added_up(group: Group, sums: Tensor, batches: int) -> Sums:
     return total, correct, count
 
 
-def led_by_first(group: Group, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
+def led_by_first(group: RankGroup, model: PreTrainedModel | PeftModel, compute: Callable[[], R]) -> R | None:
     """What rank 0 makes of a model whose weights are spread; None on the others, which take part in its passes. All
     ranks call this.
 

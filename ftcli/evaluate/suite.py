@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Evaluator:
     job: Job
     sequences: Sequence[TokenizedRow]
     judges: Mapping[str, Judge] = field(default_factory=dict)
-    group: Group | None = None
+    group: RankGroup | None = None
     _asked: dict[str, list[RenderedPrompt]] = field(default_factory=dict, repr=False)
 
     def read_tasks(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.pipeline.exporting import Exported
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 T = TypeVar("T")
 
@@ -47,14 +47,14 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
     method = methods.method_of(loaded.recipe, command)
     run = code_of(method.run)
 
-    def work(group: Group | None) -> object:
+    def work(group: RankGroup | None) -> object:
         # Preflight refuses several processes for a method that is not made for them.
         return run(loaded, session) if group is None or not method.on_ranks else run(loaded, session, group)
 
     return _launched(work, loaded, session)
 
 
-def _launched(work: Callable[[Group | None], T], loaded: LoadedRecipe, session: Session) -> T:
+def _launched(work: Callable[[RankGroup | None], T], loaded: LoadedRecipe, session: Session) -> T:
     """The work, under the recipe's engine."""
     launch = loaded.recipe.launch
     engine = engines.row(launch.engine)

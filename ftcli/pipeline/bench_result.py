@@ -37,7 +37,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Computing:
+class TimedTokens:
     """The tokens of the steps that were timed: real ones, and all that were computed, with what fills rows up.
 
     ``shapes`` is the number of different shapes of micro-batches, ``layout`` how their rows are laid out.
@@ -53,7 +53,7 @@ class Computing:
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
+class SeveralGpus:
     """Several GPUs that train together, as against the same ones when each trained alone, at the same time; None where
     they share each row, which none can train on alone.
 
@@ -99,7 +99,7 @@ class Measured:
     """
 
     timing: Timing = field(metadata=SPREAD)
-    computing: Computing = field(metadata=SPREAD)
+    computing: TimedTokens = field(metadata=SPREAD)
     device_memory: DeviceMemory | None = field(metadata=SPREAD)
     matmul_tflops: float
     profiled: Profiled | None = field(metadata=SPREAD)
@@ -107,7 +107,7 @@ class Measured:
     self_check: SelfCheck | None
     cuda_graphs: str
     host: HostMemory | None = field(metadata=SPREAD)
-    several: Several | None = None
+    several: SeveralGpus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class ArithmeticBound:
     """The arithmetic bound, and tokens per second as a share of it; None where the operations are not known."""
 
     flops_per_token: float | None = None
@@ -169,4 +169,4 @@ class BenchResult:
     measured: Measured = field(metadata=SPREAD)
     stored: StoredRate = field(metadata=SPREAD)
     predicted: Predicted = field(metadata=SPREAD)
-    bound: Bound = field(metadata=SPREAD)
+    bound: ArithmeticBound = field(metadata=SPREAD)

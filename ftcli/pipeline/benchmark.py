@@ -16,15 +16,15 @@ from ftcli.facts.batches import Batches
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.facts.quantization import why_dequantized
 from ftcli.pipeline.bench_result import (
+    ArithmeticBound,
     BenchResult,
-    Bound,
-    Computing,
     HostMemory,
     Measured,
     Predicted,
     Profiled,
-    Several,
+    SeveralGpus,
     StoredRate,
+    TimedTokens,
     Timing,
 )
 from ftcli.pipeline.checking import checked
@@ -35,11 +35,11 @@ from ftcli.reporting import Session
 from ftcli.tables import code_of, engines, quantizations, schedules
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 def bench_step(
-    loaded: LoadedRecipe, session: Session, options: BenchOptions, group: Group | None = None
+    loaded: LoadedRecipe, session: Session, options: BenchOptions, group: RankGroup | None = None
 ) -> BenchResult:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
     true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
@@ -164,7 +164,7 @@ def _micro_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> l
 
 
 def _measure(
-    report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int], group: Group | None
+    report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int], group: RankGroup | None
 ) -> Measured:
     import torch
 
@@ -233,8 +233,8 @@ def _measure(
 
 
 def _several(
-    group: Group, alone: float | None, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
-) -> Several:
+    group: RankGroup, alone: float | None, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
+) -> SeveralGpus:
     """All ranks' numbers; the same on each of them."""
     import torch
 
@@ -244,9 +244,9 @@ def _several(
     in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
     peaks = tuple(int(row[3]) for row in rows)
     if alone is None:
-        return Several(group.size, in_all, None, (), None, peaks)
+        return SeveralGpus(group.size, in_all, None, (), None, peaks)
     each = tuple(row[0] for row in rows)
-    return Several(group.size, in_all, sum(each), each, in_all / sum(each), peaks)
+    return SeveralGpus(group.size, in_all, sum(each), each, in_all / sum(each), peaks)
 
 
 def _rate(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
@@ -324,12 +324,12 @@ def _seconds(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) ->
     return statistics.median(steady) * len(steady) if alike else sum(steady)
 
 
-def _computing(micro_batches: Sequence[Sequence[int]], batches: Batches, steady: Sequence[float]) -> Computing:
+def _computing(micro_batches: Sequence[Sequence[int]], batches: Batches, steady: Sequence[float]) -> TimedTokens:
     shapes = [batches.shape(lengths) for lengths in micro_batches]
     real, computed = sum(map(sum, micro_batches)), sum(rows * width for rows, width in shapes)
     rate = computed / _seconds(micro_batches, steady)
     share = 1.0 - real / computed
-    return Computing(real, computed, rate, share, len(set(shapes)), batches.layout, batches.reason)
+    return TimedTokens(real, computed, rate, share, len(set(shapes)), batches.layout, batches.reason)
 
 
 def _predicted(report: PreflightReport, options: BenchOptions) -> Predicted:
@@ -368,11 +368,13 @@ def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: Benc
     return StoredRate(recipe.quantization.method, rate, share)
 
 
-def _bound(operations: float | None, tokens_per_second: float, matmul_tflops: float, stored: StoredRate) -> Bound:
+def _bound(
+    operations: float | None, tokens_per_second: float, matmul_tflops: float, stored: StoredRate
+) -> ArithmeticBound:
     if operations is None:
-        return Bound()
+        return ArithmeticBound()
     seconds = (1.0 - stored.share) / matmul_tflops
     if stored.share:
         seconds += stored.share / stored.tflops
     bound = 1e12 / (operations * seconds)
-    return Bound(operations, bound, tokens_per_second / bound)
+    return ArithmeticBound(operations, bound, tokens_per_second / bound)

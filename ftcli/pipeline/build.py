@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.patch import LayerKernel
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 Model: TypeAlias = "PreTrainedModel | PeftModel"
@@ -184,7 +184,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
     return report
 
 
-def spread(job: Job, model: Model, group: Group) -> None:
+def spread(job: Job, model: Model, group: RankGroup) -> None:
     """Spreads the weights of the model, which is on the kernels, over the ranks where the engine does that."""
     parts = _parts(job)
     if parts is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
     from ftcli.pipeline.data import LaidOut
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RunContext:
     loggers: OpenLoggers | Unwritten
     stop: StopRequest
     live: LiveReport | Unwritten
-    group: Group | None = None
+    group: RankGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -108,7 +108,7 @@ class RunContext:
         return self.group is None or self.group.leads
 
     @property
-    def stops(self) -> StopRequest | Group:
+    def stops(self) -> StopRequest | RankGroup:
         """What says that training is to stop: of several ranks, what they have agreed on."""
         return self.group or self.stop
 

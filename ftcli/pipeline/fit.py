@@ -21,7 +21,7 @@ from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.status import Trained, TrainingSummary
+from ftcli.run.status import FinishedTraining, TrainingSummary
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FinishedRun:
     """A run with its result: both folders, and what training came to."""
 
     run: str
@@ -46,7 +46,7 @@ def fit(
     make_trainer: Callable[[TrainerHooks, str], Any],
     evaluate: Callable[[int], dict[str, float]] | None,
     rows: Rows,
-) -> Fitted:
+) -> FinishedRun:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 
     A run that was stopped after its result was saved is not trained again: its trained weights are loaded.
@@ -110,7 +110,7 @@ def fit(
     summary = _summary(trainer, callback, context)
     if context.leads:
         context.opened.note_trained(summary)
-    return Fitted(str(context.directory.path), str(context.directory.result_dir), summary)
+    return FinishedRun(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
 def _completions(context: RunContext, recipe: Recipe) -> Completions:
@@ -125,10 +125,10 @@ def _stopping(recipe: Recipe) -> EarlyStopping | None:
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
 
 
-def _trained_before(trainer: Any, context: RunContext, trained: Trained) -> Fitted:
+def _trained_before(trainer: Any, context: RunContext, trained: FinishedTraining) -> FinishedRun:
     with context.phase("loading the trained weights"):
         trainer.take_weights(context.directory.result_dir)
-    return Fitted(str(context.directory.path), str(context.directory.result_dir), trained.summary)
+    return FinishedRun(str(context.directory.path), str(context.directory.result_dir), trained.summary)
 
 
 def _summary(trainer: Any, callback: RunCallback, context: RunContext) -> TrainingSummary:

@@ -17,7 +17,7 @@ from ftcli.run.directory import OpenedRun, RunDirectory
 from ftcli.run.signals import StopRequest
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 _RUN = "run"
 
@@ -55,7 +55,7 @@ def with_accumulation(report: PreflightReport, count: int) -> PreflightReport:
     return replace(report, setup=report.setup.changed({"train.gradient_accumulation_steps": count}))
 
 
-def lead(group: Group, context: RunContext | None) -> None:
+def lead(group: RankGroup, context: RunContext | None) -> None:
     """Tells the other ranks how the run goes on."""
     if context is None:
         group.publish(_RUN, {"complete": True})
@@ -73,7 +73,7 @@ def lead(group: Group, context: RunContext | None) -> None:
 
 
 def follow(
-    session: Session, report: PreflightReport, command: str, stop: StopRequest, group: Group
+    session: Session, report: PreflightReport, command: str, stop: StopRequest, group: RankGroup
 ) -> RunContext | None:
     """The run as rank 0 has opened it, for a rank that writes nothing; None when it is complete already."""
     told = group.awaited(_RUN)

@@ -11,7 +11,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import OpenedRun, RunDirectory
-from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 
 if TYPE_CHECKING:
     from ftcli.evaluate.loss import LossResult
@@ -35,7 +35,7 @@ class HeldOut:
     directory: RunDirectory
     evaluator: Evaluator
     model: Any
-    base: Scores | None = None
+    base: EvalScores | None = None
     before: Sequence[JudgedRow] = ()
 
     def begin(self) -> dict[str, float]:
@@ -49,7 +49,7 @@ class HeldOut:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
         raw = read_json_object(run.eval_path)
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            self.base = Scores(**{name: raw["base"][name] for name in _OF_LOSS})
+            self.base = EvalScores(**{name: raw["base"][name] for name in _OF_LOSS})
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
             self.before = _said(raw["samples"])
 
@@ -122,12 +122,12 @@ def numbers(loss: LossResult | None) -> dict[str, float]:
     return {} if loss is None else plain_fields(loss)
 
 
-def scores(measured: ModelScores) -> Scores | None:
+def scores(measured: ModelScores) -> EvalScores | None:
     """One model's results in eval.json's layout; None when nothing was measured."""
     loss, tasks = measured.loss, measured.tasks
     if loss is None and not tasks:
         return None
-    return Scores(
+    return EvalScores(
         **({} if loss is None else {name: getattr(loss, name) for name in _OF_LOSS}),
         tasks=_task_scores(tasks),
         datasets={name: plain_fields(part) for name, part in measured.datasets.items()},
@@ -135,8 +135,8 @@ def scores(measured: ModelScores) -> Scores | None:
     )
 
 
-def _of_loss(loss: LossResult | None) -> Scores | None:
-    return None if loss is None else Scores(**{name: getattr(loss, name) for name in _OF_LOSS})
+def _of_loss(loss: LossResult | None) -> EvalScores | None:
+    return None if loss is None else EvalScores(**{name: getattr(loss, name) for name in _OF_LOSS})
 
 
 def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:
@@ -187,7 +187,7 @@ def write_tasks(
     """eval.json of a run that is scored by tasks before and after training, or after ``step``; nothing when it has no
     tasks."""
     if before or after:
-        base, run = (Scores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
+        base, run = (EvalScores(tasks=_task_scores(tasks)) if tasks else None for tasks in (before, after))
         write_evaluation(directory.eval_path, Evaluation(base, run, task_samples(before, after), step))
 
 

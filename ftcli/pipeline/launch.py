@@ -12,17 +12,17 @@ from ftcli.ranks import Place
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 T = TypeVar("T")
 
 
-def in_this_process(work: Callable[[Group | None], T], session: Session, processes: int) -> T:
+def in_this_process(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
     """``single``: runs the work in this process. Preflight has refused recipes that ask for more than one."""
     return work(None)
 
 
-def together(work: Callable[[Group | None], T], session: Session, processes: int) -> T:
+def together(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
     """``ddp``: runs the work as one of several ranks, each with the whole model; as ``single`` where there is one.
 
     The ranks are started by `ftcli train --gpus N`, or by torchrun. Whatever fails on one of them ends them all.
@@ -40,9 +40,9 @@ def together(work: Callable[[Group | None], T], session: Session, processes: int
             exit_code=ExitCode.PREFLIGHT,
             help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
         )
-    from ftcli.run.group import Group, announced
+    from ftcli.run.group import RankGroup, announced
 
-    group = Group(place, session.reporter)
+    group = RankGroup(place, session.reporter)
     with announced(group):
         return work(group)
 

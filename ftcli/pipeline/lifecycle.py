@@ -43,12 +43,12 @@ from ftcli.run.signals import (
 
 if TYPE_CHECKING:
     from ftcli.pipeline.reinforcement import Agreement
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 @contextmanager
 def checked_run(
-    loaded: LoadedRecipe, session: Session, command: str, group: Group | None = None
+    loaded: LoadedRecipe, session: Session, command: str, group: RankGroup | None = None
 ) -> Iterator[RunContext | None]:
     """Preflight, then the recipe's run directory for this process; None when its run is complete already.
 
@@ -81,7 +81,7 @@ def checked_run(
 
 @contextmanager
 def _opened_run(
-    recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest, group: Group | None
+    recipe: Recipe, session: Session, report: PreflightReport, command: str, stop: StopRequest, group: RankGroup | None
 ) -> Iterator[RunContext | None]:
     recipe_yaml = dump_recipe(recipe)  # with what is left to be chosen: a machine that continues may choose otherwise
     path = Path(str(recipe.run.output_dir))

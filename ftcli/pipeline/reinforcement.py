@@ -12,7 +12,7 @@ from ftcli.config import GrpoConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.judges import judges_of
 from ftcli.pipeline.context import BuiltModel, RunContext
-from ftcli.pipeline.fit import Fitted, fit
+from ftcli.pipeline.fit import FinishedRun, fit
 from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
     from ftcli.trainers.parity import Parity
 
 
@@ -42,13 +42,13 @@ class Agreement:
 class GrpoResult:
     """What `ftcli grpo` answers: the run, and the score of each held-out task before and after training."""
 
-    fitted: Fitted = field(metadata=SPREAD)
+    fitted: FinishedRun = field(metadata=SPREAD)
     before: Mapping[str, float]
     after: Mapping[str, float]
     seconds: float
 
 
-def train_grpo(loaded: LoadedRecipe, session: Session, group: Group | None = None) -> GrpoResult | CompleteRun:
+def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> GrpoResult | CompleteRun:
     """GRPO on the recipe's prompts into its run directory, as one of the ranks of ``group`` where there are several;
     held-out tasks are scored before and after, by rank 0.
     """

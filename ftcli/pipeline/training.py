@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.context import BuiltModel, RunContext
-from ftcli.pipeline.fit import Fitted, fit
+from ftcli.pipeline.fit import FinishedRun, fit
 from ftcli.pipeline.held_out import HeldOut, began_in, numbers
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.progress import shown
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from ftcli.data.prepare import PreparedData
     from ftcli.facts.batches import Batches
     from ftcli.job import Job
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedResult:
     """What `ftcli train` answers: the run, and held-out numbers by name; none without held-out data."""
 
-    fitted: Fitted = field(metadata=SPREAD)
+    fitted: FinishedRun = field(metadata=SPREAD)
     eval: Mapping[str, float]
     seconds: float
 
 
 def train_supervised(
-    loaded: LoadedRecipe, session: Session, group: Group | None = None
+    loaded: LoadedRecipe, session: Session, group: RankGroup | None = None
 ) -> SupervisedResult | CompleteRun:
     """Trains the recipe into its run directory, as one of the ranks of ``group`` where there are several.
 

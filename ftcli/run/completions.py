@@ -21,7 +21,7 @@ _REWARD = "rewards/"
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ScoredCompletion:
     """One completion; a reward that had no opinion is None."""
 
     prompt: str
@@ -60,7 +60,7 @@ class Completions:
         """The file of a step."""
         return self.folder / f"step-{step:08d}.parquet"
 
-    def write(self, step: int, completions: Sequence[Completion]) -> None:
+    def write(self, step: int, completions: Sequence[ScoredCompletion]) -> None:
         """Writes a step's file, aside first.
 
         Raises:
@@ -87,7 +87,7 @@ class Completions:
             aside.replace(path)
             self._thin_out(step)
 
-    def read(self, step: int) -> list[Completion]:
+    def read(self, step: int) -> list[ScoredCompletion]:
         """A step's completions; none where the file is missing or damaged."""
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -97,7 +97,7 @@ class Completions:
         except (OSError, pa.ArrowException):
             return []
         return [
-            Completion(
+            ScoredCompletion(
                 str(row.get("prompt") or ""),
                 str(row.get("completion") or ""),
                 {k.removeprefix(_REWARD): _number(value) for k, value in row.items() if k.startswith(_REWARD)},

@@ -28,7 +28,7 @@ from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.layout import RunDirectory, no_run, unreadable
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
-from ftcli.run.status import Trained, TrainingSummary
+from ftcli.run.status import FinishedTraining, TrainingSummary
 
 __all__ = ["OpenedRun", "RunDirectory", "is_run_directory", "open_run"]
 
@@ -52,7 +52,7 @@ class OpenedRun:
     directory: RunDirectory
     resume_from: Path | None
     already_complete: bool
-    trained: Trained | None = None
+    trained: FinishedTraining | None = None
     warnings: tuple[Finding, ...] = ()
     _lock: DirectoryLock | None = field(default=None, repr=False)
 
@@ -72,7 +72,7 @@ class OpenedRun:
         result = self.directory.result_dir
         if result is None:
             raise ValueError(f"{self.directory.path} has no result yet")
-        kept = Trained(summary, summary.steps, result.name, _sizes(result))
+        kept = FinishedTraining(summary, summary.steps, result.name, _sizes(result))
         run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
@@ -133,7 +133,7 @@ class _Decision:
 
     resume_from: Path | None
     already_complete: bool = False
-    trained: Trained | None = None
+    trained: FinishedTraining | None = None
     warnings: tuple[Finding, ...] = ()
 
 
@@ -199,7 +199,7 @@ def _has_begun(run: RunDirectory) -> bool:
     return logged or any(run.checkpoints_dir.glob("step-*"))
 
 
-def _result_is_whole(run: RunDirectory, trained: Trained) -> bool:
+def _result_is_whole(run: RunDirectory, trained: FinishedTraining) -> bool:
     """Whether the result that status.json speaks of is still there, every file in its size."""
     result = run.result_dir
     return result is not None and result.name == trained.result and _sizes(result) == trained.files

@@ -43,7 +43,7 @@ _LOOK_SECONDS = 0.5
 _DEVICE_TIMEOUT = timedelta(minutes=10)
 
 
-class Group:
+class RankGroup:
     """This process among those of its run.
 
     Args:
@@ -371,7 +371,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def announced(group: Group | None) -> Iterator[None]:
+def announced(group: RankGroup | None) -> Iterator[None]:
     """A block whose failure the other ranks are told, and which all leave together."""
     if group is None:
         yield

@@ -27,7 +27,7 @@ class TaskScore:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class EvalScores:
     """How one model did. ``loss`` is in nats per token, weighted by tokens; None where it was not measured.
 
     ``datasets`` has loss, perplexity, token accuracy, tokens and rows of each held-out file; ``lm_eval`` the metrics of
@@ -66,8 +66,8 @@ class Evaluation:
     ``step`` is there while training goes on: ``run`` and the samples are those after it.
     """
 
-    base: Scores | None = None
-    run: Scores | None = None
+    base: EvalScores | None = None
+    run: EvalScores | None = None
     samples: tuple[AnsweredRow, ...] = ()
     step: int | None = field(default=None, metadata=LEFT_OUT)
 

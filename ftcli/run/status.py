@@ -36,7 +36,7 @@ class TrainingSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class FinishedTraining:
     """Training is over and its result complete.
 
     Attributes:
@@ -72,7 +72,7 @@ class Status:
     resumable: bool = True
     resumed_from: str | None = None
     message: str | None = None
-    trained: Trained | None = None
+    trained: FinishedTraining | None = None
     earlier_seconds: float = 0.0
 
     @property
@@ -123,18 +123,18 @@ def read_status(path: Path) -> Status | None:
     return Status(**{"started": "", "pid": 0, **known, "trained": _trained_in(raw.get("trained"))})
 
 
-def _trained_in(raw: Any) -> Trained | None:
+def _trained_in(raw: Any) -> FinishedTraining | None:
     """What an older ftcli has written, or somebody has edited, counts as nothing when it is incomplete."""
-    known = set(Trained.__dataclass_fields__)
+    known = set(FinishedTraining.__dataclass_fields__)
     whole = isinstance(raw, dict) and known <= set(raw) and isinstance(raw["steps"], int)
     if not whole or not isinstance(raw["summary"], dict):
         return None
     said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward", "stopped_early")}
-    return Trained(TrainingSummary(raw["steps"], **said), raw["steps"], raw["result"], raw["files"])
+    return FinishedTraining(TrainingSummary(raw["steps"], **said), raw["steps"], raw["result"], raw["files"])
 
 
 def begin(
-    path: Path, *, resumed_from: Path | None, trained: Trained | None = None, earlier_seconds: float = 0.0
+    path: Path, *, resumed_from: Path | None, trained: FinishedTraining | None = None, earlier_seconds: float = 0.0
 ) -> Status:
     """Write that this process runs now; ``trained`` when only what follows training is left to do.
 
@@ -153,7 +153,7 @@ def begin(
     return status
 
 
-def note_trained(path: Path, trained: Trained) -> Status:
+def note_trained(path: Path, trained: FinishedTraining) -> Status:
     """Write that training is over and its result complete.
 
     Raises:

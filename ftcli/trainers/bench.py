@@ -19,7 +19,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
     from ftcli.trainers.together import TogetherMixin
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
@@ -114,7 +114,7 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
 class Joining(TrainerCallback):  # type: ignore[misc]
     """Ranks that train each by itself for ``after`` steps, and together from then on."""
 
-    def __init__(self, trainer: TogetherMixin, group: Group, after: int) -> None:
+    def __init__(self, trainer: TogetherMixin, group: RankGroup, after: int) -> None:
         self._trainer, self._group, self._after = trainer, group, after
         trainer.reduces = False
 

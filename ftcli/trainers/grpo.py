@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 #: The column of the dataset that says which row a prompt is.
@@ -298,7 +298,7 @@ def build_grpo_trainer(
     hooks: TrainerHooks,
     scratch_dir: str,
     tell_parity: Callable[[Parity], None],
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> GrpoTrainer:
     """A trainer over ``asked``, prompts that fit ``grpo.max_prompt_length``.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ftcli.run.completions import Completion
+from ftcli.run.completions import ScoredCompletion
 from ftcli.trainers.best import EarlyStopping
 
 
@@ -46,4 +46,4 @@ class TrainerHooks:
     interruptible: Callable[[str], AbstractContextManager[None]] = not_interruptible
     keep_best: bool = False
     stopping: EarlyStopping | None = None
-    completions: Callable[[int, Sequence[Completion]], None] | None = None
+    completions: Callable[[int, Sequence[ScoredCompletion]], None] | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.completions import Completion
+from ftcli.run.completions import ScoredCompletion
 
 
-def newest(logs: JsonMap) -> list[Completion]:
+def newest(logs: JsonMap) -> list[ScoredCompletion]:
     """The completions of the newest generation batch, with their rewards and advantages.
 
     Args:
@@ -17,7 +17,9 @@ def newest(logs: JsonMap) -> list[Completion]:
     """
     rewards = logs["rewards"]
     return [
-        Completion(prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage))
+        ScoredCompletion(
+            prompt, text, {name: _opinion(values[i]) for name, values in rewards.items()}, float(advantage)
+        )
         for i, (prompt, text, advantage) in enumerate(
             zip(logs["prompt"], logs["completion"], logs["advantages"], strict=True)
         )

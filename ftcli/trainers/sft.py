@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 class SftTrainer(SpreadMixin, TogetherMixin, RunTrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -233,7 +233,7 @@ def build_sft_trainer(
     data: Epochs | Sequence[TokenizedRow],
     hooks: TrainerHooks,
     scratch_dir: str,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> SftTrainer:
     """A trainer over tokenized ``data``, ready for :meth:`train`.
 

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from trl.trainer.utils import RepeatSampler
 
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
-def exchanged(group: Group, where: str, mine: bytes) -> list[bytes]:
+def exchanged(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
     """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
 
-    Raises PeerFailed or RankLost as :meth:`ftcli.run.group.Group.agree`.
+    Raises PeerFailed or RankLost as :meth:`ftcli.run.group.RankGroup.agree`.
     """
     sizes = [numbers[0] for numbers in group.agree(where, [len(mine)])]
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
@@ -41,12 +41,12 @@ def exchanged(group: Group, where: str, mine: bytes) -> list[bytes]:
     return [row[:size].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
 
 
-def exchanged_json(group: Group, where: str, mine: Any) -> list[Any]:
+def exchanged_json(group: RankGroup, where: str, mine: Any) -> list[Any]:
     """As :func:`exchanged`, for what JSON can say; floats come as they are, NaN included."""
     return [json.loads(said) for said in exchanged(group, where, json.dumps(mine).encode())]
 
 
-def of_leader(group: Group | None, where: str, mine: Mapping[str, float]) -> Mapping[str, float]:
+def of_leader(group: RankGroup | None, where: str, mine: Mapping[str, float]) -> Mapping[str, float]:
     """Rank 0's numbers, on all ranks."""
     if group is None:
         return mine
@@ -208,7 +208,7 @@ class SharingMixin(TogetherMixin):
         self._of_batches.append(found)
         return loss
 
-    def _together(self, group: Group) -> Tensor:
+    def _together(self, group: RankGroup) -> Tensor:
         loss = super()._together(group)
         tokens = self.spans.counted(TRAINING)
         told = exchanged_json(group, "metrics", [self._of_batches, tokens])

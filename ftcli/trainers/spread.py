@@ -21,7 +21,7 @@ from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.checkpoint_state import readable
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 
 class SpreadMixin:
@@ -29,7 +29,7 @@ class SpreadMixin:
     trained are spread.
     """
 
-    group: Group | None
+    group: RankGroup | None
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -44,7 +44,7 @@ class SpreadMixin:
             self._copies = copies_of(self.model)
         return self._spreads
 
-    def _reduce(self, group: Group) -> None:
+    def _reduce(self, group: RankGroup) -> None:
         if not self.spreads:  # backward has added them up
             super()._reduce(group)  # type: ignore[misc]
 

@@ -21,7 +21,7 @@ from ftcli.model.gradients import Gradients
 from ftcli.model.sequence_parallel import SequencePart
 
 if TYPE_CHECKING:
-    from ftcli.run.group import Group
+    from ftcli.run.group import RankGroup
 
 #: The key of a batch under which its tokens are counted: supervised, real, computed. It is taken out with the rows.
 COUNTS_KEY = "ftcli_counts"
@@ -46,7 +46,7 @@ def numbers_agreed(batches: int, batch_size: int) -> int:
     return 1 + _COUNTS + batches * batch_size
 
 
-def sequence_part(group: Group | None, parts: int) -> SequencePart | None:
+def sequence_part(group: RankGroup | None, parts: int) -> SequencePart | None:
     """This rank's part of the rows that ``parts`` consecutive ranks share; None where rows are not shared. All ranks
     call it.
     """
@@ -63,7 +63,7 @@ class TogetherMixin:
         reduces: Whether they do; `ftcli bench` times the same step without.
     """
 
-    group: Group | None = None
+    group: RankGroup | None = None
     reduces = True
     _losses: list[Tensor]
     _counts: Sequence[int] = (0,) * _COUNTS
@@ -128,7 +128,7 @@ class TogetherMixin:
             return torch.zeros_like(loss)
         return self._together(self.group)
 
-    def _together(self, group: Group) -> Tensor:
+    def _together(self, group: RankGroup) -> Tensor:
         """Adds up the gradients, and returns what is still to be added to the sum of the losses."""
         group.agree("step ends")
         self._reduce(group)
@@ -146,7 +146,7 @@ class TogetherMixin:
         self.tokens_computed += computed  # type: ignore[attr-defined]
         return slots[-1].clone()
 
-    def _reduce(self, group: Group) -> None:
+    def _reduce(self, group: RankGroup) -> None:
         """Makes each trained weight's gradient the sum over all ranks."""
         if not self._with_gradient:
             trained = [p for p in self.model.parameters() if p.requires_grad]  # type: ignore[attr-defined]

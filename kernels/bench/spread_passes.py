@@ -40,7 +40,7 @@ from ftcli.model.rows import put_away
 from ftcli.model.sharded import shard
 from ftcli.ranks import Place
 from ftcli.reporting import SilentReporter
-from ftcli.run.group import Group
+from ftcli.run.group import RankGroup
 
 _NARROW = str(Path(__file__).resolve().parents[2] / "tests/e2e/narrow-gemma2")
 #: Rows of a batch that does not fit, and what rank 1 may take beyond what it holds: embedding and head are put together
@@ -123,7 +123,7 @@ def work(rank: int, asked: argparse.Namespace) -> None:
     whole = few()
     generate = answers(model, plan, device, asked.tokens)
     known, seconds_whole = generate()
-    group = Group(Place(rank, 2, rank, 2, folder=asked.folder), SilentReporter())
+    group = RankGroup(Place(rank, 2, rank, 2, folder=asked.folder), SilentReporter())
     group.form(device, 1)
     shard(model, group.mesh(device), RankWeights(rank, 2, joins=True), plan)
     together = tried(model, few)

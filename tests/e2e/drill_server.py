@@ -173,7 +173,7 @@ def impatient(seconds: float) -> None:
         patience = importlib.import_module("ftcli.run.signs").Patience(told=seconds / 2, silent=seconds)
         return lambda self, place, reporter: function(self, place, reporter, patience)
 
-    _wrap("ftcli.run.group:Group.__init__", around)
+    _wrap("ftcli.run.group:RankGroup.__init__", around)
 
 
 def small_files(limit: int) -> None:

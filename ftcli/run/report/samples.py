@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ftcli.plain import JsonMap
-from ftcli.run.completions import Completion, Completions
+from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.report.values import maps, number, number_or_none, words
 
 #: Characters of one text that are shown.
@@ -37,7 +37,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """What a model said; ``right`` is None where nobody can tell."""
 
     text: Text
@@ -52,8 +52,8 @@ class ShownRow:
     task: str
     prompt: Text
     reference: Text | None
-    before: Answer | None
-    after: Answer | None
+    before: ModelAnswer | None
+    after: ModelAnswer | None
 
     @property
     def right(self) -> bool | None:
@@ -101,7 +101,7 @@ def _row(row: JsonMap) -> ShownRow:
     )
 
 
-def _answer(said: Any, score: Any, reference: Any) -> Answer | None:
+def _answer(said: Any, score: Any, reference: Any) -> ModelAnswer | None:
     if said is None:
         return None
     text, value = str(said), number_or_none(score)
@@ -112,7 +112,7 @@ def _answer(said: Any, score: Any, reference: Any) -> Answer | None:
         right = None if expected is None else text.strip() == expected.strip()
     shown = _plain(text) if expected is None or right else compared(expected, text)
     partly = value is not None and value not in (0.0, 1.0)
-    return Answer(shown, right, number(value) if value is not None and partly else "")
+    return ModelAnswer(shown, right, number(value) if value is not None and partly else "")
 
 
 def _plain(text: str) -> Text:
@@ -154,14 +154,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepSamples:
     """Completions of one step, the lowest rewards first."""
 
     title: str
     rows: Sequence[Sampled]
 
 
-def sampled(completions: Completions, rows: int = 4) -> list[Batch]:
+def sampled(completions: Completions, rows: int = 4) -> list[StepSamples]:
     """Completions early and late in training, of different prompts where there are."""
     steps = completions.steps()
     chosen = {"Early": steps[0], "Late": steps[-1]} if len(steps) > 1 else {"": steps[0]} if steps else {}
@@ -170,18 +170,18 @@ def sampled(completions: Completions, rows: int = 4) -> list[Batch]:
         found = _different(completions.read(step), rows)
         if found:
             title = f"{when}: step {step:,}" if when else f"Step {step:,}"
-            batches.append(Batch(title, [_sampled(one) for one in sorted(found, key=lambda one: one.reward)]))
+            batches.append(StepSamples(title, [_sampled(one) for one in sorted(found, key=lambda one: one.reward)]))
     return batches
 
 
-def _different(found: Sequence[Completion], rows: int) -> list[Completion]:
-    first: dict[str, Completion] = {}
+def _different(found: Sequence[ScoredCompletion], rows: int) -> list[ScoredCompletion]:
+    first: dict[str, ScoredCompletion] = {}
     for one in found:
         first.setdefault(one.prompt, one)
     others = [one for one in found if one is not first[one.prompt]]
     return [*first.values(), *others][:rows]
 
 
-def _sampled(one: Completion) -> Sampled:
+def _sampled(one: ScoredCompletion) -> Sampled:
     rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
     return Sampled(_plain(one.prompt), _plain(one.text), rewards)

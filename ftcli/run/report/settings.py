@@ -55,7 +55,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """What became of the data: a bar for each dataset, and the counts."""
 
     bars: Sequence[Bar]
@@ -76,14 +76,14 @@ class Setting:
         return self.value != self.default
 
 
-def tokens(counts: JsonMap) -> Tokens | None:
+def tokens(counts: JsonMap) -> TokenCounts | None:
     """Tokens trained, masked and cut of each dataset."""
     datasets = maps(counts.get("datasets"))
     if not datasets:
         return None
     rows = [[f"{d.get('name')} ({d.get('split')})", *(count(d.get(c)) for c in _COUNTS)] for d in datasets]
     table = Table(["Dataset", *_COUNTS.values()], rows, numeric=range(1, 1 + len(_COUNTS)))
-    return Tokens([_bar(dataset) for dataset in datasets], table)
+    return TokenCounts([_bar(dataset) for dataset in datasets], table)
 
 
 def _bar(dataset: JsonMap) -> Bar:

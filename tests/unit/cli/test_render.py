@@ -17,7 +17,16 @@ from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import ModelScores
 from ftcli.evaluate.tasks import TaskResult
 from ftcli.facts.device import named_device
-from ftcli.pipeline.bench_result import BenchResult, Bound, Computing, Measured, Predicted, Profiled, StoredRate, Timing
+from ftcli.pipeline.bench_result import (
+    ArithmeticBound,
+    BenchResult,
+    Measured,
+    Predicted,
+    Profiled,
+    StoredRate,
+    TimedTokens,
+    Timing,
+)
 from ftcli.pipeline.checking import CheckResult
 from ftcli.pipeline.evaluation import EvaluationResult
 from ftcli.plain import plain
@@ -185,7 +194,7 @@ def test_evaluation_has_a_column_for_each_model() -> None:
 
 def bench_result(tokens_per_second: float, step_ms: float, share: float | None = None, **known: Any) -> BenchResult:
     timing = Timing(5, known.get("first_step_only", False), tokens_per_second, step_ms, 1.0, 1.0, 1.0, 3 * 2**30)
-    computing = Computing(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
+    computing = TimedTokens(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
     profiled = Profiled(None, None)
     return BenchResult(
         recipe="r.yaml",
@@ -202,7 +211,7 @@ def bench_result(tokens_per_second: float, step_ms: float, share: float | None =
         measured=Measured(timing, computing, DeviceMemory(), 1.0, profiled, "kernels: off", None, "on", None),
         stored=StoredRate(),
         predicted=known.get("predicted", Predicted()),
-        bound=Bound(1.0, 1.0, share),
+        bound=ArithmeticBound(1.0, 1.0, share),
     )
 
 

@@ -14,7 +14,7 @@ from ftcli.run.atomic import write_json
 from ftcli.run.card import render_card, write_card
 from ftcli.run.card.card import MARK, public_name
 from ftcli.run.directory import RunDirectory
-from ftcli.run.results import Evaluation, Scores, TaskScore, write_evaluation
+from ftcli.run.results import EvalScores, Evaluation, TaskScore, write_evaluation
 
 SHA = "ab" * 32
 
@@ -52,7 +52,7 @@ def make(path: Path, base: str, **changes: Any) -> RunDirectory:
     counts = {"name": raw["data"]["train"][0], "split": "train", "rows_kept": 1234, "tokens_trained": 56789}
     write_json(directory.tokens_path, {"datasets": [counts]})
     scores = [
-        Scores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2.5, 0.05), (1.25, 0.9))
+        EvalScores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2.5, 0.05), (1.25, 0.9))
     ]
     write_evaluation(directory.eval_path, Evaluation(*scores))
     write_json(directory.status_path, {"state": "completed", "trained": {"summary": {"steps": 100, "tokens": 9999}}})
@@ -141,7 +141,7 @@ def test_a_card_that_somebody_has_made_their_own_is_left_alone(run: RunDirectory
     card = run.adapter_dir / MODEL_CARD
     write_card(run)
     assert MARK in card.read_text()
-    write_evaluation(run.eval_path, Evaluation(run=Scores(0.125)))
+    write_evaluation(run.eval_path, Evaluation(run=EvalScores(0.125)))
     write_card(run)
     assert "0.125" in card.read_text()
     own = card.read_text().replace(MARK, "").replace("# mine", "# My model")

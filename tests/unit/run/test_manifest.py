@@ -28,7 +28,7 @@ from ftcli.run.inputs import (
     weights_fingerprint,
 )
 from ftcli.run.manifest import Activations, GitState, build_manifest, git_state, read_manifest, write_manifest
-from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, update_evaluation, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, update_evaluation, write_evaluation
 
 
 def build(folder: Path, **more: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_what_a_run_began_with_stays_in_its_manifest(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_written_as_plain_json(tmp_path: Path) -> None:
-    scores = Scores(loss=float("nan"), tasks=(TaskScore("exact_match", 0.5, 4),))
+    scores = EvalScores(loss=float("nan"), tasks=(TaskScore("exact_match", 0.5, 4),))
     write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(AnsweredRow("p", "r", None, "a"),)))
     raw = json.loads((tmp_path / "eval.json").read_text())
     assert raw["run"]["loss"] is None
@@ -208,11 +208,11 @@ def test_an_evaluation_keeps_what_it_does_not_measure(tmp_path: Path) -> None:
     path = tmp_path / "eval.json"
     tasks = (TaskScore("a", 0.5, 4), TaskScore("b", 0.25, 4))
     samples = (AnsweredRow("p", None, "x", "y", "a"), AnsweredRow("q", None, "x", "y", "b"), AnsweredRow("plain"))
-    first = Scores(loss=2.0, tokens=9, tasks=tasks, datasets={"d": {"loss": 2.0}}, lm_eval={"mmlu": {"acc": 0.3}})
+    first = EvalScores(loss=2.0, tokens=9, tasks=tasks, datasets={"d": {"loss": 2.0}}, lm_eval={"mmlu": {"acc": 0.3}})
     update_evaluation(path, Evaluation(first, first, samples))
-    again = Scores(tasks=(TaskScore("b", 0.75, 4),), lm_eval={"arc": {"acc": 0.1}})
+    again = EvalScores(tasks=(TaskScore("b", 0.75, 4),), lm_eval={"arc": {"acc": 0.1}})
     update_evaluation(path, Evaluation(again, again, (AnsweredRow("q", None, "x", "z", "b"),)))
-    update_evaluation(path, Evaluation(None, Scores(loss=1.0, tokens=5)))
+    update_evaluation(path, Evaluation(None, EvalScores(loss=1.0, tokens=5)))
     raw = json.loads(path.read_text())
     for side, loss, datasets in (("base", 2.0, {"d": {"loss": 2.0}}), ("run", 1.0, {})):
         assert {task["name"]: task["value"] for task in raw[side]["tasks"]} == {"a": 0.5, "b": 0.75}
@@ -225,5 +225,5 @@ def test_a_damaged_evaluation_is_written_over(tmp_path: Path) -> None:
     path = tmp_path / "eval.json"
     for damaged in ("[1]", '{"run": 7, "samples": 3}', '{"run": {"tasks": 5, "lm_eval": []}}'):
         path.write_text(damaged)
-        update_evaluation(path, Evaluation(run=Scores(tasks=(TaskScore("b", 0.75, 4),))))
+        update_evaluation(path, Evaluation(run=EvalScores(tasks=(TaskScore("b", 0.75, 4),))))
         assert json.loads(path.read_text())["run"]["tasks"][0]["name"] == "b"

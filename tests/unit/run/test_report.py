@@ -22,7 +22,7 @@ from ftcli.run.report import Live, render_report, write_report
 from ftcli.run.report.charts import HEIGHT, WIDTH, Level, Look, Series, line_chart
 from ftcli.run.report.markup import tag
 from ftcli.run.report.scales import log_ticks, number, round_ticks, smoothed, thinned
-from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\" onload=\"x\x00\x1b[2J\u202eevil\ud800"
 
@@ -89,7 +89,9 @@ def run(tmp_path: Path) -> RunDirectory:
         counts = {"rows": 9, "rows_kept": 8, "rows_dropped": 1, "rows_truncated": 0, "tokens": 100, "longest": 12}
         tokens = {"tokens_kept": 90, "tokens_cut": 10, "tokens_masked": 40}
         write_json(directory.tokens_path, {"datasets": [{"name": HOSTILE, "split": "train", **counts, **tokens}]})
-        scores = [Scores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))]
+        scores = [
+            EvalScores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))
+        ]
         samples = (AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE), AnsweredRow("p", None, "", None))
         write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
         opened.finish(6, message=f"diverged {HOSTILE}")

@@ -16,12 +16,12 @@ from ftcli.config import Recipe
 from ftcli.facts.device import named_device
 from ftcli.facts.precision import DtypePlan
 from ftcli.run.atomic import write_json
-from ftcli.run.completions import Completion, Completions
+from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import Live, write_report
-from ftcli.run.results import AnsweredRow, Evaluation, Scores, TaskScore, write_evaluation
+from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 from tests.unit.run.test_report import HOSTILE
 
 PROGRAM = find_browser()
@@ -113,7 +113,7 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
         counts = {"rows": 123456, "rows_kept": 123455, "rows_dropped": 1, "rows_truncated": 0, "longest": 8192}
         tokens = {"tokens_kept": 10**9, "tokens_cut": 10**6, "tokens_masked": 4 * 10**8}
         write_json(directory.tokens_path, {"datasets": [{"name": LONG, "split": "train", **counts, **tokens}]})
-        base, tuned = (Scores(v, 9.9, 0.5, 50, (TaskScore("exact_match", v / 9, 4000),)) for v in (6.2, 1.1))
+        base, tuned = (EvalScores(v, 9.9, 0.5, 50, (TaskScore("exact_match", v / 9, 4000),)) for v in (6.2, 1.1))
         rows = [
             AnsweredRow("Say it", "the right words", "the wrong words", "the right", "a", 0, 0),
             AnsweredRow("p", "x", None, "x"),
@@ -121,7 +121,9 @@ def make_run(path: Path, *, rewards: bool) -> RunDirectory:
         rows += [AnsweredRow(HOSTILE, LONG, HOSTILE, LONG + "x", "b"), AnsweredRow(LONG * 20, "y", "", LONG * 20, "b")]
         write_evaluation(directory.eval_path, Evaluation(base, tuned, tuple(rows)))
         if rewards:
-            said = [Completion(f"{LONG} {i}", HOSTILE + LONG, {"exact": 0.5, LONG[:60]: None}, 1.0) for i in range(3)]
+            said = [
+                ScoredCompletion(f"{LONG} {i}", HOSTILE + LONG, {"exact": 0.5, LONG[:60]: None}, 1.0) for i in range(3)
+            ]
             for step in (1, 60):
                 Completions(directory.completions_dir).write(step, said)
         opened.finish(6, message=f"{LONG} {HOSTILE}")

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.errors import FtcliError
 from ftcli.run.atomic import write_json
-from ftcli.run.completions import Completion, Completions
+from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import Live, LiveReport, live, render_report
@@ -133,9 +133,9 @@ def test_bands_do_not_go_where_no_value_can_be() -> None:
 
 
 COMPLETIONS = [
-    Completion("q1", "good", {"exact": 1.0, "short": None}, 0.5),
-    Completion("q1", "bad", {"exact": 0.0, "short": 1.0}, -0.5),
-    Completion(HOSTILE, HOSTILE, {"exact": -1.0, "short": None}, float("nan")),
+    ScoredCompletion("q1", "good", {"exact": 1.0, "short": None}, 0.5),
+    ScoredCompletion("q1", "bad", {"exact": 0.0, "short": 1.0}, -0.5),
+    ScoredCompletion(HOSTILE, HOSTILE, {"exact": -1.0, "short": None}, float("nan")),
 ]
 
 
