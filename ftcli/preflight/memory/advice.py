@@ -17,6 +17,7 @@ from ftcli.preflight.memory.candidates import (
     as_options,
     candidate,
     checkpointed,
+    narrower_gradients,
     shorter,
     smaller_batches,
 )
@@ -157,6 +158,10 @@ def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:
     both = [{**policy, **batch} for policy in policies for batch in smaller]
     yield from _by_time(setup, [*smaller, *policies, *both])
     least = {**(policies[-1] if policies else {}), **(smaller[-1] if smaller else {})}
+    for narrower in narrower_gradients(setup):
+        yield from ({**policy, **narrower} for policy in ({}, *policies))
+        least |= narrower
+        yield least
     yield from ({**least, **length} for length in shorter(setup))
     if setup.recipe.lora is None:
         lora = {"lora": LoraConfig()}
@@ -199,6 +204,7 @@ def _single_changes(setup: Setup, phases: Collection[Phase]) -> Iterator[Setting
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
     yield from _by_time(setup, [*islice(smaller_batches(setup), 1), *checkpointed(setup)])
+    yield from narrower_gradients(setup)
     yield from islice(shorter(setup), 1)
     if recipe.lora is None and setup.trains and setup.method.section is None:
         yield {"lora": LoraConfig()}

@@ -175,6 +175,14 @@ def checkpointed(setup: Setup) -> list[Settings]:
     return [none, *(each | none for each in leaner)]
 
 
+def narrower_gradients(setup: Setup) -> list[Settings]:
+    """Gradients in bfloat16, where the recipe may have them so and has not."""
+    plan, plain = setup.plan, setup.recipe.quantization.method == "none"
+    whole = setup.trains and setup.recipe.lora is None and setup.spread_over == 1
+    usable = whole and plain and setup.own_optimizer and plan.compute == "bfloat16" != plan.gradient
+    return [{"train.bf16_gradients": True}] if usable else []
+
+
 def as_options(settings: Settings) -> str:
     """Settings as the command line takes them."""
     return " ".join(f"--set {key}={_yaml(value)}" for key, value in settings.items())

@@ -109,6 +109,16 @@ def test_adapters_are_proposed_where_nothing_else_makes_full_training_fit(case: 
     assert "lora" in dict(case("google/gemma-2-9b", ROWS).verdict("h100").change.settings)
 
 
+def test_half_as_large_gradients_are_proposed_before_shorter_rows_and_adapters(case: Callable[..., Case]) -> None:
+    whole = "train.gradient_checkpointing=true", "train.per_device_train_batch_size=1", "data.max_seq_len=4096"
+    llama = case("meta-llama/Llama-3.1-8B", ROWS, *whole)
+    assert dict(llama.verdict("h200").change.settings) == {"train.bf16_gradients": True}
+    again = case("meta-llama/Llama-3.1-8B", ROWS, *whole, "train.bf16_gradients=true")
+    assert again.verdict("h200").level == "fits"
+    other = case("meta-llama/Llama-3.1-8B", ROWS, *whole, "train.optim=adafactor").verdict("h200").change
+    assert other is None or "train.bf16_gradients" not in dict(other.settings)
+
+
 def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
     checkpointing = "train: {gradient_checkpointing: true}\n"
     verdict = case("mistralai/Mistral-Small-24B-Base-2501", LORA + ROWS + checkpointing).verdict("t4")
