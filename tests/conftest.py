@@ -78,15 +78,15 @@ def _nothing_waits() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick_interpreter() -> Iterator[None]:
+def quick_interpreter() -> Iterator[pytest.MonkeyPatch | None]:
     """Where any test that was collected can run a kernel."""
     if os.environ.get("TRITON_INTERPRET") != "1" or "triton.runtime.interpreter" not in sys.modules:
-        yield
+        yield None
         return
     from tests.interpreter import quickened
 
-    with quickened():
-        yield
+    with quickened() as patch:
+        yield patch
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
-"""Triton's interpreter without what it does over and over, which is more than half of what small kernels take.
+"""Triton's interpreter without what it does over and over, which is nine tenths of what small kernels take.
 
 In each launch, and in each call of a function inside it, the interpreter looks through every name of
-``triton.language`` for what it must replace. Here that is done once a launch, and the names are found once a process.
-What is replaced, by what, and for how long stays Triton's own code. And whether an integer overflows is not worked out
-for each sum and product: Triton drops the answer, but for kernels compiled with ``debug``.
+``triton.language`` for what it must replace: here that is done once a launch, and the names are found once a process.
+For each value of a kernel it builds the type anew, and for each sum the type of the sum: here these are known after the
+first time. What is replaced, for how long, and what each operation does to the numbers stays Triton's own code;
+tests/ops/test_interpreter.py holds both to the same bits. Whether an integer overflows is not worked out for each sum
+and product: Triton drops the answer, but for kernels compiled with ``debug``.
 """
 
 from __future__ import annotations
@@ -14,22 +16,37 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 @contextmanager
-def quickened() -> Iterator[None]:
-    """Until the end of the block, in this process."""
+def quickened() -> Iterator[pytest.MonkeyPatch]:
+    """Until the end of the block, in this process; Triton as it came is back after ``undo()`` of what is given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", _unless_patched(interpreter._patch_lang))
-        patch.setattr(interpreter, "_patch_builtin", _names_once())
-        patch.setattr(interpreter, "_get_np_dtype", _types_once(interpreter._get_np_dtype))
-        builder = interpreter.interpreter_builder
-        assert not builder.options.debug
-        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-        yield
+        quicken(patch)
+        yield patch
+
+
+def quicken(patch: pytest.MonkeyPatch) -> None:
+    """The same, until ``patch`` is undone."""
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    assert not builder.options.debug
+    types, operands = _Types(), _Operands(semantic)
+    patch.setattr(interpreter, "_patch_lang", _unless_patched(interpreter._patch_lang))
+    patch.setattr(interpreter, "_patch_builtin", _names_once())
+    patch.setattr(interpreter, "_get_np_dtype", _types_once(interpreter._get_np_dtype))
+    patch.setattr(interpreter, "_validate_np_data_size", _fits)
+    patch.setattr(interpreter, "_convert_float", _shifted(interpreter._convert_float))
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    patch.setattr(builder, "create_splat", _splat)
+    patch.setattr(tl.block_type, "__init__", types.block(tl.block_type.__init__))
+    patch.setattr(tl.block_type, "with_element_ty", types.with_element_ty())
+    patch.setattr(tl.tensor, "__init__", types.tensor())
+    patch.setattr(semantic, "binary_op_type_checking_impl", operands.of_one_type)
+    patch.setattr(semantic, "broadcast_impl_value", operands.of_one_shape)
 
 
 def _unless_patched(patch_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -48,15 +65,36 @@ def _unless_patched(patch_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _names_once() -> Callable[[Any, Any, Any], None]:
+    """Replaces the built-in functions of a module or class by calls of them with the interpreter's semantic."""
     names: dict[Any, list[str]] = {}
+    calls: dict[Any, Callable[..., Any]] = {}
 
     def patch(owner: Any, builder: Any, scope: Any) -> None:
         found = [name for name in names.get(owner, dir(owner)) if tl.core.is_builtin(getattr(owner, name, None))]
         names.setdefault(owner, found)
         for name in found:
-            interpreter._patch_attr(owner, name, getattr(owner, name), builder, scope)
+            member = getattr(owner, name)
+            if member not in calls:
+                calls[member] = _interpreted(member)
+            scope.set_attr(owner, name, calls[member])
 
     return patch
+
+
+def _interpreted(member: Any) -> Callable[..., Any]:
+    semantic = interpreter.interpreter_semantic
+    function = member
+    while getattr(function, "__code__", None) is _BUILTIN:  # only asks whether _semantic is there
+        function = function.__wrapped__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return call
+
+
+_BUILTIN = tl.core.builtin(lambda _semantic=None: None).__code__
 
 
 def _types_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -70,3 +108,139 @@ def _types_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[scalar.name]
 
     return dtype
+
+
+class _Types:
+    """Types of blocks, and the shape and number of elements of tensors of each, made once a process."""
+
+    def __init__(self) -> None:
+        self.built: dict[Any, dict[str, Any]] = {}
+        self.same_shape: dict[Any, Any] = {}
+        self.of_scalar = tl.tuple([]), tl.constexpr(1)
+
+    def block(self, build: Callable[..., None]) -> Callable[..., None]:
+        """``tl.block_type.__init__``."""
+
+        def init(new: Any, element_ty: Any, shape: Any) -> None:
+            sizes = [size.value if type(size) is tl.constexpr else size for size in shape]
+            key = (_name(element_ty), *sizes)
+            if key not in self.built or set(map(type, sizes)) != {int}:
+                build(new, element_ty, shape)
+                new.of_tensor = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(new.numel)
+                self.built[key] = dict(vars(new))
+            else:
+                vars(new).update(self.built[key])
+
+        return init
+
+    def with_element_ty(self) -> Callable[..., Any]:
+        """``tl.block_type.with_element_ty``."""
+
+        def of_elements(block: Any, element_ty: Any) -> Any:
+            key = (id(block.of_tensor), _name(element_ty))  # of_tensor stays in self.built
+            if key not in self.same_shape:
+                self.same_shape[key] = tl.block_type(element_ty, block.shape)
+            return self.same_shape[key]
+
+        return of_elements
+
+    def tensor(self) -> Callable[..., None]:
+        """``tl.tensor.__init__``."""
+
+        def init(new: Any, handle: Any, type: Any) -> None:
+            new.handle = handle
+            new.type = type
+            new.shape, new.numel = type.of_tensor if type.is_block() else self.of_scalar
+            new.dtype = type.scalar
+
+        return init
+
+
+def _name(element_ty: Any) -> Any:
+    return (element_ty.name, element_ty.address_space) if type(element_ty) is tl.pointer_type else element_ty.name
+
+
+class _Operands:
+    """What two operands become before Triton computes with them: of one type, and of one shape."""
+
+    def __init__(self, semantic: Any) -> None:
+        self.check = semantic.binary_op_type_checking_impl
+        self.broadcast = semantic.broadcast_impl_value
+        self.shapes: dict[Any, list[int]] = {}
+        self.constants: dict[Any, Any] = {}
+
+    def of_one_type(self, lhs: Any, rhs: Any, *how: Any) -> Any:
+        """``binary_op_type_checking_impl``: tensors of the same plain type stay, and so do offsets of pointers."""
+        left = lhs.dtype if type(lhs) is tl.tensor else None
+        right = rhs.dtype if type(rhs) is tl.tensor else None
+        if left is not None and right is not None:
+            same = left.name == right.name and left.name in _PLAIN
+            moved = type(left) is tl.pointer_type and right.name in _INTEGERS and how == (True, True)
+            return self.of_one_shape(lhs, rhs) if same or moved else self.check(lhs, rhs, *how)
+        if left is not None and left.name in _PLAIN and type(rhs) in (int, float):
+            return self._with_constant((left.name, type(rhs), rhs, id(lhs.shape), how), lhs, rhs, 1, how)
+        if right is not None and right.name in _PLAIN and type(lhs) in (int, float):
+            return self._with_constant((type(lhs), lhs, right.name, id(rhs.shape), how), lhs, rhs, 0, how)
+        return self.check(lhs, rhs, *how)
+
+    def of_one_shape(self, lhs: Any, rhs: Any) -> Any:
+        """``broadcast_impl_value``."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not lhs.type.is_block() or not rhs.type.is_block():
+            return self.broadcast(lhs, rhs)
+        key = id(lhs.shape), id(rhs.shape)
+        if key not in self.shapes:
+            pair = self.broadcast(lhs, rhs)
+            self.shapes[key] = pair[0].type.shape.values
+            return pair
+        return self._spread(lhs, self.shapes[key]), self._spread(rhs, self.shapes[key])
+
+    def _spread(self, block: Any, sizes: list[int]) -> Any:
+        if block.type.shape.values == sizes:
+            return block
+        handle = interpreter.TensorHandle(np.broadcast_to(block.handle.data, sizes), block.handle.dtype.scalar)
+        return tl.tensor(handle, tl.block_type(block.dtype, sizes))
+
+    def _with_constant(self, key: Any, lhs: Any, rhs: Any, place: int, how: Any) -> Any:
+        """A tensor and a number, which is at ``place``; where the tensor itself would be cast, nothing is kept."""
+        if key not in self.constants:
+            pair = self.check(lhs, rhs, *how)
+            if pair[1 - place] is not (lhs, rhs)[1 - place]:
+                return pair
+            self.constants[key] = pair[place].handle.data, pair[place].handle.dtype, pair[place].type
+        data, dtype, of = self.constants[key]
+        constant = tl.tensor(interpreter.TensorHandle(data, dtype), of)
+        return (lhs, constant) if place else (constant, rhs)
+
+
+_INTEGERS = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+_PLAIN = {"fp32", "fp64", *_INTEGERS}
+
+
+def _fits(data: Any, of: Any) -> bool:
+    """Whether what NumPy made needs no more bits than the type has."""
+    return type(of) is tl.pointer_type or data.itemsize == 1 or data.itemsize * 8 <= of.primitive_bitwidth
+
+
+def _splat(ret_ty: Any, arg: Any) -> Any:
+    out = np.empty(tuple(ret_ty.shape.values), dtype=interpreter._get_np_dtype(arg.dtype))
+    out[...] = arg.data[0] if isinstance(arg.dtype, tl.block_type) else arg.data
+    return interpreter.TensorHandle(out, arg.dtype.scalar)
+
+
+def _shifted(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Between bfloat16 and float32, but for subnormal numbers, what Triton works out bit by bit is a shift."""
+
+    def shifted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        names = source.name, target.name
+        if rounding is None and names in (("bf16", "fp32"), ("fp32", "bf16")):
+            widening = source.name == "bf16"
+            bits = np.ascontiguousarray(data).view(np.uint16 if widening else np.uint32)
+            exponent, low = (0x7F80, 0x7F) if widening else (0x7F800000, 0x7FFFFF)
+            if not np.any((bits & exponent == 0) & (bits & low != 0)):
+                out = bits.astype(np.uint32) << 16 if widening else (bits >> 16).astype(np.uint16)
+                return out.reshape(data.shape)
+        return convert(data, source, target, rounding)
+
+    return shifted
