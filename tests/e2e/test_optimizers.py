@@ -42,7 +42,7 @@ def test_a_run_goes_on_to_the_last_bit(name: str, user: User) -> None:
     change: dict[str, Any] = {
         "lora": {"r": 16},  # state in 8 bits begins at 4096 elements
         "data": {"train": [{"path": "bundled:smoke-train", "max_rows": 4}]},  # the same batch again: losses compare
-        "eval": {"every_steps": 2},
+        "eval": {"every_steps": 2, "samples": 0},
         "checkpoint": {"every_steps": 3},
     }
     recipe = user.recipe("r", train=train, **change)
@@ -127,7 +127,9 @@ def test_muon_takes_the_matrices_of_the_adapters_and_adamw_the_rest() -> None:
 
 def test_muon_trains_hidden_matrices_only(user: User) -> None:
     """Full fine-tuning: embedding, head and norms belong to AdamW."""
-    recipe = user.recipe("r", lora=None, train={"optim": "muon", "max_steps": 2}, checkpoint={"every_steps": 1})
+    recipe = user.recipe(
+        "r", lora=None, train={"optim": "muon", "max_steps": 2}, checkpoint={"every_steps": 1}, data={"eval": []}
+    )
     user.done("train", recipe)
     state = torch.load(next((user.folder / "r" / "checkpoints").iterdir()) / "optimizer.pt", weights_only=True)
     model = load_file(user.folder / "r" / "model" / "model.safetensors")
@@ -168,7 +170,7 @@ def test_evaluating_a_schedule_free_run_changes_nothing(user: User) -> None:
 
 def test_a_schedule_free_optimizer_warms_up_by_itself(user: User) -> None:
     train = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "max_steps": 5, "warmup_steps": 0.4}
-    user.done("train", user.recipe("r", train=train, checkpoint={"every_steps": 2}))
+    user.done("train", user.recipe("r", train=train, checkpoint={"every_steps": 2}, data={"eval": []}))
     path = user.folder / "r" / "checkpoints" / "step-00000004" / "optimizer.pt"
     groups = torch.load(path, weights_only=True)["param_groups"]
     assert {group["warmup_steps"] for group in groups} == {2}

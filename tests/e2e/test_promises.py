@@ -25,6 +25,12 @@ GRPO: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 def rows(path: Path, *fields: dict[str, Any] | str) -> str:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in fields))
     return str(path)
@@ -181,7 +187,8 @@ def test_grpo_that_diverges_ends_with_6_and_keeps_no_checkpoint_of_it(
     assert [p.name for p in (user.folder / "r" / "checkpoints").glob("step-*")] == ["step-00000001"]
 
 
-def test_nothing_pretends_to_change_what_was_trained_and_an_export_says_when_the_recipe_did(user: User) -> None:
+def test_nothing_pretends_to_change_what_was_trained_and_an_export_says_when_the_recipe_did(stored: User) -> None:
+    user = stored
     recipe = user.recipe(train={"max_steps": 1})
     user.done("train", recipe)
     for target in (recipe, str(user.folder / "r")):

@@ -14,9 +14,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftcli.assets import asset
 from ftcli.cli.app import main
-from tests.e2e.conftest import RECIPE, User, merged
+from tests.e2e.conftest import User, merged
 
 
 @pytest.fixture
@@ -29,9 +28,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
-def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
-    result = user.done("train", user.recipe(model=RECIPE["model"]))  # weights that a file holds
-    run = user.folder / "r"
+def test_a_run_leaves_everything_and_loads_without_ftcli(stored: User) -> None:
+    result = stored.done("train", stored.recipe())  # weights that a file holds
+    run = stored.folder / "r"
     for name in ("recipe.yaml", "manifest.json", "metrics.jsonl", "tokens.json", "eval.json", "report.html"):
         assert (run / name).stat().st_size > 0, name
     status = json.loads((run / "status.json").read_text())
@@ -56,7 +55,7 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     }
     assert manifest["libraries"]["torch"].startswith(torch.__version__.split("+")[0])
 
-    lines = user.metrics("r")
+    lines = stored.metrics("r")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for name in ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "peak_memory_bytes"):
@@ -69,14 +68,13 @@ def test_a_run_leaves_everything_and_loads_without_ftcli(user: User) -> None:
     assert torch.isfinite(model(input_ids=ids).logits).all()
 
 
-def test_same_seed_same_bits_another_seed_others(user: User) -> None:
+def test_same_seed_same_bits_another_seed_others(stored: User) -> None:
     """On a model whose own weights are of no seed."""
-    for name in ("a", "b"):
-        user.done("train", user.recipe(name, model=RECIPE["model"]))
-    user.done("train", user.recipe("c", model=RECIPE["model"], run={"seed": 4}))
-    assert user.losses("a") == user.losses("b")
-    assert user.losses("a") != user.losses("c")
-    first, second = weights(user.folder / "a"), weights(user.folder / "b")
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        stored.done("train", stored.recipe(name, run={"seed": seed}))
+    assert stored.losses("a") == stored.losses("b")
+    assert stored.losses("a") != stored.losses("c")
+    first, second = weights(stored.folder / "a"), weights(stored.folder / "b")
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -108,16 +106,10 @@ def test_a_finished_run_is_not_repeated_and_never_overwritten(user: User) -> Non
 
 
 def test_resuming_gives_the_bits_of_an_uninterrupted_run(user: User) -> None:
-    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}}
-    user.done("train", user.recipe("whole", **change))
-    recipe = user.recipe("part", **change)
+    recipe = user.recipe(checkpoint={"every_steps": 3})
     user.done("train", recipe)
-    run = user.cut_off("part")
-    assert (run / "checkpoints" / "step-00000003").is_dir()
-    user.done("train", recipe)
-    assert user.losses("part") == user.losses("whole")
-    resumed, whole = weights(run), weights(user.folder / "whole")
-    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+    assert (user.folder / "r" / "checkpoints" / "step-00000003").is_dir()
+    user.goes_on_alike("r", recipe)
 
 
 def test_auto_says_in_one_line_what_it_came_to(user: User) -> None:
@@ -130,27 +122,28 @@ def test_auto_says_in_one_line_what_it_came_to(user: User) -> None:
         assert all("gradient_checkpointing: false: the fastest that fits in 90% of" in line for line in said)
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["what older recipes said", "layers run again"])
-def test_a_run_goes_on_under_another_policy_with_the_same_bits(before: bool, user: User) -> None:
+def test_a_run_goes_on_under_another_policy_with_the_same_bits(user: User) -> None:
     """On a machine with other memory `auto` comes to something else; older recipes spell a policy out."""
-    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "lora": {"dropout": 0.2}}
+    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "lora": {"dropout": 0.2}, "eval": {"samples": 0}}
     user.done("train", user.recipe("whole", **change))
-    user.done("train", user.recipe("part", **change, train={"gradient_checkpointing": before}))
-    run = user.cut_off("part")
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
-    user.done("train", user.recipe("part", **change))
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert [process["from_step"] for process in manifest["processes"]] == [0, 3]
-    assert manifest["activations"]["requested"] == "auto"
-    assert manifest["activations"]["gradient_checkpointing"] is False
-    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["gradient_checkpointing"] == "auto"
-    resumed, whole = weights(run), weights(user.folder / "whole")
-    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+    whole = weights(user.folder / "whole")
+    for name, before in (("older", False), ("again", True)):
+        user.done("train", user.recipe(name, **change, train={"gradient_checkpointing": before}))
+        run = user.cut_off(name)
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
+        user.done("train", user.recipe(name, **change))
+        manifest = json.loads((run / "manifest.json").read_text())
+        assert [process["from_step"] for process in manifest["processes"]] == [0, 3]
+        assert manifest["activations"]["requested"] == "auto"
+        assert manifest["activations"]["gradient_checkpointing"] is False
+        assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["gradient_checkpointing"] == "auto"
+        resumed = weights(run)
+        assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items()), name
 
 
-def test_divergence_stops_with_exit_6(user: User) -> None:
+def test_divergence_stops_with_exit_6(user: User, narrow_files: Path) -> None:
     model = user.folder / "model"
-    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    shutil.copytree(narrow_files, model)
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -172,7 +165,7 @@ def test_bad_rows_stop_before_the_model_is_loaded(user: User) -> None:
 
 
 def test_held_out_loss_is_measured_during_training(user: User) -> None:
-    user.done("train", user.recipe(eval={"every_steps": 2}))
+    user.done("train", user.recipe(eval={"every_steps": 2, "samples": 0}))
     measured = {line["step"]: line["eval_loss"] for line in user.metrics("r") if "eval_loss" in line}
     assert sorted(measured) == [2, 4, 6]
     assert len(set(measured.values())) == 3

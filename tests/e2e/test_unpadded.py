@@ -13,7 +13,7 @@ from tests.e2e.conftest import User
 CHANGE: dict[str, Any] = {
     "model": {"kernels": "reference"},
     "train": {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
-    "eval": {"every_steps": 2, "per_device_eval_batch_size": 4},
+    "eval": {"every_steps": 2, "per_device_eval_batch_size": 4, "samples": 0},
 }
 
 
