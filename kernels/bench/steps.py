@@ -64,6 +64,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "short-1024": Case("llama3.1-8b", 1, 1024, steps=16),
         "short-2048": Case("llama3.1-8b", 1, 2048, steps=16),
         "short-2048-fused": Case("llama3.1-8b", 1, 2048, (*Case.settings, "train.optim=adamw_torch_fused"), 16),
+        "mix": Case("llama3.1-8b", 8, 2048, steps=400, lengths="lognormal:380,0.8"),
         "gemma2-1024": Case("gemma2-9b", 1, 1024, steps=16),
         "nf4-2048": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=true", "lora.r=16"), 16),
         "nf4-lean": Case("llama3.1-8b-qlora", 1, 2048, ("train.gradient_checkpointing=lean", "lora.r=16"), 16),
