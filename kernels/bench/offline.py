@@ -320,10 +320,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="NAME", help="not these kernels, by their whole names")
     parser.add_argument("--cache", type=Path, help="keeps what is compiled in this folder, by what it is made of")
     options = parser.parse_args()
     driver.set_active(_NoGpu(options.capability))
     triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.disable_line_info = True  # changes no figure and takes a tenth of the time
     record: list[Any] = []
     failed = 0
     own = tempfile.TemporaryDirectory()
@@ -334,8 +336,11 @@ def main() -> None:
     JITFunction.run = compile_instead_of_launch(record, cache)  # type: ignore[method-assign]
     try:
         for rank in options.ranks:
-            for name, launch in cases(rank, getattr(torch, options.dtype), options.capability):
-                if options.only not in name or ("quantize" in name and options.capability < 89):
+            found = list(cases(rank, getattr(torch, options.dtype), options.capability))
+            if unknown := set(options.skip) - {name for name, _ in found}:
+                parser.error(f"no such kernels: {sorted(unknown)}")
+            for name, launch in found:
+                if name in options.skip or options.only not in name or ("quantize" in name and options.capability < 89):
                     continue  # below 8.9 there is no e4m3
                 record.clear()
                 try:

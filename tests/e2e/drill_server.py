@@ -27,13 +27,16 @@ from typing import Any
 _WARM = (
     "ftcli.cli.app",
     "ftcli.model.attention",
+    "ftcli.model.sharded",
     "ftcli.model.selfcheck",
     "ftcli.pipeline.build",
     "ftcli.pipeline.checking",
     "ftcli.pipeline.evaluation",
     "ftcli.pipeline.exporting",
+    "ftcli.pipeline.reinforcement",
     "ftcli.pipeline.training",
     "ftcli.trainers.callbacks",
+    "ftcli.trainers.grpo",
     "ftcli.trainers.sft",
     "ftcli.evaluate.suite",
     "ftcli.preflight.stages",
@@ -41,6 +44,7 @@ _WARM = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.gemma2.modeling_gemma2",
     "transformers.trainer",
+    "trl.trainer.grpo_trainer",
 )
 _SECONDS = 60.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
