@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftcli.config import LoggingConfig, Recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.lengths import Lengths, lengths_of
-from ftcli.facts.batches import Batches
-from ftcli.facts.flops import StepFlops, step_flops
-from ftcli.facts.quantization import why_dequantized
-from ftcli.pipeline.bench_result import (
-    ArithmeticBound,
-    BenchResult,
-    HostMemory,
-    Measured,
-    Predicted,
-    Profiled,
-    SeveralGpus,
-    StoredRate,
-    TimedTokens,
-    Timing,
+from ftcli.pipeline.bench_bound import (
+    arithmetic_bound,
+    flops_of,
+    operations_per_token,
+    predicted_memory,
+    stored_rate,
 )
+from ftcli.pipeline.bench_rates import several_gpus, timed_batches, timed_tokens, timing, tokens_per_second
+from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, Profiled
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
-from ftcli.tables import code_of, engines, quantizations, schedules
+from ftcli.tables import engines, schedules
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from ftcli.data.tokens import TokenizedRow
+    from ftcli.job import Job
+    from ftcli.pipeline.build import Model
     from ftcli.run.group import RankGroup
 
 
@@ -50,20 +48,9 @@ def bench_step(
     The ranks of ``group`` take as many steps each by itself before, which is what the steps together are held against.
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
-    shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
-    command: Command = "bench --eval" if options.evaluation else "bench"
-    report = checked(shortened, session, command)
-    setup = report.setup
-    if options.lengths is None and setup.trains and setup.graphed and not setup.wholly_graphed:
-        # All micro-batches are of the largest size, which no graph takes.
-        train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
-        shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
-        report = checked(shortened, session, command)
-    if report.checkpointing.requested == "auto":
-        session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
-    left_out = report.checkpointing.uncheckpointed_layers
-    if options.layers is not None and report.facts.shape is not None:  # the same share of them
-        left_out = left_out * options.layers // report.facts.shape.num_layers
+    report = _checked(loaded, session, options)
+    left_out = _left_out(report, options)
+    if options.layers is not None and report.facts.shape is not None:
         report = replace(report, setup=report.setup.changed({"train.uncheckpointed_layers": left_out}))
     recipe = report.recipe
     sizes = _sizes(recipe, options, mix)
@@ -71,16 +58,8 @@ def bench_step(
         measured = _measure_evaluation(report, session, options, sizes)
     else:
         measured = _measure(report, session, options, sizes, group)
-    flops = step_flops(
-        report.facts,
-        recipe.lora,
-        seq_len=round(sum(size**2 for size in sizes) / sum(sizes)),  # of the row that a token is in, on average
-        num_layers=options.layers,
-        gradient_checkpointing=report.checkpointing.policy,
-        uncheckpointed_layers=left_out,
-    )
-    operations = None if flops is None else _forward(flops, recipe) if options.evaluation else flops.total
-    stored = _stored_rate(flops, report, options)
+    flops = flops_of(report, options, sizes, left_out)
+    stored = stored_rate(flops, report, options)
     return BenchResult(
         recipe=str(loaded.path),
         mode="evaluation" if options.evaluation else "training",
@@ -95,9 +74,38 @@ def bench_step(
         uncheckpointed_layers=left_out,
         measured=measured,
         stored=stored,
-        predicted=_predicted(report, options),
-        bound=_bound(operations, measured.timing.tokens_per_second, measured.matmul_tflops, stored),
+        predicted=predicted_memory(report, options),
+        bound=arithmetic_bound(
+            operations_per_token(flops, recipe, options),
+            measured.timing.tokens_per_second,
+            measured.matmul_tflops,
+            stored,
+        ),
     )
+
+
+def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
+    """Preflight of what is timed."""
+    shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
+    command: Command = "bench --eval" if options.evaluation else "bench"
+    report = checked(shortened, session, command)
+    setup = report.setup
+    if options.lengths is None and setup.trains and setup.graphed and not setup.wholly_graphed:
+        # All micro-batches are of the largest size, which no graph takes.
+        train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
+        shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
+        report = checked(shortened, session, command)
+    if report.checkpointing.requested == "auto":
+        session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
+    return report
+
+
+def _left_out(report: PreflightReport, options: BenchOptions) -> int:
+    """Layers that are not checkpointed: of fewer layers than the model has, the same share."""
+    left_out, shape = report.checkpointing.uncheckpointed_layers, report.facts.shape
+    if options.layers is None or shape is None:
+        return left_out
+    return left_out * options.layers // shape.num_layers
 
 
 def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
@@ -157,12 +165,6 @@ def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[i
     return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
 
 
-def _micro_batches(sizes: Sequence[int], batch: int, options: BenchOptions) -> list[Sequence[int]]:
-    """The lengths of the rows of each micro-batch that is timed: of all but the first, if there are others."""
-    first = min(options.steps, 1)
-    return [sizes[step * batch : (step + 1) * batch] for step in range(first, options.steps + 1)]
-
-
 def _measure(
     report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int], group: RankGroup | None
 ) -> Measured:
@@ -171,7 +173,6 @@ def _measure(
     from ftcli.job import open_job
     from ftcli.pipeline import build
     from ftcli.trainers.bench import (
-        Joining,
         StepProfiler,
         StepTimer,
         StepTimes,
@@ -180,47 +181,30 @@ def _measure(
         synthetic_rows,
     )
     from ftcli.trainers.graphed import why_not_graphed
-    from ftcli.trainers.hooks import TrainerHooks
-    from ftcli.trainers.sft import build_sft_trainer
-    from ftcli.trainers.together import numbers_agreed
 
     job = open_job(report, session)
-    batch = job.recipe.train.per_device_train_batch_size
     rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
     model = build.build_trainable(job, num_layers=options.layers)
-    tokens = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
-    kernels = build.put_on_kernels(job, model, tokens)
-    batches = build.laid_out(job, model, tokens)
-    timer = StepTimer(job.device)
+    rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
+    kernels = build.put_on_kernels(job, model, rows)
+    batches = build.laid_out(job, model, rows)
     last, alone = _steps(job.recipe, options), options.steps + 1 if _begin_alone(job.recipe) else 0
-    profiler = StepProfiler(job.device, last) if options.profile else None
-    if group is not None:
-        group.form(job.device, numbers_agreed(1, batch))
-        build.spread(job, model, group)
-    with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        trainer = build_sft_trainer(job, model, tokens, TrainerHooks(None, 1, None), scratch, group)
-        trainer.add_callback(timer)
-        if group is not None and alone:
-            trainer.add_callback(Joining(trainer, group, after=alone))
-        if profiler is not None:
-            trainer.add_callback(profiler)
-        if job.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(job.device)
-        with session.reporter.progress(None, f"{options.steps + 1} steps of {batch} x {job.recipe.data.max_seq_len}"):
-            trainer.train()
+    timer, profiler = StepTimer(job.device), StepProfiler(job.device, last) if options.profile else None
+    trainer = _train(job, model, rows, options, [timer, profiler], group, alone)
     times = timer.times(alone + options.steps + 1)
     by_itself, together = StepTimes(times.seconds[:alone]), StepTimes(times.seconds[alone:])
     shared = job.recipe.launch.context_parallel_size  # of each row, a process has computed its part
     ordered = [-(-sizes[row] // shared) for row in trainer.sampler()]
-    micro_batches = _micro_batches(ordered[alone * batch :], batch, options)
+    batch = job.recipe.train.per_device_train_batch_size
+    micro_batches = timed_batches(ordered[alone * batch :], batch, options)
     memory, peak = report.memory, trainer.peak_memory_bytes()
     several = None
     if group is not None:
-        before = _rate(_micro_batches(ordered, batch, options), by_itself.steady) if alone else None
-        several = _several(group, before, micro_batches, together.steady, peak)
+        before = tokens_per_second(timed_batches(ordered, batch, options), by_itself.steady) if alone else None
+        several = several_gpus(group, before, micro_batches, together.steady, peak)
     return Measured(
-        timing=_timing(micro_batches, times.first, together.steady, options, peak),
-        computing=_computing(micro_batches, batches, together.steady),
+        timing=timing(micro_batches, times.first, together.steady, options, peak),
+        computing=timed_tokens(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
         profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
@@ -232,26 +216,40 @@ def _measure(
     )
 
 
-def _several(
-    group: RankGroup, alone: float | None, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
-) -> SeveralGpus:
-    """All ranks' numbers; the same on each of them."""
+def _train(
+    job: Job,
+    model: Model,
+    rows: Sequence[TokenizedRow],
+    options: BenchOptions,
+    watching: Sequence[TrainerCallback | None],
+    group: RankGroup | None,
+    alone: int,
+) -> Any:
+    """Takes all steps, the first ``alone`` without the other ranks; the trainer that took them."""
     import torch
 
-    tokens, seconds = float(sum(map(sum, micro_batches))), _seconds(micro_batches, steady)
-    told = group.gather(torch.tensor([alone or 0.0, tokens, seconds, float(peak)], dtype=torch.float64))
-    rows = [row.tolist() for row in told]
-    in_all = sum(row[1] for row in rows) / max(row[2] for row in rows)
-    peaks = tuple(int(row[3]) for row in rows)
-    if alone is None:
-        return SeveralGpus(group.size, in_all, None, (), None, peaks)
-    each = tuple(row[0] for row in rows)
-    return SeveralGpus(group.size, in_all, sum(each), each, in_all / sum(each), peaks)
+    from ftcli.pipeline import build
+    from ftcli.trainers.bench import Joining
+    from ftcli.trainers.hooks import TrainerHooks
+    from ftcli.trainers.sft import build_sft_trainer
 
-
-def _rate(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
-    """Tokens per second."""
-    return sum(map(sum, micro_batches)) / _seconds(micro_batches, steady)
+    if group is not None:
+        build.form_group(job, group)
+        build.spread(job, model, group)
+    train = job.recipe.train
+    with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
+        trainer = build_sft_trainer(job, model, rows, TrainerHooks(None, 1, None), scratch, group)
+        for callback in watching:
+            if callback is not None:
+                trainer.add_callback(callback)
+        if group is not None and alone:
+            trainer.add_callback(Joining(trainer, group, after=alone))
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
+        what = f"{options.steps + 1} steps of {train.per_device_train_batch_size} x {job.recipe.data.max_seq_len}"
+        with job.reporter.progress(None, what):
+            trainer.train()
+    return trainer
 
 
 def _measure_evaluation(
@@ -281,10 +279,10 @@ def _measure_evaluation(
         began = time.perf_counter()
         evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
-    micro_batches, steady = _micro_batches(sizes, batch, options), seconds[1:] or seconds
+    micro_batches, steady = timed_batches(sizes, batch, options), seconds[1:] or seconds
     return Measured(
-        timing=_timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
-        computing=_computing(micro_batches, job.batches(model), steady),
+        timing=timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
+        computing=timed_tokens(micro_batches, job.batches(model), steady),
         device_memory=None,
         matmul_tflops=rate / 1e12,
         profiled=None,
@@ -293,88 +291,3 @@ def _measure_evaluation(
         cuda_graphs="nothing is trained",
         host=None,
     )
-
-
-def _timing(
-    micro_batches: Sequence[Sequence[int]],
-    first: float,
-    steady: Sequence[float],
-    options: BenchOptions,
-    peak_bytes: int,
-) -> Timing:
-    """Of the first step its seconds; of those after it what they achieve, with the lengths of their rows, and the
-    memory that they needed.
-    """
-    median = statistics.median(steady)
-    return Timing(
-        steps=options.steps,
-        first_step_only=options.steps == 0,
-        tokens_per_second=_rate(micro_batches, steady),
-        step_ms=1000 * median,
-        step_ms_min=1000 * min(steady),
-        step_ms_max=1000 * max(steady),
-        first_step_seconds=first,
-        peak_memory_bytes=peak_bytes,
-    )
-
-
-def _seconds(micro_batches: Sequence[Sequence[int]], steady: Sequence[float]) -> float:
-    """What all steps take: of one size by their median, which a single slow step does not change."""
-    alike = len({tuple(lengths) for lengths in micro_batches}) == 1
-    return statistics.median(steady) * len(steady) if alike else sum(steady)
-
-
-def _computing(micro_batches: Sequence[Sequence[int]], batches: Batches, steady: Sequence[float]) -> TimedTokens:
-    shapes = [batches.shape(lengths) for lengths in micro_batches]
-    real, computed = sum(map(sum, micro_batches)), sum(rows * width for rows, width in shapes)
-    rate = computed / _seconds(micro_batches, steady)
-    share = 1.0 - real / computed
-    return TimedTokens(real, computed, rate, share, len(set(shapes)), batches.layout, batches.reason)
-
-
-def _predicted(report: PreflightReport, options: BenchOptions) -> Predicted:
-    memory = report.memory
-    if memory is None or options.layers is not None:
-        return Predicted()
-    return Predicted(memory.total_bytes, memory.allocated_bytes if report.device.kind == "cuda" else None)
-
-
-def _forward(flops: StepFlops, recipe: Recipe) -> float:
-    """Operations per token of the forward pass, out of a training step's."""
-    passes = 2.0 if recipe.lora is not None else 3.0  # a frozen weight has no gradient of its own
-    return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
-
-
-def _stored_rate(flops: StepFlops | None, report: PreflightReport, options: BenchOptions) -> StoredRate:
-    """The rate of this machine's products of weights as they are stored, and the share of a step that runs at it."""
-    recipe = report.recipe
-    products = quantizations.row(recipe.quantization.method).products
-    if (
-        products is None
-        or products.measure_rate is None
-        or flops is None
-        or why_dequantized(recipe.quantization, report.plan, report.device) is not None
-    ):
-        return StoredRate()
-    from ftcli.job import device_of
-
-    rate = code_of(products.measure_rate)(device_of(report)) / 1e12
-    # What checkpointing runs again is linear layers for the most part.
-    share = (
-        flops.linear / 2.0 / _forward(flops, recipe)
-        if options.evaluation
-        else (flops.linear + flops.recompute) / flops.total
-    )
-    return StoredRate(recipe.quantization.method, rate, share)
-
-
-def _bound(
-    operations: float | None, tokens_per_second: float, matmul_tflops: float, stored: StoredRate
-) -> ArithmeticBound:
-    if operations is None:
-        return ArithmeticBound()
-    seconds = (1.0 - stored.share) / matmul_tflops
-    if stored.share:
-        seconds += stored.share / stored.tflops
-    bound = 1e12 / (operations * seconds)
-    return ArithmeticBound(operations, bound, tokens_per_second / bound)

@@ -26,7 +26,7 @@ from ftcli.run.status import FinishedTraining, TrainingSummary
 if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.trainers.best import EarlyStopping
-    from ftcli.trainers.callbacks import RunCallback
+    from ftcli.trainers.callbacks import RunCallback, StepIntervals
     from ftcli.trainers.hooks import TrainerHooks
 
 
@@ -59,27 +59,10 @@ def fit(
     Raises:
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
-    from ftcli.model.saved import check_saved, require_saveable, save_weights
-    from ftcli.trainers.callbacks import RunCallback, StepIntervals
-    from ftcli.trainers.hooks import TrainerHooks, not_interruptible
+    from ftcli.model.saved import require_saveable
+    from ftcli.trainers.callbacks import RunCallback
 
-    recipe = job.recipe
-    evaluates = evaluate is not None and recipe.eval.every_steps is not None
-    hooks = TrainerHooks(
-        context.directory.checkpoints,
-        recipe.checkpoint.keep_last,
-        evaluate if evaluates else None,
-        context.metrics.sync,
-        context.stop.interruptible if context.group is None else not_interruptible,
-        keep_best=evaluates and recipe.checkpoint.keep_best,
-        stopping=_stopping(recipe) if evaluates else None,
-        completions=_completions(context, recipe).write if context.leads else None,
-    )
-    schedule = StepIntervals(
-        log_every=recipe.logging.every_steps,
-        evaluate_every=recipe.eval.every_steps if evaluates else None,
-        save_every=recipe.checkpoint.every_steps,
-    )
+    evaluate = evaluate if job.recipe.eval.every_steps is not None else None
     with (
         tempfile.TemporaryDirectory(prefix="ftcli-") as scratch,
         StepProgress(
@@ -87,30 +70,64 @@ def fit(
         ) as progress,
     ):
         with context.phase("preparing the trainer"):
-            trainer = make_trainer(hooks, scratch)
+            trainer = make_trainer(_hooks(context, evaluate), scratch)
         if context.opened.trained is not None:
             return _trained_before(trainer, context, context.opened.trained)
         require_saveable(model)
         tell_start(context, job, model, rows)
-        callback = RunCallback(trainer, schedule, context.write_line, progress, context.stops)
+        intervals = _intervals(context.recipe, evaluates=evaluate is not None)
+        callback = RunCallback(trainer, intervals, context.write_line, progress, context.stops)
         trainer.add_callback(callback)
         _train(trainer, context)
         _tell_launches(trainer, context)
         raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
-        with _rescued(trainer, context), trainer.evaluated_weights():
-            whole = trainer.whole_weights()
-            if context.leads:
-                context.save_result(
-                    lambda folder: save_weights(model, folder, whole),
-                    lambda folder: check_saved(model, folder, whole),
-                    lambda folder: job.tokenizer.save_pretrained(str(folder)),
-                    lambda folder: write_card(context.directory, folder),
-                )
+        _save(trainer, context, job, model)
         trainer.settle()
     summary = _summary(trainer, callback, context)
     if context.leads:
         context.opened.note_trained(summary)
     return FinishedRun(str(context.directory.path), str(context.directory.result_dir), summary)
+
+
+def _hooks(context: RunContext, evaluate: Callable[[int], dict[str, float]] | None) -> TrainerHooks:
+    from ftcli.trainers.hooks import TrainerHooks, not_interruptible
+
+    recipe = context.recipe
+    return TrainerHooks(
+        context.directory.checkpoints,
+        recipe.checkpoint.keep_last,
+        evaluate,
+        context.metrics.sync,
+        context.stop.interruptible if context.group is None else not_interruptible,
+        keep_best=evaluate is not None and recipe.checkpoint.keep_best,
+        stopping=None if evaluate is None else _stopping(recipe),
+        completions=_completions(context, recipe).write if context.leads else None,
+    )
+
+
+def _intervals(recipe: Recipe, *, evaluates: bool) -> StepIntervals:
+    from ftcli.trainers.callbacks import StepIntervals
+
+    return StepIntervals(
+        log_every=recipe.logging.every_steps,
+        evaluate_every=recipe.eval.every_steps if evaluates else None,
+        save_every=recipe.checkpoint.every_steps,
+    )
+
+
+def _save(trainer: Any, context: RunContext, job: Job, model: Any) -> None:
+    """Writes the result, as rank 0; all ranks bring their parts of the weights."""
+    from ftcli.model.saved import check_saved, save_weights
+
+    with _rescued(trainer, context), trainer.evaluated_weights():
+        whole = trainer.whole_weights()
+        if context.leads:
+            context.save_result(
+                lambda folder: save_weights(model, folder, whole),
+                lambda folder: check_saved(model, folder, whole),
+                lambda folder: job.tokenizer.save_pretrained(str(folder)),
+                lambda folder: write_card(context.directory, folder),
+            )
 
 
 def _completions(context: RunContext, recipe: Recipe) -> Completions:

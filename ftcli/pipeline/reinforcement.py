@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
+    from ftcli.pipeline import build
     from ftcli.run.group import RankGroup
     from ftcli.trainers.parity import Parity
 
@@ -62,42 +63,22 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("loading libraries"):
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
-        from ftcli.model.quantized import quantized_layers
         from ftcli.pipeline import build
-        from ftcli.trainers.graphed import why_not_graphed
         from ftcli.trainers.grpo import build_grpo_trainer
         from ftcli.trainers.sharing import of_leader
-        from ftcli.trainers.together import numbers_agreed
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
     assert grpo is not None  # preflight refuses such a recipe (FT260)
-    judges = judges_of(context.recipe)
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
         prompts = _prompts(job, grpo)
-        evaluator = Evaluator(job, [], judges)
+        evaluator = Evaluator(job, [], judges_of(context.recipe))
         evaluator.read_tasks()
     with context.phase("loading the model"):
-        with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
-            model = build.build_trainable(job)
-        tokens = _as_tokens(job, prompts[: build.LOOKED_AT])
-        kernels = build.put_on_kernels(job, model, tokens)
-        batches = build.laid_out(job, model, tokens)
-        graphs = why_not_graphed(job, model) or "on"
-        built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
-        add_to_manifest(context, built)
-        if group is not None:
-            train = job.recipe.train
-            group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
-    before: Mapping[str, TaskResult] = {}
+        model = _policy(context, job, prompts)
     if context.leads:
         keep_inputs(context, build.inputs_of(job, model))
-        if context.opened.resume_step:
-            before = tasks_before(began_in(context.opened))
-        else:
-            before = _tasks(context, evaluator, model, "before")
-            write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
-        Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
+    before = _before(context, evaluator, model) if context.leads else {}
 
     def evaluate(step: int) -> dict[str, float]:
         now = evaluator.tasks(model) if context.leads else {}
@@ -124,6 +105,39 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         scores = {f"eval_{name}": score for name, score in _scores(after).items()}
         context.write_line({"step": fitted.summary.steps, **scores})
     return GrpoResult(fitted, _scores(before), _scores(after), time.perf_counter() - started)
+
+
+def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> build.Model:
+    """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
+    from ftcli.model.quantized import quantized_layers
+    from ftcli.pipeline import build
+    from ftcli.trainers.graphed import why_not_graphed
+
+    group = context.group
+    with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):
+        model = build.build_trainable(job)
+    tokens = _as_tokens(job, prompts[: build.LOOKED_AT])
+    kernels = build.put_on_kernels(job, model, tokens)
+    batches = build.laid_out(job, model, tokens)
+    graphs = why_not_graphed(job, model) or "on"
+    built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, batches)
+    add_to_manifest(context, built)
+    if group is not None:
+        build.form_group(job, group)
+    return model
+
+
+def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
+    """Scores of the tasks before training: a run that goes on reads those that it wrote, and forgets completions of
+    steps that are made again.
+    """
+    if context.opened.resume_step:
+        before = tasks_before(began_in(context.opened))
+    else:
+        before = _tasks(context, evaluator, model, "before")
+        write_tasks(context.directory, before, {})  # for a run that is stopped and goes on
+    Completions(context.directory.completions_dir).forget_after(context.opened.resume_step)
+    return before
 
 
 def _prompts(job: Job, grpo: GrpoConfig) -> list[RenderedPrompt]:

@@ -57,7 +57,6 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         from ftcli.pipeline import build, data
         from ftcli.trainers.graphed import why_not_graphed
         from ftcli.trainers.sft import build_sft_trainer
-        from ftcli.trainers.together import numbers_agreed
 
     started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
@@ -78,10 +77,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         add_to_manifest(context, built)
         held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences, group=group), model)
         if group is not None:
-            told = numbers_agreed(
-                job.recipe.train.gradient_accumulation_steps, job.recipe.train.per_device_train_batch_size
-            )
-            group.form(job.device, told)
+            build.form_group(job, group)
             build.spread(job, model, group)
     if context.leads:
         keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
@@ -94,13 +90,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         held_out.after_step if job.recipe.data.eval else None,
         Rows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )
-    with context.phase("evaluating"):
-        final = held_out.end()
-        if final is not None:
-            values = {f"eval_{name}": value for name, value in numbers(final).items()}
-            context.write_line({"step": fitted.summary.steps, **values})
-            session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
-    return SupervisedResult(fitted, numbers(final), time.perf_counter() - started)
+    return SupervisedResult(fitted, _after(context, held_out, fitted.summary.steps), time.perf_counter() - started)
 
 
 def _before(context: RunContext, held_out: HeldOut) -> None:
@@ -112,6 +102,17 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
         with context.phase("evaluating"):
             found = shown({f"eval_{name}": value for name, value in held_out.begin().items()})
         context.session.reporter.info(f"held-out before training: {found}")
+
+
+def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, float]:
+    """Measures the trained model; nothing without held-out data."""
+    with context.phase("evaluating"):
+        final = held_out.end()
+        if final is not None:
+            values = {f"eval_{name}": value for name, value in numbers(final).items()}
+            context.write_line({"step": steps, **values})
+            context.session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
+    return numbers(final)
 
 
 def _counted(

@@ -31,7 +31,7 @@ from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.gguf.file import require_library
-from ftcli.gguf.names import names_of, no_place, to_file
+from ftcli.gguf.names import Names, names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import TYPES, Architecture, architecture_of
@@ -115,7 +115,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         raise random_base(source)
     config = source_config(source, offline=offline)
     text: Any = config.get_text_config()
-    family, architecture = family_of(text.model_type), architecture_of(text.model_type, activation_of(text))
+    architecture = architecture_of(text.model_type, activation_of(text))
     if architecture is None:
         raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
     description = _described(metadata_of(text, architecture), architecture)
@@ -125,7 +125,7 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
     stored = source_weights(source, offline=offline)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = SplitExperts(weights) if architecture.experts else weights
-    names = names_of(in_file.names, family, architecture)
+    names = names_of(in_file.names, family_of(text.model_type), architecture)
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
     probe = probe_batch(tokenizer, text.vocab_size)
@@ -137,16 +137,12 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
         if problems:
             raise not_verified(source.destination, problems)
-    heads = {
-        "attn_q": text.num_attention_heads,
-        "attn_k": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-    }
     wanted = ExpectedFile(
         config,
         architecture,
         names,
         in_file,
-        heads,
+        _heads(text),
         description.tensors,
         description.values,
         vocabulary_of(tokenizer, stops, text.vocab_size),
@@ -158,12 +154,23 @@ def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) 
         source.llama_cpp,
         provenance_of(source),
     )
-    if names.left_out:
-        message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
-        message += "tensors of other parts than the language model are left out"
-        warning = Finding("FT757", message, severity="warning")
-        description = Description(description.values, description.tensors, (*description.warnings, warning))
-    return PreparedGguf(wanted, description, file_name(source), facts)
+    return PreparedGguf(wanted, _without_images(description, names), file_name(source), facts)
+
+
+def _heads(config: Any) -> dict[str, int]:
+    """How many heads the rows of queries and of keys stand for, by what GGUF calls the weights."""
+    heads: int = config.num_attention_heads
+    return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
+
+
+def _without_images(description: Description, names: Names) -> Description:
+    """With a warning where the model has other parts than its language model."""
+    if not names.left_out:
+        return description
+    message = f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
+    message += "tensors of other parts than the language model are left out"
+    warning = Finding("FT757", message, severity="warning")
+    return replace(description, warnings=(*description.warnings, warning))
 
 
 def _described(description: Description, architecture: Architecture) -> Description:

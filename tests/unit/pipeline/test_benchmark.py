@@ -10,8 +10,9 @@ import pytest
 from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
+from ftcli.pipeline.bench_bound import predicted_memory
 from ftcli.pipeline.bench_result import Predicted
-from ftcli.pipeline.benchmark import _predicted, bench_recipe
+from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.memory.estimate import estimate_memory
@@ -49,7 +50,7 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
     assert memory is not None
     assert "evaluation" not in memory.phases
     assert memory.parts["gradients"] == memory.parts["adapters"]  # one micro-batch a step
-    found = _predicted(report_of(loaded, options, "h200"), options)
+    found = predicted_memory(report_of(loaded, options, "h200"), options)
     assert found == Predicted(memory.total_bytes, memory.allocated_bytes)
 
 
@@ -59,7 +60,7 @@ def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe)
     alone = estimate_memory(setup_of(recipe, report.facts, report.device, "eval"))
     assert alone is not None
     assert set(alone.phases) == {"evaluation"}
-    assert _predicted(report, options).predicted_allocated_bytes == alone.allocated_bytes
+    assert predicted_memory(report, options).predicted_allocated_bytes == alone.allocated_bytes
 
 
 def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -> None:
@@ -77,8 +78,8 @@ def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -
 
 def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     options = BenchOptions(batch=1)
-    on_cpu = _predicted(report_of(loaded, options, "cpu"), options)
+    on_cpu = predicted_memory(report_of(loaded, options, "cpu"), options)
     assert on_cpu.predicted_peak_bytes is not None
     assert on_cpu.predicted_allocated_bytes is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
-    assert _predicted(report_of(loaded, options, "h200"), fewer) == Predicted()
+    assert predicted_memory(report_of(loaded, options, "h200"), fewer) == Predicted()

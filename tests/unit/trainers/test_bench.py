@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ftcli.pipeline.bench_bound import arithmetic_bound
 from ftcli.pipeline.bench_result import StoredRate
-from ftcli.pipeline.benchmark import _bound
 from ftcli.trainers.bench import covered, measure_fp8_rate, measure_matmul_rate
 
 
 def test_the_bound_counts_fp8_products_at_their_own_rate() -> None:
-    plain = _bound(35e9, 20_000.0, 700.0, StoredRate())
+    plain = arithmetic_bound(35e9, 20_000.0, 700.0, StoredRate())
     assert plain.bound_tokens_per_second == pytest.approx(20_000.0)
     assert plain.share_of_bound == pytest.approx(1.0)
-    mixed = _bound(35e9, 20_000.0, 700.0, StoredRate("fp8", 1400.0, 0.8))
+    mixed = arithmetic_bound(35e9, 20_000.0, 700.0, StoredRate("fp8", 1400.0, 0.8))
     assert mixed.bound_tokens_per_second == pytest.approx(20_000.0 / 0.6)
     assert mixed.share_of_bound == pytest.approx(0.6)
 
