@@ -17,7 +17,7 @@ class TookTooLong(Exception):
 
 
 @contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
+def limited_time(seconds: float) -> Iterator[None]:
     """A block that may take so long: TookTooLong is raised in it then.
 
     Only the main thread can be interrupted; elsewhere nothing is limited.

@@ -167,7 +167,7 @@ def _run(request: AnyRequest, words: list[str]) -> _Answer:
             result = request.action(session)
         text = _text_of(result, request)
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
-        failed = failure.describe(error, command=session.command, debug=session.debug)
+        failed = failure.failure_of(error, command=session.command, debug=session.debug)
         return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=leads)
     status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
     return _Answer(status, (), tuple(reporter.findings), result, text, leads)

@@ -23,7 +23,7 @@ class Failure:
     exit_code: int
 
 
-def describe(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
+def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
     """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug.
 
     The traceback of a bug is printed with `debug`, and written to a file otherwise.

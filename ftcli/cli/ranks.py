@@ -16,10 +16,10 @@ from ftcli.tables import engines
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
 
-__all__ = ["Ended", "exit_code", "spread"]
+__all__ = ["Ended", "exit_code", "run_as_ranks"]
 
 
-def spread(
+def run_as_ranks(
     load: Callable[[Sequence[Override]], LoadedRecipe], gpus: str | None, session: Session
 ) -> LoadedRecipe | Ended:
     """The recipe to run in this process; or how the processes ended that have run it.

@@ -18,7 +18,7 @@ from ftcli.config.scalars import number_hint
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.supported import supported
-from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain
+from ftcli.config.tree import Leaf, ListNode, MapNode, Tree, describe_kind, plain_tree
 from ftcli.errors import Finding
 
 _RANGE = {
@@ -46,7 +46,7 @@ def validate(tree: Tree, origins: Origins) -> tuple[Recipe | None, tuple[Finding
     """The recipe, or None, and the findings. There may be findings beside a recipe: empty sections are refused too."""
     blanks = _blank_sections(tree)
     try:
-        recipe = Recipe.model_validate(plain(tree))
+        recipe = Recipe.model_validate(plain_tree(tree))
     except ValidationError as error:
         problems = [_located(details, tree) for details in error.errors(include_url=False)]
         writer = _Writer(tree, origins, RecipeSchema())

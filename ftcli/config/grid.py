@@ -13,7 +13,7 @@ from typing import Any
 
 from ftcli.config.overrides import Override, Settings
 from ftcli.config.secrets import is_secret_key, mask
-from ftcli.config.tree import plain
+from ftcli.config.tree import plain_tree
 from ftcli.config.yaml import parse_value
 from ftcli.errors import ExitCode, FtcliError, Origin
 
@@ -111,7 +111,7 @@ def _axis(key: str, texts: Sequence[str], assignment: str) -> Axis:
     if "" in texts:
         help = "values are separated by commas; put quotes around a value that contains one"
         raise _refused(f"an empty value for `{key}`", assignment, help)
-    values = tuple(plain(parse_value(text, f"--set {assignment}").tree) for text in texts)
+    values = tuple(plain_tree(parse_value(text, f"--set {assignment}").tree) for text in texts)
     shown = [value_text(value) for value in values]
     twice = next((text for text in shown if shown.count(text) > 1), None)
     if twice is not None:

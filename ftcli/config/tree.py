@@ -53,12 +53,12 @@ class MapNode:
 Tree = Leaf | ListNode | MapNode
 
 
-def plain(tree: Tree) -> Any:
+def plain_tree(tree: Tree) -> Any:
     """The values alone: dicts, lists and scalars."""
     if isinstance(tree, MapNode):
-        return {key: plain(entry.value) for key, entry in tree.entries.items()}
+        return {key: plain_tree(entry.value) for key, entry in tree.entries.items()}
     if isinstance(tree, ListNode):
-        return [plain(item) for item in tree.items]
+        return [plain_tree(item) for item in tree.items]
     return tree.value
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 
 from jinja2.exceptions import TemplateError
 
-from ftcli.rows.memory import limited
+from ftcli.rows.memory import limited_memory
 from ftcli.units import size
 
 #: Seconds of this process' CPU time, in all, beyond what conversations need; bytes beyond what it has, for each.
@@ -65,7 +65,7 @@ class Allowance:
         needed = _SECONDS_EACH + _SECONDS_A_CHARACTER * characters
         begun = time.process_time()
         try:
-            with bounded(self._left + needed):
+            with limited_template(self._left + needed):
                 return write()
         except TemplateStopped as error:
             self._stopped = str(error)
@@ -75,7 +75,7 @@ class Allowance:
 
 
 @contextlib.contextmanager
-def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[None]:
+def limited_template(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[None]:
     """A block that may take ``seconds`` of CPU time and ``spare`` bytes of memory beyond what is taken.
 
     Both in the main thread only: there Python handles signals, and of two threads that take turns to set and restore
@@ -88,7 +88,7 @@ def bounded(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> Iterator[No
         yield
         return
     try:
-        with _timed(seconds), limited(spare):
+        with _timed(seconds), limited_memory(spare):
             yield
     except MemoryError as error:
         raise TemplateStopped(f"it needs more than {size(spare)} of memory for one conversation") from error

@@ -42,7 +42,7 @@ def in_batches(
             result = step(chosen)
         except torch.OutOfMemoryError as error:
             if len(chosen) == 1:
-                raise too_long(what, where(chosen[0])) from error
+                raise row_too_large(what, where(chosen[0])) from error
             failed = True
         else:
             failed = False
@@ -67,7 +67,7 @@ def halved(what: str, before: int, after: int) -> Finding:
     )
 
 
-def too_long(what: str, origin: Origin | None) -> FtcliError:
+def row_too_large(what: str, origin: Origin | None) -> FtcliError:
     """The error that even one row is too large."""
     return FtcliError.single(
         "FT761",

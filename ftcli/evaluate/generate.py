@@ -12,7 +12,7 @@ from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.config import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.batching import halved, too_long
+from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
@@ -164,7 +164,7 @@ def _complete(asked: _Asked, requests: Sequence[GenerationRequest], rows: int, p
         if _finished(asked, requests, left, rows, done, progress):
             break
         if rows == 1:
-            raise too_long("generation", None)
+            raise row_too_large("generation", None)
         asked.reporter.finding(halved("generation", rows, rows // 2))
         rows //= 2
         if asked.device.type == "cuda":

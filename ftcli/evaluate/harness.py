@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.evaluate.batching import halved, too_long
+from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonMap
@@ -54,7 +54,7 @@ def run_harness(
                     results = _evaluate(model, tokenizer, tasks, batch_size, limit, max_length)
             except torch.OutOfMemoryError as error:
                 if batch_size == 1:
-                    raise too_long("lm-evaluation-harness", None) from error
+                    raise row_too_large("lm-evaluation-harness", None) from error
             if results is not None:
                 return _metrics(results)
             tried, batch_size = batch_size, batch_size // 2  # not in the except block: it holds the batch's tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Origin
-from ftcli.evaluate.batching import halved, too_long
+from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.model.passes import led
 from ftcli.reporting import Reporter
 from ftcli.run.group import RankGroup
@@ -98,7 +98,7 @@ def summed_in_step(
                     start += count
                     continue
                 if found is None and count == 1:
-                    raise too_long("evaluation", where((mine or items[-1:])[0]))
+                    raise row_too_large("evaluation", where((mine or items[-1:])[0]))
                 if count == 1:
                     group.agree("evaluating")  # raises what the other rank has to say
                 rows = count // 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import ftkernels.sampling
 import torch
 
-from ftcli.evaluate.batching import too_long
+from ftcli.evaluate.batching import row_too_large
 from ftcli.evaluate.generate import answering
 from ftcli.evaluate.window import Window
 from ftcli.facts.precision import DtypePlan
@@ -110,7 +110,7 @@ def listening(
     try:
         return open_generator(model, plan, device, rows=1, longest=max_length, pad=pad, ahead=1)
     except torch.OutOfMemoryError as error:
-        raise too_long("generation", None) from error
+        raise row_too_large("generation", None) from error
 
 
 def stream(

@@ -11,7 +11,7 @@ from ftcli.export.clean.request import TENSOR, ReloadRequest
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import TEXTS
 from ftcli.export.resolve import ExportSource, read_adapter_config
-from ftcli.export.servers import llama_cpp, vllm
+from ftcli.export.servers import llama_cpp_server, vllm
 from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.verify import Verified, compare_tensors, compare_tokenizers, not_asked, reloaded
 from ftcli.export.vocabulary import with_its_vocabulary
@@ -80,7 +80,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         problems.append("adapter_config.json is another")
     if problems:
         raise not_verified(folder, problems)
-    servers = (vllm(stated, wanted), llama_cpp(stated, wanted))
+    servers = (vllm(stated, wanted), llama_cpp_server(stated, wanted))
     return Verified(
         "every tensor, bit for bit, tokenizer",
         {"tensors": len(wanted), **{server.name: server.said for server in servers}, **reloaded(answer)},

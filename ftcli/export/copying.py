@@ -14,7 +14,7 @@ from torch import Tensor
 from ftcli.export.clean.ask import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import elements
-from ftcli.export.lazy import reading
+from ftcli.export.lazy import computing_from
 from ftcli.export.loading import load_written, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import Probe, compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, unusable
@@ -127,7 +127,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
     stored = base_weights(source, offline=True)
     outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
     probe = probe_batch(tokenizer, stored.shape(ends(outline)[0])[0])
-    with reading(outline, stored.read, stored.names):
+    with computing_from(outline, stored.read, stored.names):
         probe = continued(outline, probe, tokens_compared(elements(stored)))
         return probe, logits(outline, probe), elements(stored)
 

@@ -26,13 +26,13 @@ from ftcli.export.clean.ask import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import difference
 from ftcli.export.copying import copy_processors
-from ftcli.export.lazy import reading
+from ftcli.export.lazy import computing_from
 from ftcli.export.loading import attach, not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.merge import outputs
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import require_room
-from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, prepare, random_base, save_config
+from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, random_base, save_config
 from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
 from ftcli.export.verify import (
     Update,
@@ -50,7 +50,7 @@ from ftcli.export.verify import (
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import hollow
-from ftcli.model.quantized import unreadable
+from ftcli.model.quantized import unreadable_weights
 from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         raise random_base(source)
     if source.verify:
         require_library()
-    plan = prepare(source, offline=offline)
+    plan = plan_model(source, offline=offline)
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
     say(f"rounding {len(rounded.names)} weights to 8 bits")
@@ -98,7 +98,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     try:
         write_shards(folder, planned, SHARD_BYTES)
     except SafetensorError as error:  # the base was cut short meanwhile
-        raise unreadable(first_line(error)) from error
+        raise unreadable_weights(first_line(error)) from error
     tokenizer = source_tokenizer(source, offline=offline)
     save_config(source, plan, tokenizer, folder, offline=offline)
     _declare(folder / "config.json", _ignored(model, rounded))
@@ -222,7 +222,7 @@ def _verify(
     say("verifying: loading the result again")
     tokenizer = source_tokenizer(source, offline=offline)
     model: Any = unwritten(plan.config) if adapted is None else adapted
-    with reading(model, base.read, base.names):
+    with computing_from(model, base.read, base.names):
         probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
         probe = continued(model, probe, tokens_compared(_parameters(base)))
         trained = logits(model, probe)

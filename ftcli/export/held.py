@@ -27,7 +27,7 @@ from ftcli.model.quantize import (
     quantize_linear,
     stores_packed,
 )
-from ftcli.model.quantized import QuantizedLinear, unreadable
+from ftcli.model.quantized import QuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap
 from ftcli.tables import quantizations
 
@@ -79,13 +79,13 @@ class BaseInTraining:
         layer = name.removesuffix(".weight")
         module = model.get_submodule(layer)
         if self.reader is None or not can_be_packed(layer, module):
-            raise unreadable(f"{layer} is stored quantized, and ftcli keeps it in full precision")
+            raise unreadable_weights(f"{layer} is stored quantized, and ftcli keeps it in full precision")
         assert isinstance(module, nn.Linear)
         plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
         try:
             return self._numbers(self.reader.layer(parts, plain, layer))
         except ValueError as error:
-            raise unreadable(f"{layer}: {error}") from error
+            raise unreadable_weights(f"{layer}: {error}") from error
 
     def as_held(self, name: str, tensor: Tensor) -> Tensor:
         """A stored tensor as training held it."""

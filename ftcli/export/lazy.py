@@ -47,7 +47,7 @@ class _Slot:
 
 
 @contextmanager
-def reading(model: nn.Module, read: Read, stored: Collection[str] = ()) -> Iterator[None]:
+def computing_from(model: nn.Module, read: Read, stored: Collection[str] = ()) -> Iterator[None]:
     """While it is entered, ``model`` computes with what ``read`` answers, in float32.
 
     A layer's weights are read before it computes, all at once where it is not too large: some modules compute with the

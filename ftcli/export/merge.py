@@ -180,7 +180,7 @@ def _parts(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, sto
 
 
 @contextmanager
-def rounded(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
+def rounded_as_merged(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
     """While it is entered, ``adapted`` answers as the merged model will, rounding included.
 
     In each forward a layer's W is ``cast(W + s B A) - s B A``, and the layer adds its adapter as it always does. Its

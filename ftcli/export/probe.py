@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ftcli.data.bounded import REFUSALS, bounded
+from ftcli.data.bounded import REFUSALS, limited_template
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -84,7 +84,7 @@ def continued(model: PreTrainedModel | PeftModel, probe: Probe, tokens: int = NE
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """``text`` as a user's message up to where the answer begins; plain without a chat template that takes it."""
     try:
-        with bounded():
+        with limited_template():
             shown = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )

@@ -19,7 +19,7 @@ from ftcli.export.clean.ask import model_request, sent, tokens_compared
 from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import compare_written, elements, open_written
 from ftcli.export.copying import copy_model, copy_processors, verify_copy
-from ftcli.export.lazy import reading
+from ftcli.export.lazy import computing_from
 from ftcli.export.loading import (
     attach,
     not_verified,
@@ -27,7 +27,7 @@ from ftcli.export.loading import (
     source_tokenizer,
     unwritten,
 )
-from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded, rounding_of
+from ftcli.export.merge import AdapterUpdates, Rounding, outputs, rounded_as_merged, rounding_of
 from ftcli.export.probe import Probe, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import merge_bytes, require_room
@@ -47,7 +47,7 @@ from ftcli.facts.device import cpu_device
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config
 from ftcli.model.load import align_special_tokens, stop_token_ids
-from ftcli.model.quantized import unreadable
+from ftcli.model.quantized import unreadable_weights
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import plain_fields
 from ftcli.tables import exports
@@ -119,7 +119,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     """
     if source.base.init == "random" and source.kind == "adapter":
         raise random_base(source)
-    plan = prepare(source, offline=offline)
+    plan = plan_model(source, offline=offline)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
     planned = outputs(plan.base, plan.adapter, plan.rounding)
@@ -127,7 +127,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     try:
         write_shards(folder, planned, SHARD_BYTES)
     except SafetensorError as error:  # the base was cut short meanwhile
-        raise unreadable(first_line(error)) from error
+        raise unreadable_weights(first_line(error)) from error
     tokenizer = source_tokenizer(source, offline=offline)
     save_config(source, plan, tokenizer, folder, offline=offline)
     tokenizer.save_pretrained(str(folder))
@@ -136,7 +136,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
     return plan
 
 
-def prepare(source: ExportSource, *, offline: bool) -> ModelPlan:
+def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
     """Opens what is merged. Raises FtcliError as :func:`write_merged`."""
     tokenizer = source_tokenizer(source, offline=offline)
     stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
@@ -256,19 +256,19 @@ def _reference(
 
     if adapted is None:
         model: Any = unwritten(plan.config)
-        with reading(model, base.read, base.names):
+        with computing_from(model, base.read, base.names):
             probe = continued(model, probe, tokens)
             exact = logits(model, probe)
-        with reading(model, as_stored, base.names):
+        with computing_from(model, as_stored, base.names):
             return probe, exact, exact, logits(model, probe)
-    with reading(adapted, base.read, base.names):
+    with computing_from(adapted, base.read, base.names):
         probe = continued(adapted, probe, tokens)
         exact = logits(adapted, probe)
         with adapted.disable_adapter():
             without = logits(adapted, probe)
     with (
-        reading(adapted, as_stored, base.names),
-        rounded(adapted, lambda name: plan.rounding.of(name, base.of(name))),
+        computing_from(adapted, as_stored, base.names),
+        rounded_as_merged(adapted, lambda name: plan.rounding.of(name, base.of(name))),
     ):
         return probe, exact, without, logits(adapted, probe)
 

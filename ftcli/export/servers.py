@@ -60,7 +60,7 @@ def vllm(config: JsonMap, names: Iterable[str]) -> Server:
     return Server("vLLM", tuple(problems), f"--max-lora-rank {allowed}" if allowed > _VLLM_RANK else "")
 
 
-def llama_cpp(config: JsonMap, names: Iterable[str]) -> Server:
+def llama_cpp_server(config: JsonMap, names: Iterable[str]) -> Server:
     """llama.cpp's ``convert_lora_to_gguf.py``; ftcli's own file (``export.gguf.lora_adapter``) has the right scales."""
     problems = _beside_pairs(config, names)
     if config.get("use_rslora") or config.get("alpha_pattern"):

@@ -25,7 +25,7 @@ from ftcli.export.verify import Update, places, updates
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.model.load import config_of
-from ftcli.model.quantized import unreadable
+from ftcli.model.quantized import unreadable_weights
 from ftcli.model.renaming import Renaming
 from ftcli.model.streamed import require_ignorable
 from ftcli.model.tokenizer import source_of
@@ -106,13 +106,13 @@ class StoredWeights:
         try:
             self.stored = tuple(self._grouped(files))
         except (SafetensorError, RuntimeError, ValueError) as error:
-            raise unreadable(first_line(error)) from error
+            raise unreadable_weights(first_line(error)) from error
         self._by_name = {name: each for each in self.stored for name in each.names}
         self.names: Sequence[str] = tuple(self._by_name)
         self.ties = _ties(model, self._by_name)
         missing = sorted(name for name, _ in model.named_parameters() if name not in {*self._by_name, *self.ties})
         if missing:
-            raise unreadable(f"{missing[0]} is not among the stored weights")
+            raise unreadable_weights(f"{missing[0]} is not among the stored weights")
 
     def _grouped(self, files: Sequence[Path]) -> Iterator[StoredTensors]:
         found: dict[tuple[str, str], list[tuple[str, TensorFile, str]]] = {}
@@ -180,7 +180,7 @@ class StoredWeights:
                 return self.held.unpacked(parts, self._model, name)
             tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
         except (OSError, SafetensorError, ValueError) as error:
-            raise unreadable(f"{name}: {first_line(error)}") from error
+            raise unreadable_weights(f"{name}: {first_line(error)}") from error
         tensor = tensor if self.held is None else self.held.as_held(name, tensor)
         return _resized(tensor, self._rows[asked]) if asked in self._rows else tensor
 

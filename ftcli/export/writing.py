@@ -14,7 +14,7 @@ from ftcli import __version__
 from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf.llama import ABSENT, llama_cpp
+from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
@@ -136,7 +136,7 @@ def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | N
     """What there is of llama.cpp, where a format is for it; that there is nothing is said once for all of them."""
     if not verify or not any(exports.row(name).llama_cpp for name in made):
         return None
-    found = llama_cpp()
+    found = installed_llama_cpp()
     if found is None:
         reporter.info(ABSENT)
     return found

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 from ftcli.config import LoraConfig
 from ftcli.errors import Finding, Origin
 from ftcli.facts.shape import Linear, ModelShape
-from ftcli.patience import TookTooLong, limited
+from ftcli.patience import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.
 _NUMBERED: re.Pattern[str] = re.compile(r".*?\.[^.]*\.(?P<ftcli_index>\d+)\.")
@@ -128,7 +128,7 @@ def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expressi
     waiting = list(expressions)
     tried = None
     try:
-        with limited(SECONDS + _SECONDS_A_NAME * len(names) * len(waiting)):
+        with limited_time(SECONDS + _SECONDS_A_NAME * len(names) * len(waiting)):
             for tried in waiting:
                 for name in names:
                     tried[1].match(name)

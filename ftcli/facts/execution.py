@@ -203,7 +203,7 @@ def _joins_rows(recipe: Recipe, batches: Batches) -> bool:
     return batches.layout == "unpadded" and recipe.train.per_device_train_batch_size > 1
 
 
-def parts_of(
+def execution_parts(
     recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
 ) -> tuple[ExecutionPart, ...]:
     """What runs on each part of a training step, in the order of the model."""

@@ -11,7 +11,7 @@ from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.batch import DecodeBatch
 from ftcli.generation.cache import Cache
-from ftcli.generation.forward import Forward, cache_shape, product_dtype
+from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
@@ -44,7 +44,7 @@ class Engine:
         graphs: bool = True,
         ahead: int = AHEAD,
     ) -> None:
-        dtype = product_dtype(forward.model, plan)
+        dtype = cache_dtype(forward.model, plan)
         on_gpu = device.type == "cuda"
         cache = Cache(cache_shape(forward.model, dtype), layout.pages, dtype, device)
         batch = DecodeBatch(layout.rows, pages_of(longest), device)

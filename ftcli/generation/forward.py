@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def product_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dtype:
+def cache_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dtype:
     """What keys and values come in: the dtype of products under autocast, else the model's own."""
     dtype: torch.dtype = getattr(torch, plan.compute) if plan.autocast else base_of(model).dtype
     return dtype
@@ -63,7 +63,7 @@ class Forward:
         self._plan = plan
         self._device = device
         self._head = head_of(model)  # refuses a head that cannot be read
-        self._packed = _PackedAdapters(model, product_dtype(model, plan))
+        self._packed = _PackedAdapters(model, cache_dtype(model, plan))
 
     @contextmanager
     def generating(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from ftcli.facts.generation import choose_layout, why_no_engine
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import AHEAD, Engine
 from ftcli.generation.fallback import TransformersGenerator
-from ftcli.generation.forward import Forward, cache_shape, product_dtype
+from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.merged import MergedModel, copied_bytes, merged_model
 from ftcli.generation.requests import Completion, GenerationRequest, Token
 from ftcli.generation.stopping import StopCheck
@@ -122,8 +122,8 @@ def open_generator(
     if reason is not None:
         return OpenedGenerator(TransformersGenerator(model, plan, device, pad=pad, rows=rows), reason)
     on_gpu = device.type == "cuda"
-    shape = cache_shape(model, product_dtype(model, plan))
-    room = free_bytes(device) if room_bytes is None and on_gpu else room_bytes
+    shape = cache_shape(model, cache_dtype(model, plan))
+    room = free_gpu_bytes(device) if room_bytes is None and on_gpu else room_bytes
     copied = copied_bytes(model, plan) if on_gpu and merge else None
     layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied)
     if layout is None:
@@ -134,7 +134,7 @@ def open_generator(
     return OpenedGenerator(Engine(forward, layout, longest, plan, device, graphs=alone, ahead=ahead), None, merged)
 
 
-def free_bytes(device: torch.device) -> int:
+def free_gpu_bytes(device: torch.device) -> int:
     """Memory of a GPU that this process could have: what nobody has, and what torch keeps and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -148,7 +148,7 @@ def _why_not(
     reason = why_no_engine(config.to_dict(), family_of(config.model_type) is not None)
     if reason is not None:
         return reason
-    dtype = product_dtype(model, plan)
+    dtype = cache_dtype(model, plan)
     head_dim = cache_shape(model, dtype).head_dim
     reason = why_no_decode_attention(gpu_of(device), dtype_name(dtype), head_dim)
     if reason is not None:

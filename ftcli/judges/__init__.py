@@ -1,7 +1,7 @@
 """Judges score completions: rewards of GRPO and tasks of evaluation, built in or the user's, called in one way."""
 
 from ftcli.judges.builtin import missing_answer
-from ftcli.judges.judge import Judge, judges_of, kind_of, open_judge
+from ftcli.judges.judge import Judge, judge_name, judges_of, open_judge
 from ftcli.judges.user import columns_of, file_of, reserved_column
 from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
@@ -11,8 +11,8 @@ __all__ = [
     "JudgeScores",
     "columns_of",
     "file_of",
+    "judge_name",
     "judges_of",
-    "kind_of",
     "missing_answer",
     "open_judge",
     "reserved_column",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import Failed, Scorer, Verdict
 from ftcli.paths import expanded
-from ftcli.patience import TookTooLong, limited
+from ftcli.patience import TookTooLong, limited_time
 from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _read(name: str) -> Any:
 
 def _passes(text: str, validator: Validator | None) -> Verdict:
     try:
-        with limited(SECONDS):
+        with limited_time(SECONDS):
             value = _parsed(text)
             return float(validator is None or bool(validator.is_valid(value)))
     except (ValueError, RecursionError):

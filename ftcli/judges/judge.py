@@ -58,7 +58,7 @@ def open_judge(config: RewardConfig | TaskConfig) -> Judge:
     Raises FtcliError (exit 2): FT451, FT452 for a function that cannot be loaded, FT280 for a JSON Schema that is none.
     """
     kind: Literal["reward", "task"] = "reward" if isinstance(config, RewardConfig) else "task"
-    name = kind_of(config)
+    name = judge_name(config)
     if config.file is None:
         scorer = built_in(config, name)
         on_error: OnError = "skip" if config.on_error is None else config.on_error
@@ -68,7 +68,7 @@ def open_judge(config: RewardConfig | TaskConfig) -> Judge:
     return Judge(config.file, kind, "stop" if config.on_error is None else config.on_error, function.verdicts)
 
 
-def kind_of(config: JudgeConfig) -> str:
+def judge_name(config: JudgeConfig) -> str:
     """The built-in judge of a reward or a task, or "function"."""
     return config.kind if isinstance(config, TaskConfig) else config.use or "function"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ftcli.patience import limited
+from ftcli.patience import limited_time
 
 #: An expression sees only this much of a completion, so that a slow one cannot hold up training.
 MAX_MATCHED_CHARS = 20_000
@@ -26,5 +26,5 @@ class Pattern:
 
         Raises TookTooLong after a second, where this is the main thread: only there a signal can end a search.
         """
-        with limited(SECONDS):
+        with limited_time(SECONDS):
             return self._compiled.search(text[:MAX_MATCHED_CHARS])

@@ -27,7 +27,7 @@ from ftcli.facts.model import activation_of
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.fused import norm_eps
-from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable
+from ftcli.model.quantized import QuantizedLinear, TrainedQuantizedLinear, unreadable_weights
 from ftcli.plain import JsonObject
 from ftcli.tables.families import Family, family_of
 
@@ -254,7 +254,7 @@ def masters_of(layer: TernaryLinear) -> BitLinear:
     return masters
 
 
-def finish(model: PreTrainedModel, *, kernels: bool, settings: QuantizationConfig | None = None) -> None:
+def round_in_norms(model: PreTrainedModel, *, kernels: bool, settings: QuantizationConfig | None = None) -> None:
     """Has norms round what they hand to linear layers, and notes in the model's config that these round their weights.
 
     Without that note transformers would take the masters for ordinary weights, and say nothing. With ``use_rms_norm``
@@ -314,4 +314,4 @@ def set_share(model: nn.Module, share: float) -> None:
 
 def _require_finite(linear: nn.Linear, name: str) -> None:
     if not bool(torch.isfinite(linear.weight).all()):
-        raise unreadable(f"{name} {tuple(linear.weight.shape)}: the weight holds NaN or infinity")
+        raise unreadable_weights(f"{name} {tuple(linear.weight.shape)}: the weight holds NaN or infinity")

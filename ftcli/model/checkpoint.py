@@ -283,7 +283,7 @@ def _weights(folder: Path) -> list[Path]:
     return found
 
 
-def shown(problems: list[str]) -> str:
+def first_few(problems: list[str]) -> str:
     """The first few, and how many more there are."""
     more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     return "; ".join(problems[:_NAMED]) + more
@@ -292,7 +292,7 @@ def shown(problems: list[str]) -> str:
 def _not_whole(name: str, problems: list[str]) -> FtcliError:
     return FtcliError.single(
         "FT323",
-        f"the weights of {name} do not make the model of its config.json: {shown(problems)}",
+        f"the weights of {name} do not make the model of its config.json: {first_few(problems)}",
         exit_code=ExitCode.PREFLIGHT,
         help="download or copy the model again, weights and config.json from the same place",
     )
@@ -301,7 +301,7 @@ def _not_whole(name: str, problems: list[str]) -> FtcliError:
 def _unusable(folder: Path, problems: list[str]) -> FtcliError:
     return FtcliError.single(
         "FT334",
-        f"the adapter in {folder} cannot be put on this model: {shown(problems)}",
+        f"the adapter in {folder} cannot be put on this model: {first_few(problems)}",
         exit_code=ExitCode.PREFLIGHT,
         help="name the recipe that it was trained with, or train it again",
     )

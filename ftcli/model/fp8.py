@@ -11,7 +11,7 @@ from ftkernels.fp8 import Fp8Rows, Fp8Weight, join_fp8, part_fp8, quantize_weigh
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable
+from ftcli.model.quantized import QuantizedLinear, SharedTensor, unreadable_weights
 from ftcli.model.selfcheck import Tolerance
 
 #: fp8 rounds each product's operands to 3 bits: what differs in the last bit before may differ by 6% after. Measured on
@@ -98,7 +98,7 @@ def fp8_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> Fp
     try:
         weight = quantize_weight(linear.weight)
     except ValueError as error:
-        raise unreadable(f"{name} {tuple(linear.weight.shape)}: {error}") from error
+        raise unreadable_weights(f"{name} {tuple(linear.weight.shape)}: {error}") from error
     return Fp8Linear(weight, linear.bias, name)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ftcli.errors import FtcliError, first_line
 from ftcli.gguf.file import ReadFile, require_library
 from ftcli.gguf.names import from_file, names_of
-from ftcli.model.quantized import unreadable
+from ftcli.model.quantized import unreadable_weights
 from ftcli.tables.families import family_of
 from ftcli.tables.gguf import architecture_of
 
@@ -38,32 +38,34 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
     family = family_of(config.model_type)
     architecture = architecture_of(config.model_type, getattr(config, "hidden_act", None) or "silu")
     if family is None or architecture is None:
-        raise unreadable(f"{path.name}: ftcli does not know how GGUF holds a model_type {config.model_type}")
+        raise unreadable_weights(f"{path.name}: ftcli does not know how GGUF holds a model_type {config.model_type}")
     require_library()
     try:
         file = ReadFile(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
-        raise unreadable(
+        raise unreadable_weights(
             f"{path.name}: {first_line(error)} (bitnet.cpp's own types I2_S, TL1 and TL2 are not read: the same models "
             "are published as packed safetensors)"
         ) from error
     said = file.values.get("general.architecture")
     if said != architecture.name:
-        raise unreadable(f"{path.name} is of the architecture {said}, and config.json's model is {architecture.name}")
+        raise unreadable_weights(
+            f"{path.name} is of the architecture {said}, and config.json's model is {architecture.name}"
+        )
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     try:
         names = names_of([name for name in model.state_dict() if name not in tied], family, architecture).in_model
     except FtcliError as error:
-        raise unreadable(f"{path.name}: {error.findings[0].message}") from error
+        raise unreadable_weights(f"{path.name}: {error.findings[0].message}") from error
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
     for stored in file.names:
         if stored in _COMPUTED:
             continue
         if stored not in names:
-            raise unreadable(f"the model has no place for {stored} of {path.name}")
+            raise unreadable_weights(f"the model has no place for {stored} of {path.name}")
         tensor = file.read(stored)
         if names[stored].removesuffix(".weight") in layers and not _is_ternary(tensor):
-            raise unreadable(
+            raise unreadable_weights(
                 f"{stored} of {path.name} ({file.type_name(stored)}) has more values than -a, 0 and a: it is no "
                 "BitNet model, or it was rounded by blocks and is no longer one"
             )

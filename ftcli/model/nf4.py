@@ -11,7 +11,7 @@ from ftkernels.nf4 import NF4_TABLE, NestedScales, NF4Weight, quantize_nf4
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.quantized import QuantizedLinear, unreadable
+from ftcli.model.quantized import QuantizedLinear, unreadable_weights
 from ftcli.plain import JsonMap, JsonObject
 
 _PART = re.compile(
@@ -81,7 +81,7 @@ def nf4_linear(linear: nn.Linear, settings: QuantizationConfig, name: str) -> NF
     try:
         weight = quantize_nf4(linear.weight, double_quant=settings.double_quant)
     except ValueError as error:
-        raise unreadable(f"{name} {tuple(linear.weight.shape)}: {error}") from error
+        raise unreadable_weights(f"{name} {tuple(linear.weight.shape)}: {error}") from error
     return NF4Linear(weight, linear.bias, name)
 
 

@@ -87,7 +87,7 @@ def keep_parts(base: PreTrainedModel, parts: RankWeights) -> None:
     object.__setattr__(base, _ATTRIBUTE, parts)
 
 
-def parts_of(base: PreTrainedModel) -> RankWeights | None:
+def rank_weights_of(base: PreTrainedModel) -> RankWeights | None:
     """What :func:`keep_parts` has noted."""
     found: RankWeights | None = vars(base).get(_ATTRIBUTE)
     return found

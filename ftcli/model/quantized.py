@@ -257,7 +257,7 @@ class DequantizedLinear(nn.Linear):
         self.register_parameter("bias", layer.bias)
 
 
-def unreadable(reason: str) -> FtcliError:
+def unreadable_weights(reason: str) -> FtcliError:
     """FT323: weights that no model can be built of."""
     return FtcliError.single(
         "FT323",

@@ -46,17 +46,17 @@ def as_spread(rows: Tensor, mesh: DeviceMesh, shape: torch.Size, stride: tuple[i
     return found
 
 
-def whole_of(tensor: Tensor, *, wanted: bool) -> Tensor | None:
+def gather_rows(tensor: Tensor, *, wanted: bool) -> Tensor | None:
     """All rows, on the host, for a rank that wants them. All ranks call this, in the same order."""
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach().cpu() if wanted else None
 
 
 def whole_as(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
-    """:func:`whole_of` this rank's rows of something in the shape of ``like``."""
+    """:func:`gather_rows` this rank's rows of something in the shape of ``like``."""
     if not isinstance(like, DTensor):
         return rows.cpu() if wanted else None
-    return whole_of(as_spread(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
+    return gather_rows(as_spread(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
 
 
 def spreads_trained(model: Any) -> bool:
@@ -78,7 +78,7 @@ def put_away(model: Any) -> None:
 def whole_weights(model: PreTrainedModel, *, wanted: bool) -> dict[str, Tensor] | None:
     """All weights by name on the host, for a rank that wants them; tied ones once. All ranks call this."""
     put_away(model)
-    found = {name: whole_of(p, wanted=wanted) for name, p in model.named_parameters()}
+    found = {name: gather_rows(p, wanted=wanted) for name, p in model.named_parameters()}
     return {name: tensor for name, tensor in found.items() if tensor is not None} if wanted else None
 
 

@@ -39,7 +39,7 @@ from ftcli.model.quantized import (
     QuantizedLinear,
     TrainedQuantizedLinear,
     rounded_before,
-    unreadable,
+    unreadable_weights,
 )
 from ftcli.model.renaming import Renaming
 from ftcli.tables import code_of, quantizations
@@ -179,7 +179,7 @@ def load_quantized(
         try:
             reader.require(model)
         except ValueError as error:
-            raise unreadable(str(error)) from error
+            raise unreadable_weights(str(error)) from error
     model.requires_grad_(holding.trained)
     return model.eval()
 
@@ -258,14 +258,14 @@ def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding, 
         for name, tensor in renaming.joined():
             _place(model, name, tensor, holding, chosen)
     except (RuntimeError, ValueError) as error:
-        raise unreadable(f"stacks of experts cannot be put together: {first_line(error)}") from error
+        raise unreadable_weights(f"stacks of experts cannot be put together: {first_line(error)}") from error
 
 
 def require_ignorable(model: PreTrainedModel, key: str) -> None:
     """Raises FtcliError FT323 for a stored tensor that the model has no place for, and may not ignore."""
     patterns = [COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     if not any(re.search(pattern, key) for pattern in patterns):
-        raise unreadable(f"the model has no place for the stored tensor {key}")
+        raise unreadable_weights(f"the model has no place for the stored tensor {key}")
 
 
 def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader | None) -> bool:
@@ -285,7 +285,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, chosen
     wanted: Tensor | None = module._parameters[leaf] if is_parameter else module._buffers[leaf]
     assert wanted is not None
     if wanted.shape != tensor.shape:
-        raise unreadable(f"{name} is stored with shape {tuple(tensor.shape)} and must be {tuple(wanted.shape)}")
+        raise unreadable_weights(f"{name} is stored with shape {tuple(tensor.shape)} and must be {tuple(wanted.shape)}")
     if not is_parameter:
         module._buffers[leaf] = tensor.to(holding.device, wanted.dtype)
     elif leaf == "weight" and layer in chosen:
@@ -307,18 +307,18 @@ def _place_packed(
         try:
             reader.add(on_device, module)
         except ValueError as error:
-            raise unreadable(f"{layer}: {error}") from error
+            raise unreadable_weights(f"{layer}: {error}") from error
         return
     if not can_be_packed(layer, module):
-        raise unreadable(f"{layer} is stored quantized, and ftcli keeps it in full precision")
+        raise unreadable_weights(f"{layer} is stored quantized, and ftcli keeps it in full precision")
     if reader is None:
         method = holding.settings.method
-        raise unreadable(f"{layer} is stored quantized, and quantization.method {method} reads no such files")
+        raise unreadable_weights(f"{layer} is stored quantized, and quantization.method {method} reads no such files")
     assert isinstance(module, nn.Linear)
     try:
         quantized = reader.layer(on_device, module, layer)
     except ValueError as error:
-        raise unreadable(f"{layer} ({module.out_features}, {module.in_features}): {error}") from error
+        raise unreadable_weights(f"{layer} ({module.out_features}, {module.in_features}): {error}") from error
     model.set_submodule(layer, holding.held(quantized))
 
 
@@ -327,4 +327,4 @@ def _require_complete(model: nn.Module) -> None:
     missing = [name for name, tensor in tensors if tensor.is_meta]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise unreadable(f"{', '.join(missing[:3])}{more} not stored")
+        raise unreadable_weights(f"{', '.join(missing[:3])}{more} not stored")

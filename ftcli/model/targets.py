@@ -173,7 +173,9 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return names
 
 
-def planned(model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()) -> PlannedAdapters:
+def planned_adapters(
+    model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
+) -> PlannedAdapters:
     """What ``lora`` adapts and trains in ``model``, which may have no memory and is left as it is.
 
     Args:
@@ -211,7 +213,7 @@ def freeze_other_parts(model: PreTrainedModel) -> None:
         parameter.requires_grad_(id(parameter) in trained)
 
 
-def summary(model: Any, targets: Targets) -> str:
+def summary_of_targets(model: Any, targets: Targets) -> str:
     """One line for people: what has adapters, what is trained whole, and how many parameters that is.
 
     Args:

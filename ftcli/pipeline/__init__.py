@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.pipeline.launch import in_this_process, spread
+from ftcli.pipeline.launch import in_this_process, over_ranks
 from ftcli.pipeline.options import BenchOptions, ChatOptions, ExportOptions
 from ftcli.reporting import Session
 from ftcli.run.signals import stoppable
@@ -43,7 +43,7 @@ def train(loaded: LoadedRecipe, session: Session, command: str = "train") -> obj
 
     Each method answers with a type of its own.
     """
-    loaded = spread(loaded, session.place)
+    loaded = over_ranks(loaded, session.place)
     method = methods.method_of(loaded.recipe, command)
     run = code_of(method.run)
 
@@ -96,5 +96,5 @@ def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Benc
     """The real training step on synthetic tokens and random weights."""
     from ftcli.pipeline.benchmark import bench_step
 
-    loaded = spread(loaded, session.place)
+    loaded = over_ranks(loaded, session.place)
     return _launched(lambda group: bench_step(loaded, session, options, group), loaded, session)

@@ -235,7 +235,7 @@ def _train(
 
     if group is not None:
         build.form_group(job, group)
-        build.spread(job, model, group)
+        build.spread_weights(job, model, group)
     train = job.recipe.train
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
         trainer = build_sft_trainer(job, model, rows, TrainerHooks(None, 1, None), scratch, group)

@@ -18,8 +18,8 @@ from ftcli.model.backbone import base_of
 from ftcli.model.headcheck import check_head
 from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
-from ftcli.model.parts import RankWeights, parts_of, whole_layers
-from ftcli.model.targets import freeze_other_parts, summary
+from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
+from ftcli.model.targets import freeze_other_parts, summary_of_targets
 from ftcli.run.inputs import Inputs, weights_fingerprint
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
@@ -148,7 +148,7 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
         freeze_other_parts(base)
         return base
     model, targets = apply_lora(base, lora, job.plan, seed=job.recipe.run.seed)
-    job.reporter.info(summary(model, targets))
+    job.reporter.info(summary_of_targets(model, targets))
     return model
 
 
@@ -175,9 +175,9 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
             batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
             on_device = {name: value.to(job.device) for name, value in batch.items()}
             check, applied = self_check(model, applied, kernels, on_device, job.plan)
-        if parts_of(base_of(model)) is not None:
+        if rank_weights_of(base_of(model)) is not None:
             applied.undo()
-    if parts_of(base_of(model)) is not None:
+    if rank_weights_of(base_of(model)) is not None:
         applied = patch(model, kernels, joins=False)
     report = KernelReport(applied.table, check)
     job.reporter.info(report.summary())
@@ -192,7 +192,7 @@ def form_group(job: Job, group: RankGroup) -> None:
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
 
 
-def spread(job: Job, model: Model, group: RankGroup) -> None:
+def spread_weights(job: Job, model: Model, group: RankGroup) -> None:
     """Spreads the weights of the model, which is on the kernels, over the ranks where the engine does that."""
     parts = _parts(job)
     if parts is None:
@@ -204,7 +204,7 @@ def spread(job: Job, model: Model, group: RankGroup) -> None:
     job.reporter.info(f"weights: spread over {launch.spread_size} processes{copies}")
     mesh = group.mesh(job.device, launch.copies)
     with group.exchanging():
-        shard(model, mesh, parts_of(base_of(model)) or parts, job.plan)
+        shard(model, mesh, rank_weights_of(base_of(model)) or parts, job.plan)
 
 
 def _parts(job: Job) -> RankWeights | None:

@@ -12,7 +12,7 @@ from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
 from ftcli.pipeline.as_trained import refuse_training
 from ftcli.pipeline.checking import checked
-from ftcli.pipeline.held_out import scores, task_samples
+from ftcli.pipeline.held_out import eval_scores, task_samples
 from ftcli.pipeline.weights import checkpoint_of, result_of
 from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
@@ -118,7 +118,7 @@ def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> Ker
 
 
 def _write(directory: RunDirectory, base: ModelScores, tuned: ModelScores) -> None:
-    measured = Evaluation(scores(base), scores(tuned), task_samples(base.tasks, tuned.tasks))
+    measured = Evaluation(eval_scores(base), eval_scores(tuned), task_samples(base.tasks, tuned.tasks))
     update_evaluation(directory.eval_path, measured)
     write_card(directory)
     write_report(directory)

@@ -43,7 +43,7 @@ class HeldOut:
         loss = self.evaluator.loss(self.model)
         self.base, self.before = _of_loss(loss), self._answers()
         self._write(Evaluation(base=self.base, samples=_pairs(self.before, ())))
-        return numbers(loss)
+        return held_out_numbers(loss)
 
     def resume(self, run: RunDirectory) -> None:
         """Reads what :meth:`begin` has written into ``run``; what is missing or damaged is left out."""
@@ -58,7 +58,7 @@ class HeldOut:
         loss = self.evaluator.loss(self.model)
         rows = _pairs(self.before, self._answers())
         self._write(Evaluation(self.base, _of_loss(loss), rows, step))
-        return numbers(loss)
+        return held_out_numbers(loss)
 
     def end(self) -> LossResult | None:
         """Measures the trained model. What the base would have answered is asked now where it was not before."""
@@ -117,12 +117,12 @@ def began_in(opened: OpenedRun) -> RunDirectory:
     return own if checkpoint is None or own.eval_path.is_file() else RunDirectory(checkpoint.resolve().parent.parent)
 
 
-def numbers(loss: LossResult | None) -> dict[str, float]:
+def held_out_numbers(loss: LossResult | None) -> dict[str, float]:
     """Held-out results as numbers by name; none without held-out data."""
     return {} if loss is None else plain_fields(loss)
 
 
-def scores(measured: ModelScores) -> EvalScores | None:
+def eval_scores(measured: ModelScores) -> EvalScores | None:
     """One model's results in eval.json's layout; None when nothing was measured."""
     loss, tasks = measured.loss, measured.tasks
     if loss is None and not tasks:

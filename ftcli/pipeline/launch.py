@@ -47,7 +47,7 @@ def together(work: Callable[[RankGroup | None], T], session: Session, processes:
         return work(group)
 
 
-def spread(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
+def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
     """The recipe for as many processes as there are, where a launcher has started them.
 
     Raises:

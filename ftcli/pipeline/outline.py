@@ -60,12 +60,12 @@ def outline_of(report: PreflightReport) -> Outline:
     from ftcli.model.checkpoint import hollow
     from ftcli.model.load import config_of
     from ftcli.model.quantize import layers_to_quantize
-    from ftcli.model.targets import planned
+    from ftcli.model.targets import planned_adapters
 
     recipe, model = report.recipe, hollow(config_of(report.facts.raw))
     stores = quantizations.row(recipe.quantization.method).quantize is not None
     packed = layers_to_quantize(model) if stores else frozenset[str]()
-    adapters = None if recipe.lora is None else planned(model, recipe.lora, packed)
+    adapters = None if recipe.lora is None else planned_adapters(model, recipe.lora, packed)
     found = Outline(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         attention=_attention(report, model),

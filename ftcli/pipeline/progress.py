@@ -78,7 +78,7 @@ class StepProgress:
         """Tells held-out results, and keeps showing the first of them."""
         results = held_out(metrics)
         if results:
-            self._reporter.info(f"held-out after step {step}: {shown(metrics)}")
+            self._reporter.info(f"held-out after step {step}: {held_out_line(metrics)}")
             name, value = next(iter(results.items()))
             self._held_out = {f"held-out {name}" if name != "loss" else "held-out": value}
         self._live.update(self._now(), urgent=True)
@@ -157,7 +157,7 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
     return shown
 
 
-def shown(metrics: MetricsLine) -> str:
+def held_out_line(metrics: MetricsLine) -> str:
     """:func:`held_out` in a line: ``loss 0.4561, token accuracy 80.1%``."""
     return ", ".join(f"{name} {value}" for name, value in held_out(metrics).items())
 

@@ -81,7 +81,7 @@ class Sweep:
     runs: tuple[SweepRun, ...]
 
 
-def planned(recipe: Path, grid: Sequence[Combination], output_dir: str | None) -> Sweep:
+def plan_sweep(recipe: Path, grid: Sequence[Combination], output_dir: str | None) -> Sweep:
     """Reads the recipe under every combination.
 
     Raises FtcliError with what the schema refuses in any of them; FT753 (exit 2) where the folder is a run itself.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ftcli.config.load import LoadedRecipe
 from ftcli.pipeline.context import BuiltModel, RunContext
 from ftcli.pipeline.fit import FinishedRun, fit
-from ftcli.pipeline.held_out import HeldOut, began_in, numbers
+from ftcli.pipeline.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
-from ftcli.pipeline.progress import shown
+from ftcli.pipeline.progress import held_out_line
 from ftcli.pipeline.results import CompleteRun, complete_result, write_token_counts
 from ftcli.pipeline.start import Rows
 from ftcli.plain import SPREAD
@@ -78,7 +78,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences, group=group), model)
         if group is not None:
             build.form_group(job, group)
-            build.spread(job, model, group)
+            build.spread_weights(job, model, group)
     if context.leads:
         keep_inputs(context, build.inputs_of(job, model, train_data.sequences.digest()))
     _before(context, held_out)
@@ -100,7 +100,7 @@ def _before(context: RunContext, held_out: HeldOut) -> None:
         held_out.resume(began_in(context.opened))
     elif recipe.data.eval and recipe.eval.every_steps is not None:
         with context.phase("evaluating"):
-            found = shown({f"eval_{name}": value for name, value in held_out.begin().items()})
+            found = held_out_line({f"eval_{name}": value for name, value in held_out.begin().items()})
         context.session.reporter.info(f"held-out before training: {found}")
 
 
@@ -109,10 +109,10 @@ def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, f
     with context.phase("evaluating"):
         final = held_out.end()
         if final is not None:
-            values = {f"eval_{name}": value for name, value in numbers(final).items()}
+            values = {f"eval_{name}": value for name, value in held_out_numbers(final).items()}
             context.write_line({"step": steps, **values})
             context.session.reporter.info(f"held-out loss {final.loss:.4f}, token accuracy {final.token_accuracy:.1%}")
-    return numbers(final)
+    return held_out_numbers(final)
 
 
 def _counted(

@@ -64,7 +64,7 @@ def existing_ancestor(path: Path) -> Path:
     return path
 
 
-def free_bytes(folder: Path) -> int | None:
+def free_disk_bytes(folder: Path) -> int | None:
     """Free bytes for this user on the disk of an existing folder; None where the system does not say."""
     try:
         return shutil.disk_usage(folder).free

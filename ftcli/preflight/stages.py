@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import DeviceFacts, probe_device
-from ftcli.facts.execution import ExecutionPart, parts_of
+from ftcli.facts.execution import ExecutionPart, execution_parts
 from ftcli.facts.graphs import graphs_part
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import with_products_tried
@@ -41,7 +41,7 @@ from ftcli.preflight.checks import (
     support,
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, NotMade
-from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes
+from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes
 from ftcli.preflight.memory.advice import Verdict, verdict_on
 from ftcli.preflight.memory.candidates import candidate
 from ftcli.preflight.memory.engine import choose_engine
@@ -91,7 +91,7 @@ def preflight(
         [
             *machine.check(context, device, setup.plan),
             *sequence_parallel.check_model(context, setup),
-            *machine.spread(context, setup.execution),
+            *machine.check_spread(context, setup.execution),
             *estimates.findings,
         ],
         [*machine.not_made(context, device), *estimates.not_made],
@@ -111,7 +111,7 @@ def preflight(
 
 
 def _parts(setup: Setup) -> tuple[ExecutionPart, ...]:
-    parts = parts_of(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
+    parts = execution_parts(setup.recipe, setup.facts, setup.plan, setup.device, setup.execution)
     return (*parts, graphs_part(setup.why_no_graphs, setup.graph_tokens)) if setup.trains else parts
 
 
@@ -199,7 +199,7 @@ def _disk(context: Context, setup: Setup) -> tuple[DiskEstimate | None, list[Fin
     if estimate is None:
         not_made.append(NotMade("free disk", facts.why_no_shape))
     elif not findings:
-        estimate = replace(estimate, free_bytes=free_bytes(existing_ancestor(output_dir)))
+        estimate = replace(estimate, free_bytes=free_disk_bytes(existing_ancestor(output_dir)))
         findings += memory_and_disk.disk_findings(context, estimate, output_dir)
         if estimate.free_bytes is None:
             not_made.append(NotMade("free disk", f"the system does not say for {output_dir}"))

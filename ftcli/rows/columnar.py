@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ftcli.plain import JsonObject
-from ftcli.rows.memory import limited
+from ftcli.rows.memory import limited_memory
 from ftcli.rows.row import text_size
 from ftcli.units import size
 
@@ -70,7 +70,7 @@ def _bounded(batches: Iterator[Any]) -> Iterator[Any]:
     pa.allocate_buffer(1)  # Arrow's allocator reserves a gigabyte of addresses for the first byte
     while True:
         try:
-            with limited(MAX_BATCH):
+            with limited_memory(MAX_BATCH):
                 batch = next(batches, None)
                 if batch is None:
                     return
@@ -120,7 +120,7 @@ def _objects(batch: Any, longest: int) -> Iterator[JsonObject | Unreadable]:
 def _few_rows(batch: Any, longest: int) -> list[JsonObject | Unreadable] | None:
     """The rows; None where they are too large to be looked at together, or one is too long."""
     try:
-        with limited(MAX_OBJECTS):
+        with limited_memory(MAX_OBJECTS):
             if sum(map(_items, batch.columns)) > longest // _SHORTEST_ITEM:
                 return None
             rows = list(_rows(batch))

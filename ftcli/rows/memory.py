@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def limited(spare: int) -> Iterator[None]:
+def limited_memory(spare: int) -> Iterator[None]:
     """A block that may take ``spare`` bytes of address space beyond what this process has: then it gets MemoryError.
 
     Only where the system says how much a process has (Linux), and in the main thread: of two threads that take turns to

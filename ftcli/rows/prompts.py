@@ -9,7 +9,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonObject
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
 from ftcli.rows.layouts.messages import switches_of, tools_of
-from ftcli.rows.layouts.prompted import asked, is_bare
+from ftcli.rows.layouts.prompted import as_chat, is_bare
 from ftcli.rows.row import Example, Message, Misfit, Row, Switches, data_error, raise_findings
 
 
@@ -88,6 +88,6 @@ def _collected(items: Sequence[Row], convert: Callable[[Row], Prompt]) -> list[P
 
 def _bare_prompt(row: Row) -> Prompt:
     try:
-        return Prompt(row, asked(row.fields.get("prompt")), None, None, tools_of(row), switches_of(row))
+        return Prompt(row, as_chat(row.fields.get("prompt")), None, None, tools_of(row), switches_of(row))
     except Misfit as misfit:
         raise data_error("FT414", str(misfit), row.origin) from misfit

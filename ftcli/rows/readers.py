@@ -121,7 +121,7 @@ def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     except ValueError as error:
         raise _unreadable(file, error) from error
     if not isinstance(values, list):
-        yield 1, Broken(f"a .json file must hold a list of rows, this is {kind_of(values)}")
+        yield 1, Broken(f"a .json file must hold a list of rows, this is {json_type(values)}")
         return
     for number, value in enumerate(values, 1):
         yield number, value if is_shallow(value) else Broken(str(TooDeep()))
@@ -183,7 +183,7 @@ def _pruned(value: Any) -> Any:
     return value
 
 
-def kind_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What JSON calls a value's type, with its article."""
     names = {list: "a list", dict: "an object", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
     return names.get(type(value), "null")

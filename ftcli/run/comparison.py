@@ -10,7 +10,7 @@ from ftcli.config.grid import PLACES
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.run.changes import settings_of
 from ftcli.run.history import RunSummary, metrics_of, summarise
-from ftcli.run.layout import RunDirectory, unreadable
+from ftcli.run.layout import RunDirectory, unreadable_file
 from ftcli.run.metrics import MetricsLine
 
 #: Metrics with a curve, by their keys, with a title.
@@ -81,7 +81,7 @@ def _settings(path: Path) -> dict[str, str]:
     try:
         return settings_of(recipe.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise unreadable(recipe, error) from error
+        raise unreadable_file(recipe, error) from error
 
 
 def _differences(recipes: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:

@@ -25,7 +25,7 @@ from ftcli.run.atomic import (
 )
 from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
 from ftcli.run.checkpoint import damage, step_of
-from ftcli.run.layout import RunDirectory, no_run, unreadable
+from ftcli.run.layout import RunDirectory, no_run, unreadable_file
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
 from ftcli.run.status import FinishedTraining, TrainingSummary
@@ -76,8 +76,8 @@ class OpenedRun:
         run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
-        """Write the end into status.json (see :func:`ftcli.run.status.finish`)."""
-        run_status.finish(self.directory.status_path, exit_code, message=message, resumable=resumable)
+        """Write the end into status.json (see :func:`ftcli.run.status.write_end`)."""
+        run_status.write_end(self.directory.status_path, exit_code, message=message, resumable=resumable)
 
     def close(self) -> None:
         """Give the directory back; calling it again does nothing."""
@@ -307,7 +307,7 @@ def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
     try:
         return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), recipe_yaml)
     except (OSError, ValueError) as error:
-        raise unreadable(run.recipe_path, error) from error
+        raise unreadable_file(run.recipe_path, error) from error
 
 
 def _other_command(run: RunDirectory, command: str) -> str | None:

@@ -1,8 +1,8 @@
 """The processes of one run: how they find each other, decide together, add up their gradients, and end together.
 
 Decisions are made on the host, in :meth:`RankGroup.agree`: a short vector of each rank goes to all, twice a step. No
-rank acts on something that only it knows, a signal or an exhausted memory; it says so there, and all act alike. What is on
-the device is only added up after all have agreed that it will be, so a failing rank leaves nobody waiting on a GPU.
+rank acts on something that only it knows, a signal or an exhausted memory; it says so there, and all act alike. What is
+on the device is only added up after all have agreed that it will be, so a failing rank leaves nobody waiting on a GPU.
 
 A process that is killed closes its connections, which the others see at once. One that hangs stops to say every second
 that it lives.

@@ -97,7 +97,7 @@ def no_run(path: Path, reason: str) -> FtcliError:
     )
 
 
-def unreadable(path: Path, error: Exception) -> FtcliError:
+def unreadable_file(path: Path, error: Exception) -> FtcliError:
     """FT727: a file of the run cannot be read."""
     return FtcliError.single(
         "FT727",

@@ -164,7 +164,7 @@ def note_trained(path: Path, trained: FinishedTraining) -> Status:
     return status
 
 
-def finish(path: Path, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> Status:
+def write_end(path: Path, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> Status:
     """Write how the run ended.
 
     Args:
@@ -190,10 +190,10 @@ def finish(path: Path, exit_code: int, *, message: str | None = None, resumable:
 
 
 def finish_own(path: Path, exit_code: int, *, message: str) -> None:
-    """Write how the run ended where its status says that this process still runs it, as :func:`finish`."""
+    """Write how the run ended where its status says that this process still runs it, as :func:`write_end`."""
     status = read_status(path)
     if status is not None and status.state == "running" and status.pid == os.getpid():
-        finish(path, exit_code, message=message)
+        write_end(path, exit_code, message=message)
 
 
 def _write(path: Path, status: Status) -> None:

@@ -28,7 +28,7 @@ class Dialect:
     proof: str | None = None
 
 
-def words(text: str) -> frozenset[str]:
+def words_of(text: str) -> frozenset[str]:
     """The words of a text."""
     return frozenset(text.split())
 
@@ -37,7 +37,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
     {
         "axolotl": Dialect(
             "axolotl",
-            words(
+            words_of(
                 "base_model sequence_len micro_batch_size num_epochs datasets val_set_size "
                 "lora_target_linear sample_packing evals_per_epoch saves_per_epoch dataset_prepared_path "
                 "test_datasets lr_scheduler"
@@ -46,7 +46,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
         ),
         "llama-factory": Dialect(
             "LLaMA-Factory",
-            words(
+            words_of(
                 "finetuning_type stage cutoff_len template lora_target lora_rank dataset_dir do_train "
                 "overwrite_cache preprocessing_num_workers plot_loss quantization_bit flash_attn peft_config "
                 "dist_config kernel_config train_dataset model_class"
@@ -55,7 +55,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
         ),
         "torchtune": Dialect(
             "torchtune",
-            words(
+            words_of(
                 "_component_ checkpointer batch_size max_steps_per_epoch metric_logger lora_attn_modules "
                 "enable_activation_checkpointing checkpoint_dir"
             ),
@@ -64,7 +64,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
         ),
         "trl": Dialect(
             "TRL",
-            words(
+            words_of(
                 "dataset_name use_peft max_length dataset_train_split dataset_test_split "
                 "lora_target_modules dataset_text_field completion_only_loss assistant_only_loss "
                 "packing_strategy attn_implementation"
@@ -73,7 +73,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
         ),
         "unsloth": Dialect(
             "Unsloth",
-            words(
+            words_of(
                 "max_seq_length model_name use_gradient_checkpointing training_type format_type "
                 "random_state random_seed local_dataset train_on_completions load_in_4bit"
             ),

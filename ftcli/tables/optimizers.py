@@ -125,6 +125,6 @@ def row(name: str) -> Optimizer:
     return TABLE[name]
 
 
-def settings() -> tuple[str, ...]:
+def optimizer_settings() -> tuple[str, ...]:
     """Every setting that some optimizer reads, in the order of the table."""
     return tuple(dict.fromkeys(setting for each in TABLE.values() for setting in each.reads))

@@ -81,6 +81,6 @@ def names() -> tuple[str, ...]:
     return ("auto", *(name for name in TABLE if isinstance(name, str)))
 
 
-def shown(name: PolicyName) -> str:
+def as_recipe(name: PolicyName) -> str:
     """A policy as a recipe writes it."""
     return str(name).lower()

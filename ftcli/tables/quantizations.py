@@ -149,7 +149,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 layer="ftcli.model.bitnet:bit_linear_of",
                 of_packed="ftcli.model.bitnet:masters_of",
                 more_bytes="ftcli.facts.quantization:ternary_bytes",
-                finish="ftcli.model.bitnet:finish",
+                finish="ftcli.model.bitnet:round_in_norms",
                 written="ftcli.model.bitnet:written",
                 share="ftcli.model.bitnet:set_share",
                 reads=("lambda_warmup_steps", "use_rms_norm"),
@@ -181,6 +181,6 @@ def multiplied_as_stored() -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.products is not None and each.products.measure_rate)
 
 
-def reading(setting: str) -> tuple[str, ...]:
+def methods_that_read(setting: str) -> tuple[str, ...]:
     """Methods that read a setting of the section ``quantization``."""
     return tuple(name for name, each in TABLE.items() if setting in each.reads)

@@ -195,7 +195,7 @@ def stages(
 SHORTER = "use less, or fractions such as num_decay_steps: 0.1"
 
 
-def too_long(name: str, lengths: Mapping[str, int], all_steps: int) -> str | None:
+def stages_too_long(name: str, lengths: Mapping[str, int], all_steps: int) -> str | None:
     """Why the stages do not fit into training, or None."""
     if sum(lengths.values()) <= all_steps:
         return None

@@ -232,7 +232,7 @@ def schedule_arguments(settings: TrainConfig, all_steps: int) -> Arguments:
     """`train.lr_scheduler_kwargs` with numbers of steps in place of fractions. Raises FtcliError FT272 (exit 2)."""
     name, arguments = settings.lr_scheduler_type, dict(settings.lr_scheduler_kwargs)
     stages = schedules.stages(name, arguments, settings.warmup_steps, all_steps)
-    problem = schedules.too_long(name, stages, all_steps)
+    problem = schedules.stages_too_long(name, stages, all_steps)
     if problem is not None:
         raise FtcliError.single("FT272", problem, exit_code=ExitCode.RECIPE, help=schedules.SHORTER)
     return {**arguments, **{stage: steps for stage, steps in stages.items() if stage in arguments}}

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftcli.config import RewardConfig
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges import CompletionBatch, Judge, JudgeScores, kind_of, missing_answer, open_judge, reserved_column
+from ftcli.judges import CompletionBatch, Judge, JudgeScores, judge_name, missing_answer, open_judge, reserved_column
 from ftcli.reporting import Reporter
 from ftcli.tables import judges
 
@@ -73,7 +73,7 @@ def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> 
         missing = missing_answer(config, columns)
         if missing is not None:
             raise FtcliError([missing], ExitCode.DATA)
-        name = kind_of(config) if config.file is None else config.file.rpartition(":")[2]
+        name = judge_name(config) if config.file is None else config.file.rpartition(":")[2]
         same = sum(r.name.split("#")[0] == name for r in built)
         compares = config.use is not None and judges.row(config.use).compares
         built.append(

@@ -33,7 +33,7 @@ from ftkernels.ternary import ternarise
 from ftcli.config import QuantizationConfig
 from ftcli.facts.config_file import bundled_configs
 from ftcli.model.backbone import forward_loss
-from ftcli.model.bitnet import BitLinear, finish
+from ftcli.model.bitnet import BitLinear, round_in_norms
 from ftcli.model.load import config_of
 from ftcli.model.streamed import Holding, random_quantized
 
@@ -84,7 +84,7 @@ def build(form: str, device: torch.device, raw: dict[str, Any]) -> Any:
     holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, device, trained=True)
     model = random_quantized(config_of(raw), holding, "sdpa", 0)
     if form == "ours":
-        finish(model, kernels=True)
+        round_in_norms(model, kernels=True)
     else:
         for name, module in list(model.named_modules()):
             if isinstance(module, BitLinear):

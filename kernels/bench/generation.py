@@ -29,7 +29,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import cache_shape, product_dtype
+from ftcli.generation.forward import cache_dtype, cache_shape
 from ftcli.generation.opening import OpenedGenerator, open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.nf4 import nf4_linear
@@ -106,7 +106,7 @@ def opened_for(
     """The engine, with a merged copy where the case is not without one."""
     room = None
     if case.endswith("unmerged"):
-        room = cache_bytes(cache_shape(model, product_dtype(model, plan)), batch, longest)
+        room = cache_bytes(cache_shape(model, cache_dtype(model, plan)), batch, longest)
     return open_generator(model, plan, device, rows=batch, longest=longest, pad=0, own_settings=False, room_bytes=room)
 
 

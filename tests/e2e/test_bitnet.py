@@ -22,7 +22,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.generation.requests import StopConditions
 from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
-from ftcli.model.bitnet import finish
+from ftcli.model.bitnet import round_in_norms
 from ftcli.model.checkpoint import read_config
 from ftcli.model.streamed import Holding, load_quantized, random_quantized
 from ftcli.model.tokenizer import load_tokenizer
@@ -107,7 +107,7 @@ def test_five_failures_a_length_of_1_has_nothing_to_learn_and_the_model_runs_on_
     holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=True)
     config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
     model = random_quantized(config, holding, "sdpa", 0)
-    finish(model, kernels=True)
+    round_in_norms(model, kernels=True)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
     ids, losses = torch.arange(8, 40)[:, None], []
     for _ in range(20):
@@ -125,7 +125,7 @@ def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path
     holding = Holding(settings, torch.float32, cpu, trained=True)
     config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
     fresh = random_quantized(config, holding, "sdpa", 0)
-    finish(fresh, kernels=True)
+    round_in_norms(fresh, kernels=True)
     fresh.save_pretrained(tmp_path / "saved")
     saved_config = read_config(str(tmp_path / "saved"), revision=None, offline=True)
     saved = load_quantized(str(tmp_path / "saved"), saved_config, holding, "sdpa", revision=None, offline=True)

@@ -53,7 +53,7 @@ def test_a_model_trains_on_the_kernels_as_in_plain_torch(family: str) -> None:
         for name in layers_to_quantize(model):
             linear = model.get_submodule(name)
             model.set_submodule(name, bitnet.bit_linear_of(linear, QuantizationConfig(method="bitnet"), name))
-        bitnet.finish(model, kernels=kernels)
+        bitnet.round_in_norms(model, kernels=kernels)
         assert {m.backend for m in model.modules() if isinstance(m, BitLinear)} == {"auto" if kernels else "torch"}
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3)
         losses.append([])
@@ -78,7 +78,7 @@ def test_a_unit_of_squared_relus_keeps_two_tensors_and_is_not_widened() -> None:
         for name in layers_to_quantize(model):
             linear = model.get_submodule(name)
             model.set_submodule(name, bitnet.bit_linear_of(linear, QuantizationConfig(method="bitnet"), name))
-        bitnet.finish(model, kernels=True)
+        bitnet.round_in_norms(model, kernels=True)
         mlp = model.train().model.layers[0].mlp
         assert isinstance(mlp, bitnet.RoundedMlp)
         if not fused:

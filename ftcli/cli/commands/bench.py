@@ -62,7 +62,7 @@ def bench(
         from ftcli import pipeline
 
         changes = options.overrides(set_)
-        loaded = ranks.spread(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+        loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
         if isinstance(loaded, ranks.Ended):
             return loaded
         wanted = pipeline.BenchOptions(

@@ -62,7 +62,7 @@ def sweep(
         assignments = [*(set_ or ()), *([f"train.max_steps={max_steps}"] if max_steps is not None else [])]
         grid = combinations(assignments)
         path = None if output_dir is None else str(expanded(output_dir))
-        plan = sweeping.planned(expanded(recipe), grid, path)
+        plan = sweeping.plan_sweep(expanded(recipe), grid, path)
         chosen = children.devices(gpus, os.environ, children.count_gpus)
         start = children.starter(
             str(expanded(recipe)), quiet=session.quiet or len(chosen) > 1, offline=session.offline, debug=session.debug

@@ -37,7 +37,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                 with results_only_on_stdout():
                     result: object = code_of(method.dry)(options.load(recipe, changes), session)
                 return result
-            spread = ranks.spread(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
+            spread = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
             if isinstance(spread, ranks.Ended):
                 return spread
             with results_only_on_stdout():

@@ -6,7 +6,7 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.tree import ListNode, MapNode, plain
+from ftcli.config.tree import ListNode, MapNode, plain_tree
 from ftcli.plain import JsonObject
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
@@ -86,7 +86,7 @@ class _Item:
     def __init__(self, draft: Draft, given: ForeignSetting) -> None:
         self.draft = draft
         self.given = given
-        self.map: JsonObject = plain(given.tree)
+        self.map: JsonObject = plain_tree(given.tree)
         self.kind = str(self.map.get("type") or "")
 
     def sources(self) -> list[JsonObject]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ftcli.config.conversion.draft import Draft, Drafted
 from ftcli.config.conversion.rules import Rules, apply
-from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, names_in, read, settings
+from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, names_in, read
 from ftcli.config.conversion.write import recipe_text
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
@@ -81,7 +81,7 @@ def _unclear(source: ForeignRecipe, message: str, help: str) -> FtcliError:
 def _given(source: ForeignRecipe, *, flatten: bool) -> dict[str, ForeignSetting]:
     """What the file says, by name. Keys without a value say nothing; secrets are not read."""
     found = {}
-    for given in settings(source.tree):
+    for given in foreign_settings(source.tree):
         blank = isinstance(given.tree, Leaf) and given.tree.value in (None, "")
         empty = isinstance(given.tree, ListNode) and not given.tree.items
         if not blank and not empty and not is_secret_key(given.leaf):

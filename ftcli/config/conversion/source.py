@@ -12,7 +12,7 @@ from ftcli.config import scalars
 from ftcli.config.conversion.code import is_code, settings_of_code
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import mask_lines
-from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, plain
+from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, plain_tree
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
@@ -55,7 +55,7 @@ class ForeignSetting:
     @property
     def value(self) -> object:
         """The value as Python has it."""
-        return plain(self.tree)
+        return plain_tree(self.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,17 @@ def read(path: Path) -> ForeignRecipe:
     return ForeignRecipe(path, parsed.tree, parsed.findings)
 
 
-def settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:
+def foreign_settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:
     """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
     for name, entry in tree.entries.items():
         dotted = f"{prefix}{name}"
         if isinstance(entry.value, MapNode) and entry.value.entries and name not in _WHOLE:
-            yield from settings(entry.value, lists=lists, prefix=f"{dotted}.")
+            yield from foreign_settings(entry.value, lists=lists, prefix=f"{dotted}.")
             continue
         if lists and isinstance(entry.value, ListNode):
             for item in entry.value.items:
                 if isinstance(item, MapNode):
-                    yield from settings(item, lists=lists, prefix=f"{dotted}.")
+                    yield from foreign_settings(item, lists=lists, prefix=f"{dotted}.")
         yield ForeignSetting(dotted, entry.value, entry.key)
 
 
@@ -153,7 +153,7 @@ def _place(flag: str, lines: list[str], path: Path) -> Origin:
 def names_in(tree: MapNode) -> Mapping[str, int]:
     """How often each key stands in the file, at any depth, maps in lists included."""
     counts: dict[str, int] = {}
-    for given in settings(tree, lists=True):
+    for given in foreign_settings(tree, lists=True):
         for part in given.name.split("."):
             counts[part] = counts.get(part, 0) + 1
     return counts

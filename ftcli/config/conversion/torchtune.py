@@ -9,7 +9,7 @@ from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialect_values import VALUES
-from ftcli.tables.dialects import words
+from ftcli.tables.dialects import words_of
 
 #: Builders of datasets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
 _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
@@ -231,7 +231,7 @@ RULES = r.Rules(
     before=_before,
     after=_after,
     # Parts of components that are read with them, and settings of the process that nothing learnt depends on.
-    silent=words(
+    silent=words_of(
         "_component_ path merges_file collate_fn source data_files split name column conversation_style train_on_input "
         "input output conversations fused checkpoint_files recipe_checkpoint model_type "
         "adapter_checkpoint filename_format max_filename safe_serialization log_dir project "

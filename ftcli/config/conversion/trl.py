@@ -7,7 +7,7 @@ from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.conversion.transformers_like import trainer_defaults
-from ftcli.config.tree import ListNode, MapNode, plain
+from ftcli.config.tree import ListNode, MapNode, plain_tree
 
 #: Settings that only its trainers of preferences and rewards have.
 _OTHER_TRAINERS = ("beta", "reward_funcs", "num_generations", "reward_model_path", "desirable_weight", "loss_weights")
@@ -51,7 +51,7 @@ def _dataset(draft: Draft, given: ForeignSetting) -> None:
 
 def _mixture(draft: Draft, given: ForeignSetting) -> None:
     items = given.tree.items if isinstance(given.tree, ListNode) else ()
-    maps = [plain(item) for item in items if isinstance(item, MapNode)]
+    maps = [plain_tree(item) for item in items if isinstance(item, MapNode)]
     found = []
     for each in maps:
         path = each.get("data_files") or each.get("path")

@@ -220,9 +220,9 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
-    from ftcli.export.gguf.described import describe, reader_of
+    from ftcli.export.gguf.described import reader_of, take_description
     from ftcli.export.gguf.metadata import activation_of
-    from ftcli.export.lazy import reading
+    from ftcli.export.lazy import computing_from
     from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of
 
@@ -231,11 +231,11 @@ def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, di
     architecture = architecture_of(text.model_type, activation_of(text))
     if architecture is None:
         raise ValueError(f"no architecture of llama.cpp's for {text.model_type}")
-    problems = describe(config, file, architecture)
+    problems = take_description(config, file, architecture)
     if problems:
         return {"problems": problems}, {}
     model = _empty(config)
-    with reading(model, reader_of(model, file, asked.names, asked.heads, architecture)):
+    with computing_from(model, reader_of(model, file, asked.names, asked.heads, architecture)):
         return {}, {LOGITS: _logits(model, sent)}
 
 
@@ -248,6 +248,6 @@ def _llama(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return {"unavailable": f"llama-cpp-python cannot be imported: {first_line(error)}"}, {}
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(sent[INPUT_IDS], sent[ATTENTION_MASK], strict=True)]
-    said = llama.asked(Path(asked.folder), rows, asked.texts, threads=asked.threads)
+    said = llama.ask_llama(Path(asked.folder), rows, asked.texts, threads=asked.threads)
     facts: JsonObject = {"tokenizer": {"rendered": said.tokens}, "stops": {"llama-cpp-python": said.ends}}
     return facts, {LOGITS: torch.cat([torch.from_numpy(each) for each in said.logits])}

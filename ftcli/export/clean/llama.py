@@ -34,7 +34,7 @@ class LlamaAnswer:
     logits: list[Any]
 
 
-def asked(
+def ask_llama(
     file: Path, rows: Sequence[Sequence[int]], texts: Sequence[str], *, threads: int = 1, adapter: Path | None = None
 ) -> LlamaAnswer:
     """What llama.cpp makes of ``texts`` and of ``rows`` of ids, each alone, on the CPU and with a cache in float32.

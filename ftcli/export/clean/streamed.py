@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ftcli.export.lazy import Read, reading
+from ftcli.export.lazy import Read, computing_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ def streamed(folder: Path, config: Any, names: Mapping[str, str], empty: Callabl
         raise ValueError(f"weights in {said.get('quant_method')} are not read layer by layer")
     read = makers[said["quant_method"]](model, said, _reader(folder, names))
     model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    with reading(model.eval(), read, frozenset(names)):
+    with computing_from(model.eval(), read, frozenset(names)):
         yield model
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ftcli.export.gguf.experts import whole_of
+from ftcli.export.gguf.experts import unsplit
 from ftcli.export.gguf.file import PlannedTensor, write_file
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.verify import ExpectedFile
-from ftcli.export.lazy import reading
+from ftcli.export.lazy import computing_from
 from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
 from ftcli.export.verify import Update, shortened
@@ -69,7 +69,7 @@ def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> 
 
 
 def _pairs(wanted: ExpectedFile) -> dict[str, _Pair]:
-    weights = whole_of(wanted.weights)
+    weights = unsplit(wanted.weights)
     assert isinstance(weights, MergedWeights)  # there is an adapter
     found: dict[str, _Pair] = {}
     for weight, change in weights.changes.items():
@@ -112,11 +112,11 @@ def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) ->
 
 
 def _compare(wanted: ExpectedFile, changes: Mapping[str, Update]) -> tuple[list[str], float]:
-    weights = whole_of(wanted.weights)
+    weights = unsplit(wanted.weights)
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)
     again = MergedWeights(weights.base, changes)
-    with reading(model, again.read, again.names):
+    with computing_from(model, again.read, again.names):
         compared = compare_logits(logits(model, wanted.probe), wanted.logits, TYPES[_TYPE].logits)
     allowed = TYPES[_TYPE].logits
     if compared.relative_error > allowed:

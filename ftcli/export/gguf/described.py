@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROUNDING = 1e-6
 
 
-def describe(config: PretrainedConfig, file: ReadFile, architecture: Architecture) -> list[str]:
+def take_description(config: PretrainedConfig, file: ReadFile, architecture: Architecture) -> list[str]:
     """Takes everything that ``file`` says of the language model into ``config``; problems are what it cannot say so."""
     values, text = file.values, config.get_text_config()
     said = {k.removeprefix(f"{architecture.name}."): v for k, v in values.items() if k.startswith(architecture.name)}

@@ -47,6 +47,6 @@ def _parts(name: str) -> tuple[str, ...]:
     return (f"{name}{GATE}", f"{name}{UP}") if name.endswith(STACK) else (name,)
 
 
-def whole_of(weights: ModelWeights) -> ModelWeights:
+def unsplit(weights: ModelWeights) -> ModelWeights:
     """The weights as the model has them."""
     return weights.whole if isinstance(weights, SplitExperts) else weights

@@ -41,7 +41,7 @@ class LlamaReport:
     facts: dict[str, str | float] = field(default_factory=dict)
 
 
-def llama_cpp() -> str | None:
+def installed_llama_cpp() -> str | None:
     """What there is of llama.cpp on this machine: the library's name, or the path of the server; None: nothing."""
     return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
 

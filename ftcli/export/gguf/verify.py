@@ -48,7 +48,7 @@ class ExpectedFile:
         stops: Ids that end a turn.
         provenance: What the file says of its base and licence.
         reload: Loads the file again, in a process of its own.
-        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.llama_cpp` says it.
+        llama_cpp: What there is of llama.cpp, as :func:`ftcli.export.gguf.llama.installed_llama_cpp` says it.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 

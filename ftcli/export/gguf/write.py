@@ -21,7 +21,7 @@ from ftcli.export.gguf.provenance import provenance_of
 from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
 from ftcli.export.gguf.verify import ExpectedFile, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
-from ftcli.export.lazy import reading
+from ftcli.export.lazy import computing_from
 from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
@@ -67,7 +67,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         OSError: it cannot be written.
     """
     require_library()
-    prepared = prepare(source, offline=offline, say=say)
+    prepared = prepare_gguf(source, offline=offline, say=say)
     facts: dict[str, str | int | float] = dict(prepared.facts)
     for kind in source.settings.gguf.types:
         path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
@@ -105,7 +105,7 @@ def _adapter(source: ExportSource, prepared: PreparedGguf, folder: Path, say: Ca
     return error
 
 
-def prepare(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> PreparedGguf:
+def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> PreparedGguf:
     """Reads what is exported and computes what its files are held against.
 
     Raises:
@@ -196,7 +196,7 @@ def _trained_logits(
     model: Any = unwritten(source_config(source, offline=offline))
     base = weights.base if isinstance(weights, MergedWeights) else weights
     adapted = attach(model, source.folder) if base is not weights else model
-    with reading(adapted, base.read, base.names), torch.no_grad():
+    with computing_from(adapted, base.read, base.names), torch.no_grad():
         probe = continued(adapted, probe, tokens_compared(elements(weights)))
         return probe, logits(adapted, probe)
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftcli.data.bounded import REFUSALS, bounded
+from ftcli.data.bounded import REFUSALS, limited_template
 from ftcli.errors import ExitCode, FtcliError
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, *, cue: bool = Tr
     """A conversation as training rendered it; None where the template refuses it."""
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
-        with bounded():
+        with limited_template():
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue))
     except REFUSALS:
         return None
 
 
-def parts_of(tokenizer: PreTrainedTokenizerBase) -> TemplateParts:
+def template_parts(tokenizer: PreTrainedTokenizerBase) -> TemplateParts:
     """What the tokenizer's template is made of.
 
     Raises:

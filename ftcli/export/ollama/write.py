@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.gguf.vocabulary import Vocabulary
-from ftcli.export.gguf.write import PreparedGguf, prepare, write_type
+from ftcli.export.gguf.write import PreparedGguf, prepare_gguf, write_type
 from ftcli.export.loading import not_verified, source_tokenizer
 from ftcli.export.ollama.golang import render
-from ftcli.export.ollama.template import Turns, cannot, go_template, parts_of, rendered
+from ftcli.export.ollama.template import Turns, cannot, go_template, rendered, template_parts
 from ftcli.export.resolve import ExportSource
 from ftcli.export.verify import Verified, not_asked
 from ftcli.gguf.file import require_library
@@ -42,9 +42,9 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     tokenizer = source_tokenizer(source, offline=offline)
     if not tokenizer.chat_template:
         raise cannot("there is none")
-    parts = parts_of(tokenizer)
+    parts = template_parts(tokenizer)
     require_same(go_template(parts), tokenizer, with_bos=parts.bos)
-    prepared = _with_bos(prepare(source, offline=offline, say=say), parts.bos)
+    prepared = _with_bos(prepare_gguf(source, offline=offline, say=say), parts.bos)
     kind = source.settings.gguf.types[0]
     path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")

@@ -111,6 +111,6 @@ class NotMade:
     reason: str
 
 
-def shown(value: Any) -> str:
+def as_in_recipe(value: Any) -> str:
     """A value as the recipe writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -143,14 +143,14 @@ def _without_effect(context: Context) -> Findings:
     for name in type(recipe.quantization).model_fields:
         path = f"quantization.{name}"
         if name not in ("method", *quantization.reads) and context.says(path):
-            readers = " or ".join(quantizations.reading(name))
+            readers = " or ".join(quantizations.methods_that_read(name))
             yield context.warning("FT259", path, f"{path} has no effect without method: {readers}")
         elif name in of_training and context.says(path):
             yield context.warning(
                 "FT259", path, f"{path} has no effect with lora: the rounded weights are frozen", help="remove it"
             )
     setting = train.gradient_checkpointing
-    policy = policies.shown(setting)
+    policy = policies.as_recipe(setting)
     if train.uncheckpointed_layers and (setting == "auto" or not policies.row(setting).by_layer):
         path = "train.uncheckpointed_layers"
         yield context.warning("FT259", path, f"{path} has no effect with gradient_checkpointing: {policy}")

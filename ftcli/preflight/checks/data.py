@@ -15,7 +15,7 @@ from ftcli.facts.model import ModelFacts
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.rows.layouts import layout_of, misfit_finding, understand
-from ftcli.rows.layouts.prompted import asked, is_bare
+from ftcli.rows.layouts.prompted import as_chat, is_bare
 from ftcli.rows.places import DataFile, files_of, is_hub
 from ftcli.rows.readers import unpacks_beyond
 from ftcli.rows.reading import iterate
@@ -163,7 +163,7 @@ def _understood(context: Context, path: str, rows: list[Row]) -> tuple[FirstRows
 def _is_chat(row: Row, layout: str | None) -> bool:
     """Whether a row is rendered by the chat template; bare prompts are. Raises Misfit."""
     if layout is None:
-        return bool(asked(row.fields.get("prompt")))
+        return bool(as_chat(row.fields.get("prompt")))
     return understand(row, layout).messages is not None
 
 

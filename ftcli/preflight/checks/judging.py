@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config import RewardConfig, TaskConfig
-from ftcli.judges import kind_of
+from ftcli.judges import judge_name
 from ftcli.judges.json_values import NoSchema, validator_of
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.expressions import regex_findings
@@ -33,7 +33,7 @@ def judge_findings(
     if judge is None:
         return
     if judge.package is not None and not installed(judge.package.name.replace("-", "_")):
-        message = f"`use: {kind_of(judged)}` needs the package {judge.package.name}, which is not installed"
+        message = f"`use: {judge_name(judged)}` needs the package {judge.package.name}, which is not installed"
         yield context.error("FT253", f"{path}.use", message, help=f"pip install '{judge.package.install}'")
     if judged.json_schema is not None and "json_schema" in judge.reads:
         try:
@@ -45,13 +45,13 @@ def judge_findings(
 
 def _judge_of(judged: TaskConfig | RewardConfig) -> BuiltinJudge | None:
     """The built-in judge; None for functions, and where none is named."""
-    kind = kind_of(judged)
+    kind = judge_name(judged)
     return judges.row(kind) if judged.file is None and kind in judges.names() else None
 
 
 def _pattern(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
     """FT264: a pattern that is missing, that nothing reads, or that is not a regular expression."""
-    use, judge = kind_of(judged), _judge_of(judged)
+    use, judge = judge_name(judged), _judge_of(judged)
     if judge is not None and "pattern" in judge.needs and judged.pattern is None:
         yield context.error("FT264", path, f"`use: {use}` needs a pattern", help="add `pattern:`")
     elif judged.pattern is not None and (judge is None or "pattern" not in judge.reads):
@@ -63,7 +63,7 @@ def _pattern(context: Context, path: str, judged: TaskConfig | RewardConfig) -> 
 
 def _others(context: Context, path: str, judged: TaskConfig | RewardConfig) -> Findings:
     """FT265: options that a judge does not read, or lacks."""
-    use, judge = kind_of(judged), _judge_of(judged)
+    use, judge = judge_name(judged), _judge_of(judged)
     for name, of_functions in _PLAIN.items():
         given = getattr(judged, name) is not None
         read = name in judge.reads if judge is not None else of_functions and judged.file is not None

@@ -70,7 +70,7 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
         )
 
 
-def spread(context: Context, execution: Execution) -> Findings:
+def check_spread(context: Context, execution: Execution) -> Findings:
     """FT518: what does not go with weights that are spread over GPUs."""
     reason = why_not_spread(context.recipe, execution)
     if context.work != "train" or not spreads(context.recipe) or reason is None:

@@ -37,7 +37,7 @@ def host_findings(context: Context, estimate: MemoryEstimate, free_bytes: int | 
     pinned = estimate.pinned_host_bytes
     if free_bytes is None or pinned <= pinnable_bytes(free_bytes):
         return
-    policy = policies.shown(context.recipe.train.checkpointing)
+    policy = policies.as_recipe(context.recipe.train.checkpointing)
     may = f"it may take {gib(pinnable_bytes(free_bytes))} of the {gib(free_bytes)} GiB that are free"
     yield context.error(
         "FT603",

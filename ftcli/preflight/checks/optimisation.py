@@ -32,7 +32,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
             f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed",
             help=f"pip install '{row.package.install}'",
         )
-    for name in optimizers.settings():
+    for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
             yield context.warning("FT259", f"train.{name}", f"train.{name} has no effect with optim: {train.optim}")
     if not row.schedule_free:
@@ -185,7 +185,7 @@ def _arguments(context: Context) -> Findings:
 
     if usable and train.max_steps is not None:
         lengths = schedules.stages(name, given, train.warmup_steps, train.max_steps)
-        problem = schedules.too_long(name, lengths, train.max_steps)
+        problem = schedules.stages_too_long(name, lengths, train.max_steps)
         if problem is not None:
             yield context.error("FT272", key, problem, help=schedules.SHORTER)
 

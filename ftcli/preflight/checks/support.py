@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ftcli.config import LaunchConfig
 from ftcli.config.supported import supported
 from ftcli.errors import Finding
-from ftcli.preflight.checks.context import Context, Findings, shown
+from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
 from ftcli.tables import engines, exports, loggers, quantizations
 
 Installed = Callable[[str], bool]
@@ -59,8 +59,10 @@ def _method(context: Context) -> Findings:
         section, _, key = path.partition(".")
         value = getattr(getattr(recipe, section), key)
         if value not in usable:
-            help = "remove it" if usable == (None,) else f"use {', '.join(shown(v) for v in usable)}"
-            yield context.error("FT250", path, f"{path}: {shown(value)} is not supported by {method.title}", help)
+            help = "remove it" if usable == (None,) else f"use {', '.join(as_in_recipe(v) for v in usable)}"
+            yield context.error(
+                "FT250", path, f"{path}: {as_in_recipe(value)} is not supported by {method.title}", help
+            )
 
 
 def _processes(launch: LaunchConfig) -> tuple[int, ...]:
@@ -109,7 +111,10 @@ def _loggers(context: Context, installed: Installed) -> Findings:
 def _not_yet(
     context: Context, path: str, value: object, instead: tuple[object, ...], key: str | None = None
 ) -> Finding:
-    usable = ", ".join(shown(v) for v in instead)
+    usable = ", ".join(as_in_recipe(v) for v in instead)
     return context.error(
-        "FT250", path, f"{key or path}: {shown(value)} is not supported yet by this version of ftcli", f"use {usable}"
+        "FT250",
+        path,
+        f"{key or path}: {as_in_recipe(value)} is not supported yet by this version of ftcli",
+        f"use {usable}",
     )

@@ -57,7 +57,7 @@ class TriedPolicy:
     offloaded: Offloaded | None
 
     def __str__(self) -> str:
-        text = f"{policies.shown(self.policy)} {gib(self.needed_bytes)}"
+        text = f"{policies.as_recipe(self.policy)} {gib(self.needed_bytes)}"
         if self.host_has_room is False:
             text += f" but {gib(self.pinned_host_bytes)} on the host, which lacks it"
         return text
@@ -78,7 +78,7 @@ class CheckpointingChoice:
 
     def __str__(self) -> str:
         all_but = f" but in the last {self.uncheckpointed_layers} layers" if self.uncheckpointed_layers else ""
-        return f"{policies.shown(self.policy)}{all_but}: {self.reason}"
+        return f"{policies.as_recipe(self.policy)}{all_but}: {self.reason}"
 
     def applied_to(self, setup: Setup) -> Setup:
         """The setup as it runs under this choice."""

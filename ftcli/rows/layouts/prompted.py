@@ -26,7 +26,7 @@ def understand_completion(row: Row) -> Example:
 
 def understand_answer(row: Row) -> Example:
     """``{"prompt": ..., "answer": ...}``: a question, or messages, and a string or number."""
-    return conversation(row, [*asked(row.fields["prompt"]), _answer(row.fields["answer"])])
+    return conversation(row, [*as_chat(row.fields["prompt"]), _answer(row.fields["answer"])])
 
 
 def is_bare(row: Row, requested: str) -> bool:
@@ -35,7 +35,7 @@ def is_bare(row: Row, requested: str) -> bool:
     return requested == "auto" and (answers & set(row.fields)) == {"prompt"}
 
 
-def asked(prompt: Any) -> tuple[Message, ...]:
+def as_chat(prompt: Any) -> tuple[Message, ...]:
     """A bare prompt as a chat: a string is a user's turn, since chat models are asked through their template.
 
     Raises Misfit for anything else than a string or a list of messages.

@@ -22,7 +22,7 @@ from ftcli.run.card.exported import serving, verification_rows
 from ftcli.run.card.settings import training_rows
 from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
-from ftcli.run.report.facts import scores
+from ftcli.run.report.facts import score_rows
 from ftcli.run.report.markup import visible
 from ftcli.run.report.values import count, map_in, maps
 from ftcli.tables import methods
@@ -115,7 +115,7 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
         title=str(map_in(recipe, "run").get("name") or run.path.name),
         about=_about(base, recipe, manifest, adapter=adapter),
         licence=_licence_text(licence),
-        scores=scores(evaluation),
+        scores=score_rows(evaluation),
         code=_Own(loading + ("\n" + chat if chat else "") or served),
         language=_Own("python" if loading else "console"),
         base_is_local=adapter and base.repo is None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from ftcli.facts.weights import EXPORT_RECORD
 from ftcli.plain import JsonMap
 from ftcli.run.atomic import read_json_object
-from ftcli.run.report.values import map_in, plain
+from ftcli.run.report.values import as_text, map_in
 
 _MODELFILE = "Modelfile"
 
@@ -27,5 +27,5 @@ def verification_rows(folder: Path) -> list[tuple[str, str]]:
     if not verification or "verified" in verification:
         return []
     return [
-        (name.replace("_", " "), plain(value)) for name, value in verification.items() if not name.endswith("_bytes")
+        (name.replace("_", " "), as_text(value)) for name, value in verification.items() if not name.endswith("_bytes")
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ftcli.plain import JsonMap
-from ftcli.run.report.settings import changed, settings
-from ftcli.run.report.values import is_number, map_in, maps, plain
+from ftcli.run.report.settings import changed, settings_by_section
+from ftcli.run.report.values import as_text, is_number, map_in, maps
 
 #: What everybody looks for, changed or not.
 _ALWAYS = (
@@ -49,9 +49,9 @@ def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[
         tokens = f", {summary['tokens']:,} tokens" if is_number(summary.get("tokens")) else ""
         rows.append(("steps", f"{summary['steps']:,}{tokens}"))
     rows += [*_settings(recipe), ("rewards", _rewards(recipe))]
-    rows += [("seed", plain(map_in(recipe, "run").get("seed"))), ("device", plain(device.get("name")))]
+    rows += [("seed", as_text(map_in(recipe, "run").get("seed"))), ("device", as_text(device.get("name")))]
     dtypes = {"parameters": plan.get("parameter"), "computed in": plan.get("compute")}
-    rows.append(("dtypes", ", ".join(f"{name} {plain(value)}" for name, value in dtypes.items() if value)))
+    rows.append(("dtypes", ", ".join(f"{name} {as_text(value)}" for name, value in dtypes.items() if value)))
     return [(name, value) for name, value in rows if value not in ("", "–")]
 
 
@@ -70,7 +70,7 @@ def _batch(recipe: JsonMap) -> str:
 
 
 def _settings(recipe: JsonMap) -> list[tuple[str, str]]:
-    every = settings({name: recipe.get(name) for name in _SECTIONS})
+    every = settings_by_section({name: recipe.get(name) for name in _SECTIONS})
     values = {f"{section}.{one.key}": one.value for section, rows in every.items() for one in rows}
     names = dict.fromkeys([*(name for name in _ALWAYS if name in values), *(one.key for one in changed(every))])
     return [(name, values[name]) for name in names if name not in _ELSEWHERE and not _PATH.match(values[name])]
@@ -80,4 +80,4 @@ def _rewards(recipe: JsonMap) -> str:
     """Built-in rewards by name, the user's by the function's: the file's path is nobody's business."""
     rewards = maps(map_in(recipe, "grpo").get("rewards"))
     names = [str(one.get("use") or str(one.get("file")).rpartition(":")[2]) for one in rewards]
-    return ", ".join(f"{name} (weight {plain(one.get('weight'))})" for name, one in zip(names, rewards, strict=True))
+    return ", ".join(f"{name} (weight {as_text(one.get('weight'))})" for name, one in zip(names, rewards, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.scales import number, short
-from ftcli.run.report.values import Show, count, is_number, map_in, maps, numbers, percent, words
+from ftcli.run.report.values import Show, as_words, count, is_number, map_in, maps, numbers_of, percent
 from ftcli.run.status import Status
 from ftcli.units import duration, gib
 
@@ -42,7 +42,7 @@ class Score:
     verdict: str
 
 
-def summary(recipe: JsonMap, manifest: JsonMap) -> str:
+def summary_line(recipe: JsonMap, manifest: JsonMap) -> str:
     """One line that says what was trained on what."""
     model, lora = map_in(recipe, "model"), recipe.get("lora")
     parts = [str(model["name_or_path"])] if "name_or_path" in model else []
@@ -57,11 +57,11 @@ def summary(recipe: JsonMap, manifest: JsonMap) -> str:
 def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Status | None) -> list[Fact]:
     """The figures that people look for first."""
     base, tuned = map_in(evaluation, "base"), map_in(evaluation, "run")
-    rewards = numbers(metrics, "reward")
+    rewards = numbers_of(metrics, "reward")
     facts = []
     if rewards:
         facts.append(Fact("Last reward", number(rewards[-1]), f"first {number(rewards[0])}"))
-    losses = [] if rewards else numbers(metrics, "loss")
+    losses = [] if rewards else numbers_of(metrics, "loss")
     if losses:
         facts.append(Fact("Last training loss", number(losses[-1]), f"first {number(losses[0])}"))
     if is_number(tuned.get("loss")):
@@ -69,7 +69,7 @@ def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Statu
     for task in maps(tuned.get("tasks")):
         before = next((t.get("value") for t in maps(base.get("tasks")) if t.get("name") == task.get("name")), None)
         if is_number(task.get("value")):
-            facts.append(Fact(words(str(task.get("name"))), percent(task["value"]), _of_base(before, percent)))
+            facts.append(Fact(as_words(str(task.get("name"))), percent(task["value"]), _of_base(before, percent)))
     return [*facts, *_work_facts(metrics, status)]
 
 
@@ -81,7 +81,7 @@ def _work_facts(metrics: Sequence[MetricsLine], status: Status | None) -> list[F
     facts = []
     steps = [int(row["step"]) for row in metrics]
     tokens, rates, memory, epochs = (
-        numbers(metrics, key) for key in ("tokens", "tokens_per_second", "peak_memory_bytes", "epoch")
+        numbers_of(metrics, key) for key in ("tokens", "tokens_per_second", "peak_memory_bytes", "epoch")
     )
     if steps:
         facts.append(Fact("Steps", f"{max(steps):,}", f"epoch {epochs[-1]:.2f}" if epochs else ""))
@@ -95,7 +95,7 @@ def _work_facts(metrics: Sequence[MetricsLine], status: Status | None) -> list[F
     return facts if seconds is None else [*facts, Fact("Wall time", duration(seconds))]
 
 
-def scores(evaluation: JsonMap) -> list[Score]:
+def score_rows(evaluation: JsonMap) -> list[Score]:
     """Base model against the run, and whether a change is an improvement."""
     base, tuned = map_in(evaluation, "base"), map_in(evaluation, "run")
     found = [_score(label, base.get(key), tuned.get(key), sign, show) for key, label, sign, show in _SCORES]
@@ -105,7 +105,7 @@ def scores(evaluation: JsonMap) -> list[Score]:
             next((t for t in maps(side.get("tasks")) if t.get("name") == name), {}) for side in (base, tuned)
         )
         rows = after.get("count", before.get("count"))
-        label = f"{words(name)}, {count(rows)} rows" if isinstance(rows, int) else words(name)
+        label = f"{as_words(name)}, {count(rows)} rows" if isinstance(rows, int) else as_words(name)
         found.append(_score(label, before.get("value"), after.get("value"), 1, percent))
     found += _harness(map_in(base, "lm_eval"), map_in(tuned, "lm_eval"))
     return [score for score in found if score is not None]

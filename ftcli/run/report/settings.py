@@ -9,7 +9,7 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.config.grid import PLACES
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.report.values import count, map_in, maps, plain
+from ftcli.run.report.values import as_text, count, map_in, maps
 from ftcli.tables import methods
 
 #: Columns of the token counts after the name, by their keys in tokens.json.
@@ -94,12 +94,12 @@ def _bar(dataset: JsonMap) -> Bar:
     return Bar(str(dataset.get("name", "")), f"{(kept - masked) / total:.1%}", parts)
 
 
-def settings(recipe: JsonMap) -> dict[str, list[Setting]]:
+def settings_by_section(recipe: JsonMap) -> dict[str, list[Setting]]:
     """Every setting by section."""
     defaults = _defaults()
     return {
         str(section): [
-            Setting(key, plain(value), plain(known.get(key)))
+            Setting(key, as_text(value), as_text(known.get(key)))
             for known in [dict(_flat(map_in(defaults, section)))]
             for key, value in _flat(values)
         ]
@@ -127,7 +127,7 @@ def provenance(manifest: JsonMap) -> dict[str, Table]:
         return {}
     shown = {key: value for key, value in manifest.items() if key not in _ELSEWHERE}
     shown |= {key: value for key, value in map_in(manifest, "inputs").items() if key in _SHOWN_INPUTS and value}
-    tables = {"Device, dtypes and seeds": Table([], [(key, plain(value)) for key, value in _flat(shown)])}
+    tables = {"Device, dtypes and seeds": Table([], [(key, as_text(value)) for key, value in _flat(shown)])}
     libraries = map_in(manifest, "libraries")
     if libraries:
         tables["Libraries"] = Table([], [(key, str(value)) for key, value in libraries.items()])
@@ -137,7 +137,7 @@ def provenance(manifest: JsonMap) -> dict[str, Table]:
         tables["Data fingerprints"] = Table(["File", "Bytes", "SHA-256"], rows, numeric=(1,), code=(2,))
     if kernels:
         columns = list(dict.fromkeys(str(key) for layer in kernels for key in layer))
-        body = [[plain(layer.get(column)) for column in columns] for layer in kernels]
+        body = [[as_text(layer.get(column)) for column in columns] for layer in kernels]
         tables[f"Kernels, {len(kernels):,} layer{'s' * (len(kernels) > 1)}"] = Table(columns, body)
     if len(processes) > 1:
         tables["Processes of this run"] = _processes(processes)

@@ -33,7 +33,7 @@ def number_or_none(value: object) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def numbers(lines: Sequence[JsonMap], key: str) -> list[float]:
+def numbers_of(lines: Sequence[JsonMap], key: str) -> list[float]:
     """The values of ``key`` in those lines that have one."""
     return [value for line in lines if (value := number_or_none(line.get(key))) is not None]
 
@@ -48,13 +48,13 @@ def count(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else "–"
 
 
-def words(name: str) -> str:
+def as_words(name: str) -> str:
     """``exact_match`` as ``Exact match``."""
     text = name.replace("_", " ")
     return text[:1].upper() + text[1:]
 
 
-def plain(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value of a recipe or manifest in a line."""
     if value is None:
         return "–"
@@ -63,25 +63,25 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return ", ".join(plain(item) for item in value) or "–"
+        return ", ".join(as_text(item) for item in value) or "–"
     if isinstance(value, Mapping):
         kept = {key: item for key, item in value.items() if item not in (None, False, {}, [], ())}
         if set(kept) == {"path"}:  # a dataset of which nothing else is said
-            return plain(kept["path"])
-        return ", ".join(f"{key}: {plain(item)}" for key, item in kept.items()) or "–"
+            return as_text(kept["path"])
+        return ", ".join(f"{key}: {as_text(item)}" for key, item in kept.items()) or "–"
     return str(value)
 
 
 __all__ = [
     "Show",
+    "as_text",
+    "as_words",
     "count",
     "is_number",
     "map_in",
     "maps",
     "number",
     "number_or_none",
-    "numbers",
+    "numbers_of",
     "percent",
-    "plain",
-    "words",
 ]

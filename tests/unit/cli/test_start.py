@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.cli import options
 from ftcli.cli.app import main
-from ftcli.cli.failure import describe
+from ftcli.cli.failure import failure_of
 from ftcli.errors import ExitCode, Unwinding
 from ftcli.preflight.checks.support import is_installed
 
@@ -103,7 +103,7 @@ def test_what_a_library_makes_of_ctrl_c_is_no_bug(cause: type[BaseException], ch
                 raise RuntimeError("Failed to import transformers.x") from error
             raise RuntimeError("Failed to import transformers.x")  # noqa: B904
     except RuntimeError as error:
-        found = describe(error, command=["ftcli"], debug=False)
+        found = failure_of(error, command=["ftcli"], debug=False)
     assert (found.findings[0].code, found.exit_code) == ("FT191", ExitCode.INTERRUPTED)
 
 

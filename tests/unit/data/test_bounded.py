@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.config import ModelConfig
 from ftcli.data import bounded as limits
-from ftcli.data.bounded import REFUSALS, TemplateStopped, bounded
+from ftcli.data.bounded import REFUSALS, TemplateStopped, limited_template
 from ftcli.data.template import Renderer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.tokenizer import load_tokenizer
@@ -100,9 +100,9 @@ def test_a_template_that_is_slow_again_and_again_is_stopped(tmp_path: Path, impa
 
 
 def test_time_and_memory_are_bounded() -> None:
-    with pytest.raises(TemplateStopped, match="far too slow"), bounded(seconds=0.2):
+    with pytest.raises(TemplateStopped, match="far too slow"), limited_template(seconds=0.2):
         _spin()
-    with pytest.raises(TemplateStopped, match=r"64.00 MiB of memory"), bounded(spare=64 * 2**20):
+    with pytest.raises(TemplateStopped, match=r"64.00 MiB of memory"), limited_template(spare=64 * 2**20):
         bytearray(2**30)
     assert len(bytearray(2**30)) == 2**30  # and no longer
 
@@ -118,7 +118,7 @@ def test_code_that_takes_the_signal_for_its_own_error_gets_it_again() -> None:
                 seen.append(error)
         raise seen[-1]
 
-    with pytest.raises(TemplateStopped), bounded(seconds=0.1):
+    with pytest.raises(TemplateStopped), limited_template(seconds=0.1):
         stubborn()
     assert len(seen) == 3
 
@@ -135,7 +135,7 @@ def test_another_thread_changes_no_limit_of_the_process() -> None:
     found: list[object] = []
 
     def work() -> None:
-        with bounded(seconds=0.01):
+        with limited_template(seconds=0.01):
             found.append(resource.getrlimit(resource.RLIMIT_AS))
             time.sleep(0.05)
             found.append("ended")
@@ -152,7 +152,7 @@ def test_nothing_is_left_behind() -> None:
 
     before = (signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS))
     for error in (*REFUSALS[:2], KeyboardInterrupt):
-        with pytest.raises(error), bounded():
+        with pytest.raises(error), limited_template():
             raise error("x")
     assert (signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS)) == before
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

@@ -11,7 +11,7 @@ import torch
 
 from ftcli.config import ExportConfig
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.gguf.write import PreparedGguf, prepare
+from ftcli.export.gguf.write import PreparedGguf, prepare_gguf
 from ftcli.export.resolve import resolve_source
 from ftcli.export.writing import ExportResult, export_run
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -53,7 +53,7 @@ def export(
 
 def prepared_of(made: Trained, clean: CleanProcess) -> PreparedGguf:
     source = dataclasses.replace(resolve_source(made.run), reload=clean.ask)
-    return prepare(source, offline=True, say=lambda _: None)
+    return prepare_gguf(source, offline=True, say=lambda _: None)
 
 
 def changed(family: str, **values: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 from ftcli.config import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.gguf import llama
-from ftcli.export.gguf.llama import LIBRARY, llama_cpp
+from ftcli.export.gguf.llama import LIBRARY, installed_llama_cpp
 from ftcli.export.gguf.verify import FileReport, verify_file
 from ftcli.export.gguf.write import PreparedGguf, write_type
 from ftcli.export.probe import TEXTS
@@ -105,8 +105,8 @@ def test_what_the_server_says_is_held_against_training(
     shared: PreparedGguf, stand_in: Callable[..., Path], tmp_path: Path
 ) -> None:
     program = stand_in(truth(shared))
-    assert llama_cpp() == str(program)
-    report = verified(shared, llama_cpp(), tmp_path)
+    assert installed_llama_cpp() == str(program)
+    report = verified(shared, installed_llama_cpp(), tmp_path)
     assert not report.problems
     facts = report.facts("f32_", "f32")
     assert facts["f32_llama_cpp"] == "llama-server b1"
@@ -185,7 +185,7 @@ def test_a_failure_in_llama_cpp_leaves_nothing(tmp_path: Path, stand_in: Callabl
 
 
 def test_that_it_is_not_there_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcli.export.writing.llama_cpp", lambda: None)
+    monkeypatch.setattr("ftcli.export.writing.installed_llama_cpp", lambda: None)
     made, heard = adapt(tmp_path, build("llama")), Heard()
     settings = ExportConfig.model_validate({"gguf": {"types": ["f32", "q8_0"]}})
     gguf, ollama = export_run(made.run, ["gguf", "ollama"], reporter=heard, offline=True, settings=settings)

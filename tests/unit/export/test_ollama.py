@@ -12,7 +12,7 @@ from ftcli.assets import asset
 from ftcli.errors import FtcliError
 from ftcli.export.ollama import write as ollama_format
 from ftcli.export.ollama.golang import render
-from ftcli.export.ollama.template import go_template, parts_of, rendered
+from ftcli.export.ollama.template import go_template, rendered, template_parts
 from ftcli.export.ollama.write import require_same
 from ftcli.export.writing import export_run
 from ftcli.gguf.file import ReadFile
@@ -36,7 +36,7 @@ def bundled(name: str) -> str:
 @pytest.mark.parametrize("name", ["gemma", "gemma-system", "chatml", "llama3"])
 def test_bundled_templates_render_alike(name: str) -> None:
     made = with_template(bundled(name))
-    parts = parts_of(made)
+    parts = template_parts(made)
     template = go_template(parts)
     require_same(template, made, with_bos=parts.bos)
     for turns in (SYSTEM, SYSTEM[1:], SYSTEM[1:2]):
@@ -56,7 +56,7 @@ DEFAULT = (
 
 def test_a_system_turn_that_stands_where_nobody_gave_one() -> None:
     made = with_template(DEFAULT)
-    parts = parts_of(made)
+    parts = template_parts(made)
     assert parts.opening == "<sys>Be kind.</sys>\n"
     require_same(go_template(parts), made, with_bos=False)
     assert render(go_template(parts), SYSTEM[:2]) == "<system>Be brief.</system>\n<user>Hello</user>\n<assistant>"
@@ -77,7 +77,7 @@ def test_what_cannot_be_said_is_refused(reason: str) -> None:
     made = with_template(REFUSED[reason])
 
     def convert() -> None:
-        parts = parts_of(made)
+        parts = template_parts(made)
         require_same(go_template(parts), made, with_bos=parts.bos)
 
     with pytest.raises(FtcliError, match=reason) as caught:

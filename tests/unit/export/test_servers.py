@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.export.servers import llama_cpp, vllm
+from ftcli.export.servers import llama_cpp_server, vllm
 from ftcli.export.writing import export_run
 from tests.unit.export.conftest import Heard, Trained
 
@@ -45,4 +45,4 @@ def test_the_rank_that_vllm_must_be_told(rank: int, said: str) -> None:
     server = vllm({"r": 8, "rank_pattern": {}, "lora_alpha": 16} | {"r": rank}, names)
     assert said in server.said
     assert bool(server.problems) == (rank == 600)
-    assert not llama_cpp({"r": rank}, names).problems
+    assert not llama_cpp_server({"r": rank}, names).problems

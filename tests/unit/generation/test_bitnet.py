@@ -29,7 +29,7 @@ def test_what_is_generated_is_what_the_whole_model_says(family: str, trained: bo
         made = quantize_linear(linear, QuantizationConfig(method="bitnet"), name, trained=trained)
         model.set_submodule(name, made)
     if trained:
-        bitnet.finish(model, kernels=True)
+        bitnet.round_in_norms(model, kernels=True)
     prompts = [[9, 20, 31, 42], [100, 90]]
     options: dict[str, Any] = {
         "pad": 0,

@@ -31,7 +31,7 @@ def built(folder: Path, *, trained: bool) -> Any:
     config = read_config(str(folder), revision=None, offline=True)
     model = load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
     if trained:
-        bitnet.finish(model, kernels=True)
+        bitnet.round_in_norms(model, kernels=True)
     return model
 
 
@@ -287,7 +287,7 @@ def normed(saved: Path, tmp_path: Path) -> Path:
     """The masters of a model with a norm on every layer's input, as training has left them."""
     settings = SETTINGS.model_copy(update={"use_rms_norm": True})
     model = built(saved, trained=True)
-    bitnet.finish(model, kernels=True, settings=settings)
+    bitnet.round_in_norms(model, kernels=True, settings=settings)
     torch.manual_seed(0)
     with torch.no_grad():
         for layer in bit_layers(model):

@@ -16,7 +16,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
-from ftcli.model.targets import planned
+from ftcli.model.targets import planned_adapters
 from tests.small_models import build, config_of
 from tests.unit.conftest import Load
 
@@ -70,7 +70,7 @@ def test_the_choice_is_pefts(model_type: str, values: dict[str, Any], load: Load
     recipe = load().recipe.model_copy(update={"lora": lora})
     count = sum(p.numel() for p in ours.parameters() if p.requires_grad)
     assert trained_parameters(recipe, shape).elements == count
-    assert planned(build(model_type), lora).parameters == count
+    assert planned_adapters(build(model_type), lora).parameters == count
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -138,7 +138,7 @@ def test_patterns_reach_experts_and_layers_that_peft_takes_for_them() -> None:
         lora = LoraConfig.model_validate({"r": 4, "rank_pattern": {pattern: 3}, "alpha_pattern": {pattern: 7.0}})
         model, targets = apply_lora(build(model_type), lora, PLAN, seed=0)
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert planned(build(model_type), lora).parameters == count
+        assert planned_adapters(build(model_type), lora).parameters == count
         assert bool(targets.weights) == (model_type == "glm4_moe")
         scales = {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
         assert scales == {32.0 / 4, 7.0 / 3}

@@ -18,7 +18,7 @@ from ftcli.model.backbone import decoder_layers, forward_loss
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.joint import join_shared
 from ftcli.model.load import load_model
-from ftcli.model.parts import WHOLE, RankWeights, is_part, parts_of, whole_layers
+from ftcli.model.parts import WHOLE, RankWeights, is_part, rank_weights_of, whole_layers
 from ftcli.model.quantized import as_told, can_be_told
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")
@@ -47,8 +47,8 @@ def test_all_byte_patterns_survive_what_torch_is_told() -> None:
 def test_both_ranks_parts_are_the_whole(method: str) -> None:
     whole = loaded(method, RankWeights(0, 1, joins=True))
     halves = [loaded(method, RankWeights(rank, 2, joins=True)) for rank in range(2)]
-    kept = [parts_of(model) for model in halves]
-    wanted = parts_of(whole)
+    kept = [rank_weights_of(model) for model in halves]
+    wanted = rank_weights_of(whole)
     assert wanted is not None
     layers = [list(decoder_layers(model)) for model in (whole, *halves)]
     compared = 0

@@ -20,7 +20,7 @@ from ftcli.facts.trained import trained_parameters
 from ftcli.model.lora import apply_lora
 from ftcli.model.quantize import layers_to_quantize, quantize_linear
 from ftcli.model.saved import save_weights
-from ftcli.model.targets import planned, summary
+from ftcli.model.targets import planned_adapters, summary_of_targets
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build, config_of
 from tests.unit.conftest import Load
 
@@ -68,7 +68,7 @@ def test_all_linear_is_every_linear_layer_of_the_decoder_and_nothing_else(model_
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert unused == []
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert f"{trained:,} parameters trained" in summary(model, targets)
+    assert f"{trained:,} parameters trained" in summary_of_targets(model, targets)
 
 
 def test_what_peft_cannot_adapt_is_said() -> None:
@@ -78,9 +78,9 @@ def test_what_peft_cannot_adapt_is_said() -> None:
     for name in layers_to_quantize(base):
         base.set_submodule(name, quantize_linear(base.get_submodule(name), settings, name))
     model, targets = apply_lora(base, lora(), PLAN, seed=0)
-    assert "not adapted: 1 mlp.gate_proj, 1 mlp.up_proj" in summary(model, targets)
+    assert "not adapted: 1 mlp.gate_proj, 1 mlp.up_proj" in summary_of_targets(model, targets)
     plain = build("deepseek_v3")
-    assert planned(plain, lora(), layers_to_quantize(plain)).left == planned(base, lora()).left
+    assert planned_adapters(plain, lora(), layers_to_quantize(plain)).left == planned_adapters(base, lora()).left
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma3", "opt"])

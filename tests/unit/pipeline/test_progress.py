@@ -70,4 +70,4 @@ def test_held_out_results_and_the_time_that_is_left_are_told(tmp_path: Path) -> 
     assert lines.count("time: about 3m12s for the 96 steps that are left (2 s each, measured over 3)") == 1
     page = directory.report_path.read_text()
     assert "step 6 of 100, about 3m08s left" in page  # the next one is due in two seconds
-    assert progress.shown({"eval_loss": 1.0}) == "loss 1.0000"
+    assert progress.held_out_line({"eval_loss": 1.0}) == "loss 1.0000"

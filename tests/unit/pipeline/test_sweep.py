@@ -14,7 +14,7 @@ from ftcli.config.dump import dump_recipe
 from ftcli.config.grid import combinations
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline import sweep as sweeping
-from ftcli.pipeline.sweep import Sweep, SweepRun, planned
+from ftcli.pipeline.sweep import Sweep, SweepRun, plan_sweep
 from ftcli.pipeline.sweep_result import SweepResult, exit_code_of_sweep
 from ftcli.reporting import Session, SilentReporter
 from ftcli.run.signals import SignalName
@@ -93,7 +93,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweeping, "check_all", lambda *_: None)
     (tmp_path / "r.yaml").write_text(RECIPE)
-    return planned(Path("r.yaml"), combinations(["train.learning_rate=1e-3,2e-3,3e-3,4e-3"]), None)
+    return plan_sweep(Path("r.yaml"), combinations(["train.learning_rate=1e-3,2e-3,3e-3,4e-3"]), None)
 
 
 def swept(plan: Sweep, fleet: Fleet, devices: tuple[str | None, ...] = (None,)) -> tuple[SweepResult, Listener]:
@@ -170,7 +170,7 @@ def test_finished_runs_are_skipped_and_others_started_again(plan: Sweep) -> None
 def test_a_finished_run_of_another_recipe_is_not_skipped(plan: Sweep) -> None:
     write_run(plan.runs[0])
     Path("r.yaml").write_text(RECIPE.replace("max_steps: 2", "max_steps: 3"))
-    other = planned(Path("r.yaml"), [run.combination for run in plan.runs], None)
+    other = plan_sweep(Path("r.yaml"), [run.combination for run in plan.runs], None)
     assert sweeping.is_finished(plan.runs[0])
     assert not sweeping.is_finished(other.runs[0])
 
@@ -276,14 +276,14 @@ def test_a_loss_that_is_no_number_is_never_the_best(plan: Sweep) -> None:
 def test_a_folder_that_is_a_run_is_refused(plan: Sweep) -> None:
     write_run(SweepRun(plan.runs[0].combination, plan.folder, (), plan.runs[0].recipe, "train"))
     with pytest.raises(FtcliError) as caught:
-        planned(plan.recipe, [run.combination for run in plan.runs], None)
+        plan_sweep(plan.recipe, [run.combination for run in plan.runs], None)
     assert [finding.code for finding in caught.value.findings] == ["FT753"]
     assert "--output-dir runs/r-sweep" in str(caught.value.findings[0].help)
 
 
 def test_what_the_schema_refuses_in_any_combination_is_told_at_once(plan: Sweep) -> None:
     with pytest.raises(FtcliError) as caught:
-        planned(plan.recipe, combinations(["lora.r=0,4,x", "train.learning_rate=1e-3,2e-3"]), None)
+        plan_sweep(plan.recipe, combinations(["lora.r=0,4,x", "train.learning_rate=1e-3,2e-3"]), None)
     assert [finding.code for finding in caught.value.findings] == ["FT206", "FT204"]
 
 
@@ -292,7 +292,7 @@ def test_preflight_of_all_comes_before_the_first_run(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(RECIPE.replace(", eval: [bundled:smoke-eval]", ""))
     fleet, listener = Fleet(), Listener()
-    plan = planned(Path("r.yaml"), combinations(["data.max_seq_len=64,100000"]), None)
+    plan = plan_sweep(Path("r.yaml"), combinations(["data.max_seq_len=64,100000"]), None)
     with pytest.raises(FtcliError) as caught:
         sweeping.sweep(plan, Session(reporter=listener, offline=True), fleet, (None,))
     assert caught.value.exit_code == ExitCode.PREFLIGHT

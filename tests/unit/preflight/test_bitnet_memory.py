@@ -36,7 +36,7 @@ def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str, own
         model = activations.build(family, "sdpa", dtypes, layers)
         for name in layers_to_quantize(model):
             model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
-        bitnet.finish(model, kernels=True, settings=SETTINGS.model_copy(update={"use_rms_norm": own_norms}))
+        bitnet.round_in_norms(model, kernels=True, settings=SETTINGS.model_copy(update={"use_rms_norm": own_norms}))
         for layer in (module for module in model.modules() if isinstance(module, BitLinear)):
             layer.backend = "triton" if rounds == "in norms" else "torch"  # in the interpreter
             layer.ternary  # noqa: B018  # kept between steps, and counted with the weights

@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.facts.trained import trained_parameters
 from ftcli.preflight.checks import memory_and_disk
-from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_bytes, why_not_writable
+from ftcli.preflight.disk import DiskEstimate, estimate_disk, existing_ancestor, free_disk_bytes, why_not_writable
 from tests.estimates import Case
 
 GIB = 2**30
@@ -63,4 +63,4 @@ def test_probing_a_folder_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     assert why_not_writable(Path("/proc")) is not None
     assert existing_ancestor(tmp_path / "x" / "y") == tmp_path
-    assert (free_bytes(tmp_path) or 0) > 0
+    assert (free_disk_bytes(tmp_path) or 0) > 0

@@ -16,7 +16,7 @@ from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, gpu_of, named_device
-from ftcli.facts.execution import ExecutionPart, parts_of
+from ftcli.facts.execution import ExecutionPart, execution_parts
 from ftcli.facts.model import read_facts
 from ftcli.pipeline.checking import CheckResult
 from ftcli.plain import plain
@@ -36,7 +36,7 @@ def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, ExecutionPa
     recipe = loaded.recipe
     facts = read_facts(recipe.model, offline=True, origins=loaded.origins)
     setup = setup_of(recipe, facts, device)
-    return {row.part: row for row in parts_of(recipe, facts, setup.plan, device, setup.execution)}
+    return {row.part: row for row in execution_parts(recipe, facts, setup.plan, device, setup.execution)}
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS))

@@ -107,7 +107,7 @@ def test_numbers_and_nothing_else_reach_a_logger_with_the_state_at_the_end(folde
     with opened(folder, "memory") as run:
         train(run, 1, 2)
         status.begin(folder / "status.json", resumed_from=None)
-        status.finish(folder / "status.json", 0)
+        status.write_end(folder / "status.json", 0)
     assert written(folder) == [[[1, {"loss": 1.0}], [2, {"loss": 0.5}], [2, {"eval_loss": 1.0}], "completed"]]
 
 
