@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +188,23 @@ def test_other_random_beginnings(kind: str, narrow: User) -> None:
     assert not torch.allclose(files[0][name], files[1][name], atol=1e-3)
 
 
+@pytest.fixture
+def three_layers(stored: User) -> User:
+    """Recipes of a model that has a layer more than the narrow one, for a choice among them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source, folder = Path(stored.model["name_or_path"]), stored.folder / "three-layers"
+    config = AutoConfig.from_pretrained(source, num_hidden_layers=3, layer_types=["sliding_attention"] * 3)
+    shutil.copytree(source, folder)  # for its tokenizer
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return replace(stored, model={**stored.model, "name_or_path": str(folder)})
+
+
 @pytest.mark.parametrize("kernels", ["off", "reference"])
-def test_a_choice_of_layers_and_ranks(kernels: str, user: User) -> None:
+def test_a_choice_of_layers_and_ranks(kernels: str, three_layers: User) -> None:
+    user = three_layers
     recipe = trained(user, "r", lora=CHOICE, model={"kernels": kernels})
     saved = load_file(user.folder / "r" / "adapter" / "adapter_model.safetensors")
     told = user.done("check", recipe)
@@ -201,7 +218,8 @@ def test_a_choice_of_layers_and_ranks(kernels: str, user: User) -> None:
     assert {rank for name, rank in ranks.items() if "q_proj" not in name and "1.mlp.down" not in name} == {4}
 
 
-def test_kernels_take_modules_of_different_ranks(user: User) -> None:
+def test_kernels_take_modules_of_different_ranks(three_layers: User) -> None:
+    user = three_layers
     for kernels in ("off", "reference"):
         user.done("train", user.recipe(kernels, lora=CHOICE, model={"kernels": kernels}, train={"max_steps": 4}))
     assert user.losses("reference") == pytest.approx(user.losses("off"), rel=1e-4)
