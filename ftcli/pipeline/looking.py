@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftcli.assets import bundled
 from ftcli.config import DatasetConfig
 from ftcli.errors import FtcliError
+from ftcli.facts.config_file import looks_local
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
@@ -61,6 +64,10 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
 
 def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The recipe's tokenizer if it is on this machine, or why it is not used."""
+    named = report.recipe.model.tokenizer or report.recipe.model.name_or_path
+    absent = f"the tokenizer of {named} is not on this machine; --show-sample N fetches it"
+    if report.recipe.model.tokenizer is None and report.facts.tokenizer is None and _is_nowhere_here(named):
+        return None, absent  # said without torch and transformers, whose import takes longer than the whole preflight
     from ftcli.data.template import Renderer
     from ftcli.model.load import config_of
     from ftcli.model.tokenizer import load_tokenizer
@@ -72,11 +79,20 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
     except FtcliError:
         if report.facts.tokenizer is not None:
             raise
-        named = model.tokenizer or model.name_or_path
-        return None, f"the tokenizer of {named} is not on this machine; --show-sample N fetches it"
+        return None, absent
     if template is not None:
         tokenizer.chat_template = Renderer(tokenizer, template).source
     return tokenizer, ""
+
+
+def _is_nowhere_here(name: str) -> bool:
+    """Whether a model is on the Hub and no file of it on this machine."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if bundled(name, "models") is not None or looks_local(name) or Path(name).exists():
+        return False
+    return not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")).exists()
 
 
 def _look(looking: Looking, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,6 +6,8 @@ docs/performance.md has wall-clock times of an idle machine.
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import subprocess
 import sys
@@ -79,3 +81,22 @@ def test_bad_recipe_is_refused_without_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stdout.strip() == "False"
+
+
+def test_a_model_of_which_nothing_is_here_is_checked_without_torch(tmp_path: Path) -> None:
+    """Its config.json is bundled, and rows are not tokenized without its tokenizer."""
+    code = (
+        "import sys; from ftcli.cli.app import main; "
+        "status = main(['check', sys.argv[1], '--as', 'h100', '--offline', '--json']); "
+        "print('torch' in sys.modules, file=sys.stderr); sys.exit(status)"
+    )
+    recipe = Path(__file__).parents[3] / "recipes" / "gemma2-9b.yaml"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe)],
+        cwd=tmp_path, env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stderr.splitlines()[-1] == "False"
+    not_made = json.loads(done.stdout)["result"]["not_made"]
+    assert any("the tokenizer of google/gemma-2-9b-it is not on this machine" in item["reason"] for item in not_made)
