@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ftcli.errors import FtcliError
 from ftcli.facts.batches import Batches
 from ftcli.facts.precision import DtypePlan
 from ftcli.model import attention
-from ftcli.model.patch import Patch, patch
+from ftcli.model.patch import patch
 from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.trainers.grpo import GrpoTrainer, without_spread
@@ -46,6 +48,10 @@ class PlainTrainer(GRPOTrainer):  # type: ignore[misc]
         return chosen, -(log_p.exp() * log_p).sum(-1), None
 
 
+#: Loss, gradients and mean entropy.
+Result = tuple[Tensor, dict[str, Tensor], float]
+
+
 @dataclass
 class Both:
     """Our trainer and TRL's over one model."""
@@ -60,22 +66,26 @@ class Both:
             for name, value in settings.items():
                 setattr(trainer, name, value)
 
-    def results(self, inputs: dict[str, Tensor], layout: str) -> list[tuple[Tensor, dict[str, Tensor], float]]:
-        """Loss, gradients and mean entropy of both: ours on the kernels' torch form, TRL's as transformers built it."""
-        found = []
-        for trainer in (self.ours, self.theirs):
-            done = Patch([]) if trainer is self.theirs else patch(self.model, "reference")
-            if trainer is self.ours:
-                stack = stack_of(self.model, torch.float32)
-                self.ours.stack = None if isinstance(stack, str) else stack
-                self.ours.batches = Batches(layout, "a test")  # type: ignore[arg-type]
-            self.model.zero_grad(set_to_none=True)
-            loss = trainer._compute_loss(self.model, dict(inputs))
-            loss.backward()
-            done.undo()
-            gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-            found.append((loss.detach(), gradients, trainer._metrics["train"]["entropy"][-1]))
+    def of_ours(self, inputs: dict[str, Tensor], layout: str) -> Result:
+        """On the kernels' torch form."""
+        done = patch(self.model, "reference")
+        stack = stack_of(self.model, torch.float32)
+        self.ours.stack = None if isinstance(stack, str) else stack
+        self.ours.batches = Batches(layout, "a test")  # type: ignore[arg-type]
+        found = self._step(self.ours, inputs)
+        done.undo()
         return found
+
+    def of_theirs(self, inputs: dict[str, Tensor]) -> Result:
+        """On the model as transformers built it."""
+        return self._step(self.theirs, inputs)
+
+    def _step(self, trainer: Any, inputs: dict[str, Tensor]) -> Result:
+        self.model.zero_grad(set_to_none=True)
+        loss = trainer._compute_loss(self.model, dict(inputs))
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        return loss.detach(), gradients, trainer._metrics["train"]["entropy"][-1]
 
 
 def trainer_of(kind: type, model: Any, folder: Path) -> Any:
@@ -90,12 +100,23 @@ def trainer_of(kind: type, model: Any, folder: Path) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Both]:
+    """Both of one kind, made once: pytest would make them again for each test that has other parameters as well."""
     attention.register()
+    folder = tmp_path_factory.mktemp("trainers")
+    return cache(lambda kind: _made(kind, folder))
+
+
+@pytest.fixture(params=list(KINDS))
+def both(request: pytest.FixtureRequest, made: Callable[[str], Both]) -> Both:
+    return made(request.param)
+
+
+def _made(kind: str, folder: Path) -> Both:
     torch.manual_seed(0)
-    model = load(settings=QuantizationConfig(method=KINDS[request.param]))
-    if request.param != "full":
+    model = load(settings=QuantizationConfig(method=KINDS[kind]))
+    if kind != "full":
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=4, target_modules="all-linear", exclude_modules="lm_head", task_type="CAUSAL_LM")
         )
@@ -103,14 +124,13 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
     model.train()
-    folder = tmp_path_factory.mktemp("trainers")
     theirs = trainer_of(PlainTrainer, model, folder)
     ours = trainer_of(GrpoTrainer, model, folder)
     ours.plan, ours.pad_token_id, ours.stack = PLAN, 0, None
     ours.spans, ours.phase = Spans(torch.device("cpu"), ["training"], ["training"]), "forward"
     for trainer in (ours, theirs):
         trainer.current_gradient_accumulation_steps = 1
-    return Both(model, ours, theirs, request.param == "full")
+    return Both(model, ours, theirs, kind == "full")
 
 
 def batch(*, old: bool = True, silent: bool = True) -> dict[str, Tensor]:
@@ -136,7 +156,8 @@ def batch(*, old: bool = True, silent: bool = True) -> dict[str, Tensor]:
 
 
 def same(both: Both, inputs: dict[str, Tensor], layout: str, entropy: bool = True) -> None:
-    (loss, gradients, mean), (wanted, expected, wanted_mean) = both.results(inputs, layout)
+    loss, gradients, mean = both.of_ours(inputs, layout)
+    wanted, expected, wanted_mean = both.of_theirs(inputs)
     coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
     torch.testing.assert_close(loss, wanted, rtol=2e-2 if coarse else 2e-5, atol=1e-2 if coarse else 1e-6)
     assert gradients.keys() == expected.keys()
@@ -184,11 +205,11 @@ def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
 
     monkeypatch.setattr(GrpoTrainer, "_scores", counting)
     inputs = batch()
-    (_, _, mean), _ = both.results(inputs, "padded")
+    _, _, mean = both.of_ours(inputs, "padded")
     kept = [0, 1, 4, 5]
-    (_, _, alone), _ = both.results({n: v if v.dim() == 0 else v[kept] for n, v in inputs.items()}, "padded")
+    _, _, alone = both.of_ours({n: v if v.dim() == 0 else v[kept] for n, v in inputs.items()}, "padded")
     both.set(beta=0.1)  # the reference pulls at every row
-    both.results(inputs, "padded")
+    both.of_ours(inputs, "padded")
     assert documents == [4, 4, 6]
     assert mean == pytest.approx(alone, rel=1e-5)
 
@@ -198,15 +219,15 @@ def test_what_remains_has_the_bits_that_it_has_alone(both: Both, layout: str, mo
     both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
     inputs = batch()
     kept = [0, 1, 4, 5]
-    (loss, gradients, _), _ = both.results(inputs, layout)
+    loss, gradients, _ = both.of_ours(inputs, layout)
     alone = {name: value if value.dim() == 0 else value[kept] for name, value in inputs.items()}
-    (wanted, expected, _), _ = both.results(alone, layout)
+    wanted, expected, _ = both.of_ours(alone, layout)
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)  # a sum with zeros in it may round otherwise
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
     assert any(gradient.any() for gradient in gradients.values())
     monkeypatch.setattr(GrpoTrainer, "_without_part", lambda self, inputs: None)
-    (with_all, of_all, _), _ = both.results(inputs, layout)
+    with_all, of_all, _ = both.of_ours(inputs, layout)
     coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
     torch.testing.assert_close(with_all, loss, rtol=1e-3 if coarse else 1e-5, atol=1e-4 if coarse else 1e-7)
     off = sum(float((gradients[name] - gradient).norm() ** 2) for name, gradient in of_all.items()) ** 0.5
