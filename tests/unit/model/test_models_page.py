@@ -22,6 +22,7 @@ def test_the_page_lists_the_families_that_are_tested_and_is_up_to_date() -> None
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("shared_clean")
 @pytest.mark.parametrize("model_type", TELLING)
 def test_the_page_is_right(model_type: str, tmp_path: Path) -> None:
     assert outcome_of(model_type, tmp_path) == stated(TEXT_OF_PAGE)[model_type]
@@ -29,6 +30,7 @@ def test_the_page_is_right(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.families
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("shared_clean")
 @pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL} - set(TELLING)))
 def test_the_page_is_right_of_every_other_family(model_type: str, tmp_path: Path) -> None:
     assert outcome_of(model_type, tmp_path) == stated(TEXT_OF_PAGE)[model_type]
