@@ -55,7 +55,7 @@ def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = Non
     # takes a tenth of what a new one out of its template does.
     card = folder / MODEL_CARD
     folder.mkdir(parents=True, exist_ok=True)
-    card.write_text("---\n---\n", encoding="utf-8")
+    card.write_text("---\nlibrary_name: peft\n---\n", encoding="utf-8")  # of an empty head one is warned
     # "auto" asks the Hub whether the vocabulary has grown; ftcli never resizes it.
     model.save_pretrained(str(folder), save_embedding_layers=False)
     card.unlink(missing_ok=True)

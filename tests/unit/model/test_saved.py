@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,18 @@ def test_every_family_saves_what_it_trains(model_type: str, tmp_path: Path) -> N
     full = build(model_type)
     save_weights(full, tmp_path / "model")
     check_saved(full, tmp_path / "model")
+
+
+def test_saving_says_nothing_and_leaves_no_card_of_peft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the card that PEFT goes on with, its reader would warn where its head is empty."""
+    hub = logging.getLogger("huggingface_hub")
+    hub.addHandler(caplog.handler)  # it does not pass its records on
+    try:
+        save_weights(adapted("llama", r=2), tmp_path)
+    finally:
+        hub.removeHandler(caplog.handler)
+    assert caplog.messages == []
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def _drop(tensors: dict[str, torch.Tensor]) -> None:
