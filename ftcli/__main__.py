@@ -1,7 +1,7 @@
-"""The command ``ftcli``, and ``python -m ftcli``: as little as can be before a signal is answered in our own words.
+"""The command ``ftcli``, and ``python -m ftcli``: starts answering signals in our own words as soon as possible.
 
-Nothing is imported here that Python has not imported itself before it comes to this file, not even ``__future__``: what
-Ctrl-C finds under way until :func:`main` begins ends in Python's own traceback.
+This file imports only what Python has imported already, not even ``__future__``: Ctrl-C before :func:`main` begins ends
+in Python's own traceback.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The ranks of one command as processes of this host: started, passed signals, and ended together.
 
-torch's elastic agent does the same, but not as a run needs it: when a worker has failed it kills the others after 30
-seconds, whatever they are writing, it gives back no exit code of theirs, and a second signal leaves them behind.
+torch's elastic agent does not do what a run needs: when a worker fails it kills the others after 30 seconds, even while
+they write; it does not report their exit codes; and a second signal leaves them running.
 """
 
 from __future__ import annotations

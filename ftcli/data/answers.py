@@ -1,8 +1,8 @@
 """Where an assistant's answer begins and ends: after the generation prompt, and with the token that stops generation.
 
-Many templates write an earlier turn differently than the last one (they take its reasoning away, end it with another
-token), and some end their generation prompt inside of the reasoning. So an answer is looked for in the text that ends
-with it, never in a later one.
+Many templates write an earlier turn differently from the last one (they drop its reasoning, or end it with another
+token), and some end the generation prompt inside the reasoning. So an answer is looked for in the text that ends with
+it, never in a longer one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Conversations of very many turns, looked at a piece at a time.
 
-To tell one answer from what is before it, the conversation up to there is rendered; of thousands of turns that is work
-with the square of their number. Templates that write the history as it stands write a turn in the same way after a few
-turns as after all of them, so here each turn is looked at in a short conversation: the long one's beginning, the turns
-right before it, and it. What is found there must stand in the whole conversation's text at the place where it belongs,
-letter for letter, and some turns spread over all of it are looked at in full; else nothing is said.
+To find an answer, the conversation up to it is rendered; over thousands of turns that work grows with the square of
+their number. Templates that never rewrite the history render a turn in the same way after a few turns as after all of
+them. So each turn is looked at in a short conversation: the beginning of the long one, the turns right before it, and
+the turn itself. What is found must stand letter for letter where it belongs in the text of the whole conversation, and
+a few turns spread over all of it are checked in full; otherwise there is no answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs a chat template such that it can fail, but not take all of the machine's time or memory.
+"""Runs a chat template so that it may fail, but cannot take all of the machine's time or memory.
 
 A template is a program that comes with a model or from the Hub. Jinja's sandbox keeps it from files and from Python's
-internals; it holds back neither loops in loops nor text that doubles, in whichever of its operators and filters that
-happens. So the process itself is held back while a template runs.
+internals, but stops neither nested loops nor text that doubles, whichever operator or filter does it. So the process
+itself is limited while a template runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a look at rows may take, where nobody waits for all of them."""
+"""A time limit for looking at rows, where not all of them have to be seen."""
 
 from __future__ import annotations
 

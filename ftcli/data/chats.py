@@ -1,4 +1,4 @@
-"""Conversations as rows to train on: what is before each answer is what generation is given there."""
+"""Conversations as rows to train on: what precedes each answer is exactly what generation would be given."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a chat template leaves out of a conversation, found by rendering it with and without each part.
 
-To search the text for a part is not enough: templates write results of tools as JSON, and a word that a template
-leaves out may stand elsewhere by chance.
+Searching the text for a part is not enough: templates write tool results as JSON, and a word that a template leaves out
+may occur elsewhere by chance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Held-out rows among the ranks of a run: each takes whole batches, and all have the same sums, in one order."""
+"""Shares held-out rows among the ranks of a run: each takes whole batches, and all add up sums in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a text a model sees while it answers, and what room is left behind it."""
+"""How much of a text a model sees while it answers, and how much room is left for the answer."""
 
 from __future__ import annotations
 

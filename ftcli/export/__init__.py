@@ -1,1 +1,1 @@
-"""Takes a run's result out of its run directory, in formats of others, each loaded again and compared."""
+"""Exports a run's result in the formats of other tools; each export is loaded again and compared."""

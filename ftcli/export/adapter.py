@@ -1,4 +1,4 @@
-"""The adapter as PEFT keeps it, copied and held against its source bit for bit."""
+"""Copies an adapter in PEFT's own layout, and compares the copy with its source bit for bit."""
 
 from __future__ import annotations
 

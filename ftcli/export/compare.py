@@ -1,6 +1,6 @@
-"""Holds a model that was written against what it was written of, tensor by tensor, and asks it for its logits.
+"""Compares a written model with its source, tensor by tensor, and computes its logits.
 
-No more than a tensor, or a layer, of each side is in memory.
+At most one tensor, or one layer, of each is in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A full fine-tune as transformers has saved it, copied and held against its source byte for byte."""
+"""Copies a full fine-tune as transformers saved it, and compares the copy with its source byte for byte."""
 
 from __future__ import annotations
 

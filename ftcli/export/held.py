@@ -1,8 +1,8 @@
-"""The base weights as training held them: of quantised ones the numbers that they stand for.
+"""The base weights as training computed with them: for quantised ones, the numbers that they stand for.
 
-A linear layer that training quantised is quantised here in the same way, from the same stored weight, or read from the
-same packed file, and dequantised into the dtype of training's products. So an adapter is merged with the very matrix
-that it was trained beside, and not with the one that this was rounded from.
+A linear layer that training quantised is quantised here in the same way from the same stored weight, or read from the
+same packed file, and then dequantised into the dtype of training's products. So an adapter is merged with the very
+matrix that it was trained beside, and not with the full-precision one before rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a model whose weights are read layer by layer: what a layer needs is there while it computes, and no longer.
+"""Runs a model whose weights are read layer by layer: a layer's weights are in memory only while it computes.
 
 The largest layer sets the memory, not the model: an 8B model's logits on a machine of 8 GiB.
 """

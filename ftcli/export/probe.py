@@ -73,7 +73,7 @@ def _padded(rows: Sequence[Tensor], padding: int, new_tokens: int = 0) -> Probe:
 
 @torch.no_grad()
 def continued(model: PreTrainedModel | PeftModel, probe: Probe, tokens: int = NEW_TOKENS) -> Probe:
-    """``probe`` with the first row gone on with by ``model``: ``tokens`` times the likeliest token."""
+    """``probe`` with the first row continued by ``model``: ``tokens`` times the likeliest token."""
     rows = [row[mask.bool()] for row, mask in zip(probe.input_ids, probe.attention_mask, strict=True)]
     for _ in range(tokens):
         alone = Probe(rows[0][None], torch.ones_like(rows[0][None]))

@@ -1,7 +1,7 @@
-"""Whether others' programs take an adapter, by the names of its tensors and by its config. They are not asked.
+"""Whether vLLM and llama.cpp take an adapter, judged by its tensors' names and its config, without running them.
 
 vLLM's rules are those of ``PEFTHelper`` and ``parse_fine_tuned_lora_name`` in its ``vllm/lora``, llama.cpp's those of
-``convert_lora_to_gguf.py``; both read in 2026. What either passes over in silence is the worst: another scale.
+``convert_lora_to_gguf.py``; both read in 2026. What they ignore silently is the worst: another scale.
 """
 
 from __future__ import annotations

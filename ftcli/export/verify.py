@@ -4,7 +4,7 @@ Three things must hold for a merged model:
 
 - Every tensor equals the base's, or ``cast(W + s · B A)``, computed here from the adapter's file without PEFT.
 - Its logits are those of base and adapter, computed in float32 with the weights rounded alike. So the size of a
-  rounding, and how a model carries it on, does not matter; it is measured apart and told.
+  rounding, and how it spreads through the model, does not matter; it is measured separately and reported.
 - Tokenizer, chat template and stop tokens are the same.
 """
 

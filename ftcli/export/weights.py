@@ -1,7 +1,7 @@
 """The weights of a model read one by one from its files, with what an adapter does to each.
 
-Nothing but the tensor that was asked for is in memory, or the parts that transformers makes one tensor of: so a model
-is written, and held against what was written, on a machine that it would not fit into.
+Only the tensor that was asked for is in memory, or the parts that transformers joins into it. So a model can be written
+and verified on a machine that could not hold it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which of the layers that ``lora.target_modules`` names have adapters, and of which rank. Pure: names go in.
+"""Which of the layers that ``lora.target_modules`` names have adapters, and of which rank. Works on names alone.
 
-The rules are PEFT's (0.21, ``check_target_module_exists`` and ``get_pattern_key``); a test holds them against it. What
-is said here and would change nothing is a problem, and not passed over.
+The rules are PEFT's (0.21, ``check_target_module_exists`` and ``get_pattern_key``); a test holds them against it. A
+setting that would have no effect is reported, not ignored.
 """
 
 from __future__ import annotations

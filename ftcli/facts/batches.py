@@ -1,9 +1,10 @@
 """How the rows of a micro-batch are laid out for the model, and how many tokens are computed for them.
 
 ``padded``: a row each, filled up to the longest. ``unpadded``: all rows one after the other in a single row, with
-positions that begin anew and no attention across; what it is rounded up with is one more document, which bears no loss.
+positions that begin anew and no attention across; the filler that rounds it up is one more document, which bears no
+loss.
 
-Preflight asks before anything is built, and the job again once there is a model.
+Preflight asks before anything is built, and the job asks again once there is a model.
 """
 
 from __future__ import annotations

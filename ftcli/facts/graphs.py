@@ -1,4 +1,4 @@
-"""Whether the decoder layers of a run are launched as CUDA graphs. Preflight asks, and the trainer."""
+"""Whether the decoder layers of a run are launched as CUDA graphs, for preflight and for the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows that several ranks share need of a model. Preflight asks, and the exchange of heads itself."""
+"""What a model must have for several ranks to share rows: for preflight, and for the exchange of heads itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What weights that are spread over ranks rule out. Pure; everything else works as with whole weights."""
+"""What cannot be combined with weights that are spread over ranks; all else works as with whole weights."""
 
 from __future__ import annotations
 

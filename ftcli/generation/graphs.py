@@ -1,8 +1,8 @@
-"""A decoding step as a CUDA graph: one for each number of rows that steps come in, and each way to sample.
+"""Decoding steps as CUDA graphs: one for each number of rows that steps are made with, and each way to sample.
 
-A step of few tokens is bound by the host, which would launch hundreds of small kernels; a graph launches them at
-once. The first steps of a size run as usual, which compiles and chooses whatever is chosen on first use; then one is
-captured. All graphs share one pool of memory: they never run at the same time, and what they leave is outside of it.
+A step of few tokens is bound by the host, which would launch hundreds of small kernels; a graph launches them at once.
+The first steps of a size run as usual, which compiles and chooses whatever is chosen on first use; then one is
+captured. All graphs share one pool of memory: they never run at the same time, and their results lie outside of it.
 """
 
 from __future__ import annotations

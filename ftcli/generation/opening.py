@@ -135,7 +135,7 @@ def open_generator(
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """Memory of a GPU that this process could have: what nobody has, and what torch keeps and does not use."""
+    """GPU memory that this process could use: what is free, and what torch has reserved without using it."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

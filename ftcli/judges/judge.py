@@ -1,4 +1,4 @@
-"""One way to every judge: a reward or a task of a recipe, opened once and asked any number of times."""
+"""One interface to every judge, of a reward or of a task: opened once and asked any number of times."""
 
 from __future__ import annotations
 

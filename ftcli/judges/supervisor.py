@@ -1,5 +1,5 @@
-"""Runs a Python program that comes on its stdin, and leaves no process of it behind. A script of its own, in a process
-of its own: ``python -I supervisor.py SECONDS MEMORY_BYTES``. It ends as the program does; with 0 where that was killed.
+"""Runs the Python program that it reads from stdin, and leaves none of its processes behind. A separate script, run as
+``python -I supervisor.py SECONDS MEMORY_BYTES``. It exits with the program's status; with 0 where that was killed.
 
 Where the system allows it, the program gets namespaces of its own: it sees no other process and no network, and all
 that it started ends with it. Elsewhere its orphans are handed to this process, which ends them. Neither is a boundary

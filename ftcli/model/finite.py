@@ -1,4 +1,4 @@
-"""Notices while text is sampled that a model's numbers are not finite any more, before the sampling fails on them."""
+"""Notices that a model's logits are no longer finite while text is sampled, before sampling itself fails on them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The logits that the loss stands for, held against the model's own, before anything is trained or measured.
+"""Compares the logits that the loss implies with the model's own, before anything is trained or measured.
 
 The loss never calls the model's ``forward``: it takes the backbone's hidden states and does what the head does with
-them. A family whose head does something else, under a name that nobody here knows, would train on other numbers than it
-answers with. It is caught here.
+them. A family whose head does something else, through a setting that ftcli does not know, would train on other logits
+than it answers with. That is caught here.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Training starts from W = R + s B₀ A₀, with R in the place of the base weight
 
     W' - W = s (B A - B₀ A₀) = s [B | -B₀] [A ; A₀]
 
-which is a plain adapter of twice the rank on the base as everybody has it. So that is what checkpoints and results
-hold, and its halves give back A and B to the last bit.
+which is a plain adapter of twice the rank on the published base. That is what checkpoints and results hold, and its
+halves give back A and B to the last bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frozen weights that read the same input as one parameter, for models whose weights are spread over ranks.
 
-Their product is one where they lie one behind the other (``ftkernels.projection.joined``). What torch puts together of
-several parameters lies apart; what it puts together of one does not.
+Weights that lie one behind the other are multiplied in one product (``ftkernels.projection.joined``). torch gathers
+several parameters into separate pieces of memory, and a single one into one piece.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank keeps of a decoder layer before torch spreads the model: its rows of each weight, and nothing else.
+"""Keeps only this rank's rows of each weight of a decoder layer, before torch spreads the model.
 
 A model that is loaded tensor by tensor need never be whole anywhere. As soon as all tensors of a layer are there, each
 rank keeps the rows that :func:`torch.distributed.fsdp.fully_shard` will give it, and lets go of the others. In their

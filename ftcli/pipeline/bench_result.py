@@ -85,7 +85,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Pinned memory on the host, and what of the layers is there; None where there is no estimate."""
+    """Pinned memory on the host, and which tensors of the layers it holds; None where there is no estimate."""
 
     pinned_host_bytes: int | None
     offloaded: Offloaded | None

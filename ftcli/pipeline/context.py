@@ -1,4 +1,4 @@
-"""An open run as its phases see it: where it continues, where numbers go, who may stop it, and what is told of it."""
+"""An open run as its phases see it: where it continues, where numbers go, who may stop it, and what is reported."""
 
 from __future__ import annotations
 

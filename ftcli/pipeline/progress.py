@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: its progress, held-out results, the time that is left, the live report."""
+"""What people see of a run while it goes on: progress, held-out results, the time left, the live report."""
 
 from __future__ import annotations
 

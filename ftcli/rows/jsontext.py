@@ -1,4 +1,4 @@
-"""JSON as rows hold it, read so that nothing of it is lost and all that follows can walk through it."""
+"""Reads the JSON of rows without losing any of it, and bounds how deep it is nested for everything that follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds this process back while it reads what somebody else wrote, so that this can fail, but not take all memory."""
+"""Limits this process's memory while it reads untrusted files: reading may fail, but cannot take all memory."""
 
 from __future__ import annotations
 

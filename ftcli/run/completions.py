@@ -1,4 +1,4 @@
-"""completions/*.parquet: what a model that learns from rewards said at each logging step, and what it was given for it.
+"""completions/*.parquet: completions of each logging step of training by rewards, with their rewards.
 
 One file a step, with the columns ``step``, ``prompt``, ``completion``, ``rewards/<name>`` for each reward, and
 ``advantage``. In a long run they are thinned out: which stay depends on the steps alone, so a run that was stopped and

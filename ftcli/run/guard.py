@@ -1,7 +1,7 @@
-"""Cuts the connections between GPUs when a rank is gone whose part of the weights the others wait for.
+"""Cuts the connections between GPUs when a rank is lost that holds weights the others wait for.
 
-What waits on a GPU for another one waits for ever, and once enough work is queued behind it, so does the host. Cut off,
-the GPU goes through what is queued, whose results nobody uses, and the host finds out what has happened.
+A GPU that waits for another one waits for ever, and once enough work is queued behind it, so does the host. With its
+connections cut, the GPU works through the queue, whose results are not used, and the host finds out what has happened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a run is made from: data files, chat template, token ids, base weights; and that none of it has changed.
+"""What a run is made from: data files, chat template, token ids, base weights; and whether any of it has changed.
 
-A run that continues on other inputs gives a model that neither the old nor the new ones describe, so it is refused,
-with what differs. Everything is compared by content, never by date or path.
+A run that continued on other inputs would give a model that neither the old nor the new inputs describe, so it is
+refused, and the message says what differs. Everything is compared by content, never by date or path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""status.json: how a run stands, for scripts."""
+"""status.json: the state of a run, for scripts."""
 
 from __future__ import annotations
 

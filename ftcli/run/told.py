@@ -1,4 +1,4 @@
-"""How a rank tells the others why it has failed, and what they end with."""
+"""How a rank tells the others why it has failed, and the errors that they end with."""
 
 from __future__ import annotations
 

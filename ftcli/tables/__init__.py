@@ -1,4 +1,4 @@
-"""The tables of everything that there will be more of: one row each, and nothing else in the program knows its name.
+"""Tables of everything that is meant to be extended: one row each, whose name nothing else in the program knows.
 
 A row is a frozen value. Where it needs code it names that code as ``package.module:attribute``, and whoever needs it
 calls :func:`code_of`: so the tables stand below the whole program, import nothing of it, and cost nothing to read.

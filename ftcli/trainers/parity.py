@@ -1,9 +1,9 @@
 """Before GRPO's first step: the log-probabilities that it trains on, held against the model's own and the sampler's.
 
-A policy gradient is wrong without a sign of it where the two sides of a ratio come from different arithmetic: another
-mask, other positions, a cap or a temperature that one side does not know. So a few completions of the first batch go
-through transformers' own layers and head, with all of their logits, and what the sampler said of its tokens is compared
-where it said something.
+A policy gradient is silently wrong where the two sides of a ratio come from different arithmetic: another mask, other
+positions, a cap or a temperature that one side does not know. So a few completions of the first batch go through
+transformers' own layers and head, with all of their logits, and the sampler's log-probabilities are compared where it
+gave any.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""GRPO on several ranks. Each is the one process that accumulates as many more micro-batches, but for what takes long:
-completions, rewards and passes without gradient are shared out and exchanged, and so are the micro-batches of a step.
+"""GRPO on several ranks. Each does what one process would that accumulates N times as many micro-batches, except for
+what takes long: completions, rewards and passes without gradient are shared out and exchanged, and so are the
+micro-batches of a step.
 
 So every rank has all completions of a step with their rewards and advantages, computed once somewhere, and mixes them
 into the same micro-batches. Rank r trains on every N-th of them, from the r-th on.

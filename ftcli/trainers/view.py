@@ -1,4 +1,4 @@
-"""A model as a training loop needs it: what is trained of it, found once."""
+"""A model as a training loop needs it: its trained parameters, found once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the partial sums that the programs of a kernel leave: added up in a fixed order, in one launch.
+"""Adds up the partial sums that the programs of a kernel leave, in a fixed order and in one launch.
 
 ``row_sums`` is of the gradients of ``x @ A.T`` for each projection, which products read. Legend: P programs that each
 summed a part of the columns, M rows, W = projections * padded rank.
@@ -6,8 +6,8 @@ summed a part of the columns, M rows, W = projections * padded rank.
     dxa = sum over the programs                       float32, in their order
     low = round(dxa),   scaled = round(dxa * rstd)    in the products' dtype; ``scaled`` where a norm is in front
 
-It takes the place of a sum, two casts and a product of a few hundred kilobytes each: in micro-batches of few tokens
-what they take is their launches. ``column_sums`` is of the gradients of norms.
+It replaces a sum, two casts and a product of a few hundred kilobytes each, whose cost in small micro-batches
+is that of their launches. ``column_sums`` is of the gradients of norms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A large tensor times a factor that is mostly one: then nothing is read or written.
+"""Scales a large tensor by a factor that is usually one; then nothing is read or written.
 
 A loss that is divided by its tokens in the forward pass has the gradient 1 in backward. Whether it is, only the device
 knows, and the host must not wait for it.

@@ -23,7 +23,7 @@ def fits(parameters: int) -> bool:
 
 
 def tokens_compared(parameters: int) -> int:
-    """How many tokens a model of so many numbers is gone on with: fewer where each reads all the weights anew."""
+    """How many tokens a model of so many numbers generates: fewer where each one reads all the weights anew."""
     return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
 
 

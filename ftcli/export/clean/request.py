@@ -41,7 +41,7 @@ class ReloadRequest:
         config: A folder with the config.json of the base, for ``adapter`` and ``gguf``.
         dtype: ``stored``: loaded as it is stored and computed in float32; ``float32``: loaded in float32.
         from_disk: Weights are read layer by layer in each pass, for memory that does not hold them.
-        new_tokens: How many tokens PROMPT is gone on with, by the likeliest.
+        new_tokens: How many tokens PROMPT is continued by, greedily.
         texts: What the tokenizer cuts, rendered as a user's message.
         layers: Linear layers that are asked alone, and how many features they take.
         names: The name in the file, or files, of each tensor of the model; of a folder only where its weights are

@@ -1,1 +1,1 @@
-"""GGUF, what llama.cpp and Ollama serve: names, metadata, tokenizer, files, and what each is held against."""
+"""GGUF, what llama.cpp and Ollama serve: names, metadata, tokenizer, files, and how each is verified."""

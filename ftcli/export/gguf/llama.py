@@ -1,4 +1,4 @@
-"""Holds a GGUF file against what was trained in llama.cpp itself, where the machine has it.
+"""Runs a GGUF file in llama.cpp itself, where this machine has it, and compares it with what was trained.
 
 The library (llama-cpp-python) gives the logits of all prompts; ``llama-server``, found by name, goes on with the first
 prompt and gives the likeliest tokens of each position with their log-probabilities. Either cuts the texts into tokens.

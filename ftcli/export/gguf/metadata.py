@@ -1,7 +1,7 @@
-"""What a GGUF file says of a model's shape and arithmetic, and what it would be taken to say.
+"""A model's shape and arithmetic as metadata of a GGUF file: written, and read as whoever serves the file would.
 
-:func:`metadata_of` writes, :func:`config_changes` reads: the model that a file is verified by is built of what the file
-says, so that a wrong value shows in its logits.
+:func:`metadata_of` writes, :func:`config_changes` reads: a file is verified with a model that is built from what the
+file says, so a wrong value shows in its logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a file was made of, by the names that GGUF has for it: the base model and its licence. No path is among it."""
+"""What a file was made from, under GGUF's own names: the base model and its licence. It holds no path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Holds a GGUF file against what was trained: what the gguf library reads from it is put into transformers' model.
+"""Compares a GGUF file with what was trained: what the gguf library reads from it is put into transformers' model.
 
-Weights are compared one by one, metadata by building the model of it, the tokenizer by cutting the same texts.
+Weights are compared one by one, metadata by building the model from it, the tokenizer by cutting the same texts into
+tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of the section `lora`: settings that exclude each other, and expressions that are none."""
+"""Rules of the section `lora`: settings that exclude each other, and invalid expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of rewards and tasks: each is read by some judges, and some judges cannot do without."""
+"""Options of rewards and tasks: which judges read them, and which judges require them."""
 
 from __future__ import annotations
 

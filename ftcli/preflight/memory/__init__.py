@@ -1,1 +1,1 @@
-"""How much memory a run needs, which checkpointing policy that leaves, and what helps where it does not fit."""
+"""How much memory a run needs, which checkpointing policy fits, and what helps where none does."""

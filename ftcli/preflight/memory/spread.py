@@ -1,8 +1,8 @@
-"""What a rank needs of weights that are spread over all of them (``launch.engine: fsdp``).
+"""What a rank needs where weights are spread over all ranks (``launch.engine: fsdp``).
 
-Each holds its part. While a layer computes, its weights are there whole, the next layer's are being put together, and
-what came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over.
-Where weights are trained, the gradients of two layers are there, and what is being added up of them, in float32.
+Each holds its part. While a layer computes, its weights are there whole, the next layer's are being gathered, and what
+came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over. Where
+weights are trained, the gradients of two layers are there, and what is being added up of them, in float32.
 """
 
 from __future__ import annotations
