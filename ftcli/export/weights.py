@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ftcli.errors import first_line
-from ftcli.export.held import ORIGINAL, BaseInTraining, held_of
+from ftcli.export.base_in_training import ORIGINAL, BaseInTraining, base_in_training
 from ftcli.export.loading import attach, base_files, plain_config, unwritten
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.tensorfile import TensorFile, finite_tensors
@@ -83,7 +83,7 @@ class StoredWeights:
     Attributes:
         stored: All that is in them, in their order.
         names: Of the model's tensors that are stored.
-        held: How training held the weights of the linear layers; None: as they are stored.
+        in_training: How training held the weights of the linear layers; None: as they are stored.
         ties: For a parameter that is another one in the model, and not stored, the name of that one.
 
     Args:
@@ -99,10 +99,10 @@ class StoredWeights:
         self,
         files: Sequence[Path],
         model: PreTrainedModel,
-        held: BaseInTraining | None = None,
+        in_training: BaseInTraining | None = None,
         rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self.renaming, self.held, self._model, self._rows = Renaming(model), held, model, rows
+        self.renaming, self.in_training, self._model, self._rows = Renaming(model), in_training, model, rows
         try:
             self.stored = tuple(self._grouped(files))
         except (SafetensorError, RuntimeError, ValueError) as error:
@@ -136,7 +136,7 @@ class StoredWeights:
 
     def _kind(self, key: str, file: TensorFile) -> tuple[str, str, str]:
         """Whether a stored tensor is one of the model's, a part, or of no place; of which; and as what."""
-        packed = None if self.held is None else self.held.packed_part(key, file.entries[key])
+        packed = None if self.in_training is None else self.in_training.packed_part(key, file.entries[key])
         if packed is not None:
             layer, part = packed
             return "packed", self.renaming.name_of(f"{layer}.weight")[0], part
@@ -149,7 +149,7 @@ class StoredWeights:
     @property
     def form(self) -> str:
         """Which form of the base this is, in words."""
-        return ORIGINAL if self.held is None else self.held.said()
+        return ORIGINAL if self.in_training is None else self.in_training.said()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
@@ -163,7 +163,7 @@ class StoredWeights:
 
     def is_as_stored(self, name: str) -> bool:
         """Whether training held a tensor as it is stored, and did not quantise it."""
-        return not self.of(name).packed and (self.held is None or not self.held.quantizes(name))
+        return not self.of(name).packed and (self.in_training is None or not self.in_training.quantizes(name))
 
     def read(self, name: str) -> Tensor:
         """A tensor as training held it: as it is stored, or the numbers that its quantised form stands for.
@@ -175,13 +175,13 @@ class StoredWeights:
         found = self._by_name[name]
         try:
             if found.packed:
-                assert self.held is not None
+                assert self.in_training is not None
                 parts = {role: f.read(key) for key, f, role in zip(found.keys, found.files, found.roles, strict=True)}
-                return self.held.unpacked(parts, self._model, name)
+                return self.in_training.unpacked(parts, self._model, name)
             tensor = self.joined(found)[name] if found.roles else found.files[0].read(found.keys[0])
         except (OSError, SafetensorError, ValueError) as error:
             raise unreadable_weights(f"{name}: {first_line(error)}") from error
-        tensor = tensor if self.held is None else self.held.as_held(name, tensor)
+        tensor = tensor if self.in_training is None else self.in_training.as_in_training(name, tensor)
         return _resized(tensor, self._rows[asked]) if asked in self._rows else tensor
 
     def joined(self, found: StoredTensors) -> dict[str, Tensor]:
@@ -281,7 +281,7 @@ def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
         return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
     model = hollow(plain_config(config))
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
-    return StoredWeights(base_files(source, offline=offline), model, held_of(source, config, model), rows)
+    return StoredWeights(base_files(source, offline=offline), model, base_in_training(source, config, model), rows)
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Update]:

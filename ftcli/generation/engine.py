@@ -15,7 +15,7 @@ from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
-from ftcli.generation.schedule import Scheduler, Tools
+from ftcli.generation.scheduler import Scheduler, Tools
 from ftcli.generation.stopping import StopCheck
 
 #: Steps that a GPU is given before the host looks at the first one's tokens. For a row that has ended, so many more are
@@ -74,5 +74,5 @@ class Engine:
             if len(request.prompt) + request.limit > self._longest:
                 raise ValueError(f"{len(request.prompt)} + {request.limit} tokens do not fit {self._longest}")
         with self._tools.forward.generating():
-            schedule = Scheduler(self._tools, requests, sampling, stopping or StopCheck(StopConditions(), None))
-            yield from schedule.tokens()
+            scheduler = Scheduler(self._tools, requests, sampling, stopping or StopCheck(StopConditions(), None))
+            yield from scheduler.tokens()

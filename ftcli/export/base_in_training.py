@@ -87,7 +87,7 @@ class BaseInTraining:
         except ValueError as error:
             raise unreadable_weights(f"{layer}: {error}") from error
 
-    def as_held(self, name: str, tensor: Tensor) -> Tensor:
+    def as_in_training(self, name: str, tensor: Tensor) -> Tensor:
         """A stored tensor as training held it."""
         if name not in self.linears:
             return tensor
@@ -112,7 +112,7 @@ class BaseInTraining:
 ORIGINAL = "the base model's weights as they are stored"
 
 
-def held_of(source: ExportSource, config: PretrainedConfig, model: PreTrainedModel) -> BaseInTraining | None:
+def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreTrainedModel) -> BaseInTraining | None:
     """How training held the base of ``source``; None where it is taken as it is stored.
 
     Args:
