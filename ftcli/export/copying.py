@@ -31,7 +31,7 @@ from ftcli.export.verify import (
     same_greedy,
     shortened,
 )
-from ftcli.export.weights import base_weights, ends
+from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import read_config
 from ftcli.model.load import stop_token_ids
@@ -126,7 +126,7 @@ def _trained(source: ExportSource, tokenizer: PreTrainedTokenizerBase, *, rounds
         return probe, logits(model, probe), sum(parameter.numel() for parameter in model.parameters())
     stored = base_weights(source, offline=True)
     outline = unwritten(read_config(str(source.folder), revision=None, offline=True))
-    probe = probe_batch(tokenizer, stored.shape(ends(outline)[0])[0])
+    probe = probe_batch(tokenizer, stored.shape(stored.ends[0])[0])
     with computing_from(outline, stored.read, stored.names):
         probe = continued(outline, probe, tokens_compared(elements(stored)))
         return probe, logits(outline, probe), elements(stored)

@@ -47,7 +47,7 @@ from ftcli.export.verify import (
     same_greedy,
     shortened,
 )
-from ftcli.export.weights import StoredWeights, base_weights, ends, source_updates, untied
+from ftcli.export.weights import StoredWeights, base_weights, source_updates, untied
 from ftcli.model.backbone import decoder_layers
 from ftcli.model.checkpoint import hollow
 from ftcli.model.quantized import unreadable_weights
@@ -223,7 +223,7 @@ def _verify(
     tokenizer = source_tokenizer(source, offline=offline)
     model: Any = unwritten(plan.config) if adapted is None else adapted
     with computing_from(model, base.read, base.names):
-        probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
+        probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
         probe = continued(model, probe, tokens_compared(_parameters(base)))
         trained = logits(model, probe)
     request = model_request(folder, probe, _parameters(base), names=_keys(plan, rounded, base, changes))

@@ -219,7 +219,7 @@ def verify_merged(
     problems = compare_written(written, base, changes, plan.rounding)
     say("verifying: comparing logits")
     tokenizer = source_tokenizer(source, offline=offline)
-    probe = probe_batch(tokenizer, base.shape(ends(unwritten(plan.config))[0])[0])
+    probe = probe_batch(tokenizer, base.shape(base.ends[0])[0])
     probe, exact, without, wanted = _reference(plan, base, adapted, probe, tokens_compared(elements(written)))
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, sent(probe))

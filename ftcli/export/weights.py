@@ -157,6 +157,11 @@ class StoredWeights:
         shape = found.shapes[found.names.index(self.ties.get(name, name))]
         return (self._rows[name], *shape[1:]) if name in self._rows else shape
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The names of the embedding's and the head's weight; the head's is empty where there is none."""
+        return ends(self._model)
+
     def of(self, name: str) -> StoredTensors:
         """What is stored of a tensor."""
         return self._by_name[self.ties.get(name, name)]
@@ -256,17 +261,19 @@ def ends(model: PreTrainedModel) -> tuple[str, str]:
     return names[id(inputs)], names.get(id(outputs), "")
 
 
-def source_weights(source: ExportSource, *, offline: bool) -> StoredWeights | MergedWeights:
-    """What is exported, read tensor by tensor.
+def source_weights(
+    source: ExportSource, *, offline: bool
+) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
+    """What is exported, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
 
     Raises:
         FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
     """
     base = base_weights(source, offline=offline)
     if source.kind == "model":
-        return base
+        return base, None
     adapted = attach(unwritten(source_config(source, offline=offline)), source.folder)
-    return MergedWeights(base, source_updates(source, adapted))
+    return MergedWeights(base, source_updates(source, adapted)), adapted
 
 
 def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,7 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Memory for all buffers, and what transformers computes for those that are not stored: rotary tables and the like.
 
     A module's own class need not know them: a model fills in some of its layers' (Falcon-H1), and a tower is a model of
-    its own. Parameters have no memory yet, so that drawing them does nothing.
+    its own. Parameters without memory are not drawn: it would do nothing, and takes longer than all else.
     """
     from transformers import PreTrainedModel
 
@@ -208,8 +208,13 @@ def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
             compute(child, child if isinstance(child, PreTrainedModel) else owner)
         owner._init_weights(module)
 
+    undrawn: list[Any] = [parameter for parameter in model.parameters() if parameter.is_meta]
+    for parameter in undrawn:
+        parameter._is_hf_initialized = True  # what transformers leaves as it is
     with torch.no_grad():
         compute(model, model)
+    for parameter in undrawn:
+        del parameter._is_hf_initialized
 
 
 def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -89,10 +89,18 @@ def test_an_installed_ftcli_works_in_an_empty_folder(installed: Path, tmp_path: 
     cache = {"FTCLI_CACHE": str(tmp_path / "cache")}
     commands = [
         ["train", "mine.yaml", "--max-steps", "2", "--offline", *short],
-        ["export", "runs/mine", "--offline", "--json"],
+        ["export", "runs/mine", "--offline", "--json", "--format", "safetensors", "--format", "adapter"],
     ]
     both = f"from ftcli.cli.app import main; import sys; sys.exit(any([main(words) for words in {commands}]))"
     done = run([installed / "python", "-c", both], tmp_path, **cache)  # one process: the libraries are imported once
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
-    assert json.loads(done.stdout[done.stdout.index("{") :])["ok"] is True
+    document = json.loads(done.stdout[done.stdout.index("{") :])
+    assert document["ok"] is True
+    # Exports are loaded again in a process of their own, which has imported no more than each takes.
+    merged, adapter = (each["verification"] for each in document["result"]["exports"])
+    assert "transformers" in merged["reloaded_by"]
+    assert "peft" not in merged["reloaded_by"]
+    assert "peft" in adapter["reloaded_by"]
+    assert 1e8 < merged["reload_peak_bytes"] < 4e9
+    assert merged["greedy_tokens"] == "6 of 6"
     assert (tmp_path / "runs" / "mine" / "export" / "safetensors" / "model.safetensors").is_file()

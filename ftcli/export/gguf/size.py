@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ftcli.export.gguf.file import stored_bytes, type_of
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import stored_names
-from ftcli.export.weights import base_weights, ends, source_config
-from ftcli.model.checkpoint import hollow
+from ftcli.export.weights import base_weights
 from ftcli.tables.gguf import TYPES
 
 #: llama-quantize mixes K-quants: none of its files has more bits for a weight than this.
@@ -29,7 +28,7 @@ def ollama_bytes(source: ExportSource, *, offline: bool) -> int:
 
 def _bytes(source: ExportSource, types: Sequence[str], *, offline: bool) -> int:
     base = base_weights(source, offline=offline)
-    embedding, head = ends(hollow(source_config(source, offline=offline)))
+    embedding, head = base.ends
     places = {embedding: "token_embd.weight", head: "output.weight"}
     shapes = [(places.get(name, ""), base.shape(name)) for name in stored_names(source, base)]
 

@@ -22,7 +22,7 @@ from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, round
 from ftcli.export.gguf.verify import ExpectedFile, verify_file
 from ftcli.export.gguf.vocabulary import vocabulary_of
 from ftcli.export.lazy import computing_from
-from ftcli.export.loading import attach, not_verified, source_tokenizer, unwritten
+from ftcli.export.loading import not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.room import require_room
@@ -122,7 +122,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         raise no_place("ternary types are for ternary weights, which quantization.method: bitnet trains")
-    stored = source_weights(source, offline=offline)
+    stored, adapted = source_weights(source, offline=offline)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = SplitExperts(weights) if architecture.experts else weights
     names = names_of(in_file.names, family_of(text.model_type), architecture)
@@ -133,7 +133,9 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     facts: dict[str, float] = {}
     if source.verify:
         say("computing what the files are held against")
-        probe, trained = _trained_logits(source, weights, probe, offline=offline)
+        apart = adapted if weights is stored else None
+        model: Any = unwritten(source_config(source, offline=offline)) if apart is None else apart
+        probe, trained = _trained_logits(model, weights, probe)
         facts, problems = activations_rounded(source.folder, probe, trained) if rounded else ({}, [])
         if problems:
             raise not_verified(source.destination, problems)
@@ -187,18 +189,14 @@ def file_name(source: ExportSource) -> str:
     return re.sub(r"[^\w.=,+-]+", "-", folder.resolve().name) or "model"
 
 
-def _trained_logits(
-    source: ExportSource, weights: ModelWeights, probe: Probe, *, offline: bool
-) -> tuple[Probe, Tensor]:
-    """A probe with what base and adapter, apart, go on with, and what they answer in float32; a full fine-tune is
-    itself.
+def _trained_logits(model: Any, weights: ModelWeights, probe: Probe) -> tuple[Probe, Tensor]:
+    """A probe with what ``model`` goes on with, and what it answers in float32: base and adapter, apart, or a full
+    fine-tune itself. Its weights are read while it computes.
     """
-    model: Any = unwritten(source_config(source, offline=offline))
     base = weights.base if isinstance(weights, MergedWeights) else weights
-    adapted = attach(model, source.folder) if base is not weights else model
-    with computing_from(adapted, base.read, base.names), torch.no_grad():
-        probe = continued(adapted, probe, tokens_compared(elements(weights)))
-        return probe, logits(adapted, probe)
+    with computing_from(model, base.read, base.names), torch.no_grad():
+        probe = continued(model, probe, tokens_compared(elements(weights)))
+        return probe, logits(model, probe)
 
 
 def write_type(prepared: PreparedGguf, path: Path, kind: str) -> None:

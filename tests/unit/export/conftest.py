@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,47 +88,75 @@ class Trained:
     run: RunDirectory
 
 
+@pytest.fixture(scope="session")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Base and adapter of each kind, made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, dtype: str, size: float, options: dict[str, Any]) -> Path:
+        asked = repr((family, dtype, size, options))
+        if asked not in made:
+            made[asked] = tmp_path_factory.mktemp("trained")
+            _train(made[asked], build(family, dtype), size, options)
+        return made[asked]
+
+    return make
+
+
+def _train(folder: Path, model: Any, size: float, options: dict[str, Any]) -> None:
+    model.save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    )
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                step = torch.randn(parameter.shape) * size / parameter.shape[-1] ** 0.5
+                parameter += step.to(parameter.dtype) if "lora_A" not in name else 0
+    adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    tokenizer().save_pretrained(folder / "adapter")
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> Callable[..., Trained]:
+def trained(tmp_path: Path, _made: Callable[..., Path]) -> Callable[..., Trained]:
     """Make a run with an adapter; ``size`` scales how much it changes, other options are peft.LoraConfig's."""
 
     def make(family: str = "gemma2", dtype: str = "float32", *, size: float = 0.3, **options: Any) -> Trained:
-        base = tmp_path / "base"
-        model = build(family, dtype)
-        model.save_pretrained(base)
-        tokenizer().save_pretrained(base)
-        config = peft.LoraConfig(
-            **{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
-        )
-        adapted = peft.get_peft_model(model, config)
-        torch.manual_seed(11)
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if parameter.requires_grad:
-                    step = torch.randn(parameter.shape) * size / parameter.shape[-1] ** 0.5
-                    parameter += step.to(parameter.dtype) if "lora_A" not in name else 0
+        made, base = _made(family, dtype, size, options), tmp_path / "base"
+        shutil.copytree(made / "base", base, dirs_exist_ok=True)
         run = write_run(tmp_path / "run", base, lora={"r": 4})
-        adapted.save_pretrained(run.adapter_dir, save_embedding_layers=False)
-        tokenizer().save_pretrained(run.adapter_dir)
+        shutil.copytree(made / "adapter", run.adapter_dir)
         return Trained(base, run)
 
     return make
 
 
-@pytest.fixture
-def tuned(tmp_path: Path) -> Trained:
-    """A run with a full fine-tune."""
-    base = tmp_path / "base"
+@pytest.fixture(scope="session")
+def _tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and a full fine-tune of it, made once."""
+    folder = tmp_path_factory.mktemp("tuned")
     model = build("gemma2", "float32")
-    model.save_pretrained(base)
-    tokenizer().save_pretrained(base)
+    model.save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01 * torch.randn(parameter.shape)
     align_special_tokens(model, tokenizer(), (4,))
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, _tuned: Path) -> Trained:
+    """A run with a full fine-tune."""
+    base = tmp_path / "base"
+    shutil.copytree(_tuned / "base", base)
     run = write_run(tmp_path / "run", base)
-    model.save_pretrained(run.model_dir)
-    tokenizer().save_pretrained(run.model_dir)
+    shutil.copytree(_tuned / "model", run.model_dir)
     return Trained(base, run)
 
 

@@ -21,10 +21,9 @@ from tests.unit.export.test_gguf_ternary import rounded_run
 LAYER = "model.layers.0.self_attn.k_proj"
 
 
-def export(made: Trained) -> Path:
-    (result,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True, settings=ExportConfig())
-    path: Path = result.path
-    return path
+def export(made: Trained) -> None:
+    """Passes where nothing is wrong: test_packed_weights_are_read_layer_by_layer exports the same run."""
+    export_run(made.run, ["bitnet"], reporter=Heard(), offline=True, settings=ExportConfig())
 
 
 def edited(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
@@ -79,10 +78,6 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "another template": other_template,
     "a scale divided by": divided,
 }
-
-
-def test_the_packed_files_pass_as_they_are(tmp_path: Path) -> None:
-    assert (export(rounded_run(tmp_path, "llama")) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))

@@ -82,18 +82,6 @@ def test_what_is_no_model_is_a_problem_and_not_the_end(clean_process: CleanProce
     assert clean_process.ask(ReloadRequest("gguf", str(tmp_path / "config.json")), {}).problems
 
 
-def test_an_export_starts_one_of_its_own(trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process, in which nothing of ftcli's models is; it imports what it needs in other tests only once."""
-    monkeypatch.setattr("ftcli.export.writing.CleanProcess", CleanProcess)
-    merged, adapter = export(trained(), "safetensors", "adapter")
-    facts = merged.verification.facts
-    assert "transformers" in facts["reloaded_by"]
-    assert "peft" not in facts["reloaded_by"]
-    assert "peft" in adapter.verification.facts["reloaded_by"]
-    assert 1e8 < facts["reload_peak_bytes"] < 4e9
-    assert facts["greedy_tokens"] == "6 of 6"
-
-
 def test_ftclis_own_models_are_told_of(tmp_path: Path) -> None:
     """In this process they are there."""
     save_file({}, tmp_path / "sent")

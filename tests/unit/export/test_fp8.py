@@ -44,6 +44,10 @@ def test_a_merged_model_is_rounded_to_eight_bits(trained: Callable[..., Trained]
         assert torch.equal(scale.to(torch.bfloat16).float(), scale)
         error = (found[name].float() * scale - plain[name].float()).norm() / plain[name].float().norm()
         assert 0.01 < error < 0.04
+    told = safetensors.verification.facts
+    assert told["relative_error"] < 1e-5 < told["rounding"], (
+        "held to base and adapter rounded alike: see test_logits.py"
+    )
     facts = eight.verification.facts
     assert 0.005 < facts["relative_error"] < 0.3
     assert facts["rounded"] == 14

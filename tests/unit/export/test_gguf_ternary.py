@@ -190,6 +190,7 @@ def test_files_of_other_weights_and_models_are_refused(tmp_path: Path) -> None:
 def test_packed_weights_are_read_layer_by_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = rounded_run(tmp_path, family, tie_word_embeddings=family == "bitnet")
     (whole,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True)
+    assert (whole.path / "model.safetensors").is_file()
     monkeypatch.setattr(ask, "fits", lambda _: False)
     (streamed,) = export_run(made.run, ["bitnet"], reporter=Heard(), offline=True, force=True)
     assert streamed.verification.facts["relative_error"] == pytest.approx(

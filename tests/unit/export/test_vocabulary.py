@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +77,7 @@ PAIRS = [
 @pytest.mark.parametrize(("form", "family"), PAIRS)
 def test_merged_is_what_peft_merges(form: str, family: str, tmp_path: Path) -> None:
     adapter, ids, wanted = foreign(tmp_path, family, form)
+    before = {path.name: path.read_bytes() for path in adapter.iterdir()}
     merged, copied = exported(adapter, "safetensors", "adapter")
     model: Any = AutoModelForCausalLM.from_pretrained(merged.path, attn_implementation="eager", dtype="auto").float()
     with torch.no_grad():
@@ -88,7 +87,8 @@ def test_merged_is_what_peft_merges(form: str, family: str, tmp_path: Path) -> N
     assert merged.verification.facts["relative_error"] < 1e-5
     assert len(AutoTokenizer.from_pretrained(merged.path)) == 264 + FORMS[form][1]
     name = "adapter_model.safetensors"
-    assert (copied.path / name).read_bytes() == (adapter / name).read_bytes()
+    assert (copied.path / name).read_bytes() == before[name]
+    assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before, "its own folder is left as it was"
 
 
 @pytest.mark.parametrize("form", ["embedding and head trained whole", "rows of new tokens"])
@@ -148,12 +148,3 @@ def test_adapted_embeddings_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FtcliError, match="lora_embedding_A") as caught:
         exported(tmp_path / "mine", "safetensors")
     assert {finding.code for finding in caught.value.findings} == {"FT742"}
-
-
-def test_the_adapters_own_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    adapter, _, _ = foreign(tmp_path, "llama", "rows of new tokens")
-    shutil.copytree(adapter, tmp_path / "before")
-    exported(adapter, "safetensors")
-    for path in (tmp_path / "before").iterdir():
-        assert (adapter / path.name).read_bytes() == path.read_bytes()
-    assert json.loads((adapter / "adapter_config.json").read_text())["trainable_token_indices"] == [264, 265]
