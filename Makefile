@@ -35,6 +35,8 @@ smoke: install
 	$(FTCLI) export $(SMOKE)
 	@echo "open $(SMOKE)/report.html"
 
+# Bytecode is written: the workers, and every process that a test starts, would compile all they import anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not families and not long" -n auto --dist worksteal
 

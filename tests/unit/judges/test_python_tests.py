@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ CASES = {
     "leaves early": ("import sys; sys.exit(0)", "assert False", 0.0),
     "leaves at once": ("import os; os._exit(0)", "assert False", 0.0),
     "swallows the tests": ("try:\n    pass\nfinally:\n    '''", "assert False", 0.0),
-    "never ends": ("while True: pass", "", 0.0),
     "takes memory": ("x = bytearray(2**31)", "", 0.0),
     "writes much": ("open('x', 'wb').write(bytes(2**25))", "", 0.0),
     "is none": ("def f(:", "", 0.0),
@@ -40,24 +40,43 @@ def _contained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 def test_programs_pass_where_their_tests_run_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FTCLI_TEST_SECRET", "x")
     completions, tests, wanted = zip(*CASES.values(), strict=True)
-    found = python_tests(timeout=2.0)(completions, tests)
+    found = python_tests(timeout=30.0)(completions, tests)
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, wanted, strict=True))
+    assert python_tests(timeout=0.5)(["while True: pass"], [""]) == [0.0]
+
+
+#: Starts a grandchild in a session of its own, which holds a named pipe open, and goes on once it is there.
+DAEMON = """
+import os, time
+inner, outer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        pipe = os.open({path!r}, os.O_WRONLY)
+        os.write(pipe, b"x")
+        os.write(outer, b"x")
+        time.sleep(600)
+    os._exit(0)
+os.read(inner, 1)
+"""
 
 
 @pytest.mark.usefixtures("_contained")
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """A grandchild in a session of its own, of a program that passes and of one whose time is up."""
-    daemon = (
-        "import os, time\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        time.sleep(3)\n"
-        "        open({path!r}, 'w').write('x')\n"
-        "    os._exit(0)\n"
-    )
-    left = [tmp_path / "passes", tmp_path / "late"]
-    programs = [daemon.format(path=str(path)) for path in left]
-    assert python_tests(timeout=1.0)([programs[0], programs[1] + "time.sleep(60)\n"], ["", ""])[1] == 0.0
-    time.sleep(3.5)
-    assert not any(path.exists() for path in left)
+@pytest.mark.parametrize("late", [False, True], ids=["passes", "late"])
+def test_nothing_is_left_behind(tmp_path: Path, late: bool) -> None:
+    """A grandchild, of a program that passes and of one whose time is up: a pipe that nobody writes to any more ends."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    program = DAEMON.format(path=str(path)) + ("time.sleep(600)\n" if late else "")
+    try:
+        for seconds in (1.0, 4.0, 16.0) if late else (30.0,):
+            assert python_tests(timeout=seconds)([program], [""]) == [float(not late)]
+            if os.read(pipe, 1) == b"x":  # else it was too late to start the grandchild
+                break
+        else:
+            pytest.fail("no grandchild has started")
+        assert select.select([pipe], [], [], 30)[0], "it is left behind"
+        assert os.read(pipe, 1) == b""
+    finally:
+        os.close(pipe)

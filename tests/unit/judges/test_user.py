@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from pathlib import Path
 from typing import Any
@@ -143,18 +144,31 @@ def test_a_batch_of_hanging_completions_takes_four_timeouts_at_most(tmp_path: Pa
 
 def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:
     """Also one that catches whatever is raised in it."""
-    left = tmp_path / "left"
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     body = (
-        "if os.fork() == 0:\n"
-        f"        time.sleep(2); open({str(left)!r}, 'w').close(); os._exit(0)\n"
+        "inner, outer = os.pipe()\n"
+        "    if os.fork() == 0:\n"
+        f"        os.write(os.open({str(path)!r}, os.O_WRONLY), b'x'); os.write(outer, b'x'); time.sleep(600)\n"
+        "    os.read(inner, 1)\n"
         "    while True:\n"
         "        try: time.sleep(60)\n"
         "        except BaseException: pass"
     )
-    judge = opened(tmp_path, body, on_error="skip", timeout=0.5)
-    assert judge.scores(CompletionBatch(["a"], ["p"])).values == [None]
-    time.sleep(2)
-    assert not left.exists()
+    try:
+        for seconds in (0.5, 4.0, 16.0):
+            judge = opened(tmp_path, body, on_error="skip", timeout=seconds)
+            assert judge.scores(CompletionBatch(["a"], ["p"])).values == [None]
+            if os.read(pipe, 1) == b"x":  # else its time was up before it had started anything
+                break
+        else:
+            pytest.fail("nothing has been started")
+        assert select.select([pipe], [], [], 30)[0], "it is left behind"
+        while os.read(pipe, 1) == b"x":  # the function was called more than once
+            assert select.select([pipe], [], [], 30)[0], "one of them is left behind"
+    finally:
+        os.close(pipe)
 
 
 def test_its_process_ends_with_the_judge(tmp_path: Path) -> None:
