@@ -160,6 +160,11 @@ class Server:
         self._started.append(Drill(pid, connection, output, folder))
         return self._started[-1]
 
+    def imported(self) -> dict[str, Any]:
+        """What importing all of ftcli changed in it: see untouched.py."""
+        found: dict[str, Any] = json.loads(Path(self.socket).with_name("imported.json").read_text(encoding="utf-8"))
+        return found
+
     def close(self) -> None:
         """Ends the server and whatever still runs."""
         for drill in self._started:

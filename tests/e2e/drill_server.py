@@ -24,28 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_WARM = (
-    "ftcli.cli.app",
-    "ftcli.model.attention",
-    "ftcli.model.sharded",
-    "ftcli.model.selfcheck",
-    "ftcli.pipeline.build",
-    "ftcli.pipeline.checking",
-    "ftcli.pipeline.evaluation",
-    "ftcli.pipeline.exporting",
-    "ftcli.pipeline.reinforcement",
-    "ftcli.pipeline.training",
-    "ftcli.trainers.callbacks",
-    "ftcli.trainers.grpo",
-    "ftcli.trainers.sft",
-    "ftcli.evaluate.suite",
-    "ftcli.preflight.stages",
-    "peft.peft_model",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.gemma2.modeling_gemma2",
-    "transformers.trainer",
-    "trl.trainer.grpo_trainer",
-)
 _SECONDS = 60.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BLOCK = 1 << 16
@@ -252,9 +230,10 @@ _PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}
 def serve(path: str) -> None:
     """Answers until stdin is closed."""
     gc.disable()
+    from untouched import changed_by_imports  # which lies beside this file
+
+    Path(path).with_name("imported.json").write_text(json.dumps(changed_by_imports()), encoding="utf-8")
     os.fsync = _unflushed
-    for name in _WARM:
-        importlib.import_module(name)
     _train_once(Path(path).parent)
     gc.enable()
     gc.collect()

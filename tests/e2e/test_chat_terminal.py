@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def talking(run: Path, *options: str, server: Server | None = None) -> Iterator[Terminal]:
+def talking(run: Path, *options: str, server: Server) -> Iterator[Terminal]:
     words = ("chat", str(run), "--offline", "--raw", "--temperature", "0", *options)
     with in_terminal(*words, server=server) as terminal:
         terminal.wait_for(r"^> $")
@@ -58,8 +58,8 @@ def test_a_talk_in_a_terminal_ends_with_0(run: Path, drill_server: Server) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_stops_the_answer_and_at_the_prompt_it_ends_with_130(run: Path) -> None:
-    with talking(run, "--max-new-tokens", "1000") as terminal:
+def test_ctrl_c_stops_the_answer_and_at_the_prompt_it_ends_with_130(run: Path, drill_server: Server) -> None:
+    with talking(run, "--max-new-tokens", "1000", server=drill_server) as terminal:
         terminal.type("xyz\n")
         terminal.wait_for(r"^zzz")
         terminal.type("\x03")

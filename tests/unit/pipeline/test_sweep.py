@@ -92,6 +92,7 @@ class Fleet:
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweeping, "check_all", lambda *_: None)
+    monkeypatch.setattr(sweeping, "_SECONDS_BETWEEN_LOOKS", 0.001)
     (tmp_path / "r.yaml").write_text(RECIPE)
     return plan_sweep(Path("r.yaml"), combinations(["train.learning_rate=1e-3,2e-3,3e-3,4e-3"]), None)
 
