@@ -172,8 +172,8 @@ def drills(tmp_path: Path, drill_server: Server) -> Drills:
 
 @pytest.fixture
 def shell(tmp_path: Path, drill_server: Server, narrow_files: Path) -> dict[str, str]:
-    """An environment in which `ftcli` starts in a moment, trains the narrow model as the bundled one, and measures on a
-    fifth of the bundled held-out data.
+    """An environment in which `ftcli` starts in a moment, trains the narrow model as the bundled one, and measures on
+    a few rows of the bundled held-out data.
 
     `ftcli recipes` is the installed command all the same, in a process that imports everything anew.
     """
@@ -190,5 +190,5 @@ def shell(tmp_path: Path, drill_server: Server, narrow_files: Path) -> dict[str,
     held_out = tmp_path / "held-out"
     held_out.mkdir()
     own = {"PATH": path, "FTCLI_CACHE": str(tmp_path / "cache"), "PAUSE": "0"}
-    prepared = json.dumps([["few_held_out", 40, str(held_out)], ["bundled_models", str(narrow_files.parent)]])
+    prepared = json.dumps([["few_held_out", 12, str(held_out)], ["bundled_models", str(narrow_files.parent)]])
     return {**drill_server.environment, **own, "DRILL_PREPARATIONS": prepared}

@@ -14,10 +14,10 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -241,24 +241,79 @@ def serve(path: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(16)
-    listener.settimeout(0.2)
-    os.set_blocking(0, False)
-    os.write(1, b"ready\n")
-    while not _closed(0):
-        _reap()
-        with contextlib.suppress(TimeoutError):
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                _supervise(connection)
-            connection.close()
+    Commands(listener).serve()
 
 
-def _reap() -> None:
-    """Takes leave of the supervisors that have ended, so that what they took counts as this process's."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+class Commands:
+    """The commands that run, and who waits for each. A fork copies tables of a hundred thousand pages, so that each
+    command is one, and this process waits for all.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[int, socket.socket] = {}
+        self._ended, noted = os.pipe()
+        os.set_blocking(noted, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # it need only be noted
+        signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Starts commands and tells how they ended, until stdin is closed."""
+        os.write(1, b"ready\n")
+        while True:
+            places = [0, self._ended, self._listener, *self._clients.values()]
+            ready, _, _ = select.select(places, [], [])
+            if 0 in ready and os.read(0, 1) == b"":
+                break
+            if self._ended in ready:
+                os.read(self._ended, _BLOCK)
+                self._reap()
+            for pid, client in list(self._clients.items()):
+                if client in ready and _hung_up(client):  # a client that was killed is its command being killed
+                    os.kill(pid, signal.SIGKILL)
+                    self._clients.pop(pid).close()
+            if self._listener in ready:
+                self._start()
+        for pid in self._clients:
+            os.kill(pid, signal.SIGKILL)
+
+    def _start(self) -> None:
+        connection, _ = self._listener.accept()
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        child = os.fork()
+        if child == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (connection, self._listener, *self._clients.values()):
+                one.close()
+            _become(json.loads(message), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._clients[child] = connection
+        _tell(connection, child)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitpid(-1, os.WNOHANG):
+                pid, status = ended
+                if pid == 0:
+                    break
+                client = self._clients.pop(pid, None)
+                if client is not None:
+                    _tell(client, os.waitstatus_to_exitcode(status))
+                    client.close()
+
+
+def _tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):
+        client.sendall(f"{number}\n".encode())
+
+
+def _hung_up(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except OSError:
+        return True
 
 
 def _unflushed(file: int) -> None:
@@ -267,54 +322,30 @@ def _unflushed(file: int) -> None:
 
 
 def _train_once(folder: Path) -> None:
-    """What libraries prepare in their first step they then need not prepare in every command."""
+    """What libraries prepare in their first step, evaluation and checkpoint they need not prepare in every command."""
     from ftcli.cli.app import main
 
-    recipe, said = folder / "warm.yaml", io.StringIO()
-    recipe.write_text(
+    settings = (
         "version: 1\n"
         "model: {name_or_path: bundled:tiny-gemma2, dtype: float32}\n"
         "lora: {r: 4}\n"
-        "data: {train: [{path: bundled:smoke-train, max_rows: 4}], max_seq_len: 64}\n"
         "train: {max_steps: 1, per_device_train_batch_size: 4}\n"
+        "checkpoint: {every_steps: 1}\n"
     )
-    words = ["train", str(recipe), "--output-dir", str(folder / "warm"), "--offline", "--quiet"]
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        assert main(words) == 0, said.getvalue()
-
-
-def _closed(descriptor: int) -> bool:
-    try:
-        return os.read(descriptor, 1) == b""
-    except BlockingIOError:
-        return False
-
-
-def _supervise(connection: socket.socket) -> None:
-    """Forks the command, tells its pid, and how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    connection.settimeout(None)
-    message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-    child = os.fork()
-    if child == 0:
-        connection.close()
-        _become(json.loads(message), descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):
-        connection.sendall(f"{child}\n".encode())
-    threading.Thread(target=_kill_with_its_client, args=(connection, child), daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with contextlib.suppress(OSError):
-        connection.sendall(f"{status}\n".encode())
-    os._exit(0)
-
-
-def _kill_with_its_client(connection: socket.socket, child: int) -> None:
-    """A client that was killed is its command being killed."""
-    with contextlib.suppress(OSError):
-        if connection.recv(1) == b"":
-            os.kill(child, signal.SIGKILL)
+    recipes = {
+        "train": "data: {train: [{path: bundled:smoke-train, max_rows: 4}], "
+        "eval: [{path: bundled:smoke-eval, max_rows: 2}], max_seq_len: 64}\n"
+        "eval: {generate: {max_new_tokens: 2}}\n",
+        "grpo": "data: {train: [{path: bundled:smoke-grpo-train, max_rows: 4}], max_seq_len: 64}\n"
+        "grpo: {num_generations: 4, max_prompt_length: 48, max_completion_length: 4, "
+        "rewards: [{use: regex, pattern: '[0-9]'}]}\n",
+    }
+    for command, more in recipes.items():
+        recipe, said = folder / f"warm-{command}.yaml", io.StringIO()
+        recipe.write_text(settings + more, encoding="utf-8")
+        words = [command, str(recipe), "--output-dir", str(folder / f"warm-{command}"), "--offline", "--quiet"]
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            assert main(words) == 0, said.getvalue()
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:

@@ -25,6 +25,9 @@ SAVE = "ftcli.trainers.base:save_weights"
 SAVE_RESULT = "ftcli.model.saved:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"
 
+#: In recipes of drills that ask nothing of evaluation, which would take a fifth of their time.
+NO_EVAL: dict[str, Any] = {"data": {"eval": []}}
+
 Preparation = tuple[Any, ...]
 
 

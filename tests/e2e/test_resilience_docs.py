@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.resilience import Drills
+from tests.e2e.resilience import NO_EVAL, Drills
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -62,7 +62,7 @@ def signal_training(running: Loop, run: Path, number: int, after: int) -> int:
 def test_the_loop_starts_again_after_each_preemption_and_ends_with_the_run(
     drills: Drills, shell: dict[str, str]
 ) -> None:
-    change = {"train": {"max_steps": 24}, "data": {"eval": []}, "checkpoint": {"every_steps": 23}}
+    change = {"train": {"max_steps": 24}, "checkpoint": {"every_steps": 23}, **NO_EVAL}
     whole = drills.whole(**change)
     with loop(drills.recipe("r", **change), shell, drills.folder) as running:
         step = 0
@@ -76,7 +76,7 @@ def test_the_loop_starts_again_after_each_preemption_and_ends_with_the_run(
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, 137), (signal.SIGINT, 130)])
 def test_the_loop_gives_up_on_any_other_status(drills: Drills, shell: dict[str, str], number: int, status: int) -> None:
-    with loop(drills.recipe("r", train={"max_steps": 500}), shell, drills.folder) as running:
+    with loop(drills.recipe("r", train={"max_steps": 500}, **NO_EVAL), shell, drills.folder) as running:
         signal_training(running, drills.folder / "r", number, 1)
         ended, said = running.wait()
     assert ended == status, said
@@ -91,7 +91,7 @@ def test_the_loop_gives_up_on_a_bad_recipe(drills: Drills, shell: dict[str, str]
 
 
 def test_a_signal_to_the_loop_reaches_training_and_ends_the_loop_with_75(drills: Drills, shell: dict[str, str]) -> None:
-    with loop(drills.recipe("r", train={"max_steps": 500}), shell, drills.folder) as running:
+    with loop(drills.recipe("r", train={"max_steps": 500}, **NO_EVAL), shell, drills.folder) as running:
         deadline = time.monotonic() + 60
         while "train 2/500" not in running.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)

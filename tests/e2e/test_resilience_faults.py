@@ -16,10 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ftcli.assets import asset
-from tests.e2e.conftest import RECIPE
-from tests.e2e.resilience import SAVE, SAVE_RESULT, STEP, Drills, read_only, require_same_weights, small_disk
+from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.resilience import (
+    NO_EVAL,
+    SAVE,
+    SAVE_RESULT,
+    STEP,
+    Drills,
+    read_only,
+    require_same_weights,
+    small_disk,
+)
 
-EVERY_STEP: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep_last": 9}}
+EVERY_STEP: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep_last": 9}, **NO_EVAL}
 
 
 def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(drills: Drills) -> None:
@@ -54,7 +63,7 @@ def test_a_full_disk_stops_with_exit_3_and_what_was_complete_is_resumed_from(dri
 def test_a_write_that_the_system_refuses_is_told_as_such_whichever_library_writes(
     drills: Drills, limit: int, what: str
 ) -> None:
-    recipe = drills.recipe("r", model=RECIPE["model"], checkpoint={"every_steps": 2})
+    recipe = drills.recipe("r", model=RECIPE["model"], checkpoint={"every_steps": 2}, **NO_EVAL)
     said = drills.run(recipe, status=3, prepared=(("small_files", limit),))
     assert "error[FT724]" in said
     assert "File too large" in said
@@ -154,13 +163,13 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(drills: Drills, how: str) -
 
 
 def test_without_a_usable_checkpoint_the_run_says_that_it_starts_again(drills: Drills) -> None:
-    recipe = drills.recipe("r", train={"max_steps": 3})
+    recipe = drills.recipe("r", train={"max_steps": 3}, **NO_EVAL)
     drills.stopped(recipe, STEP, 1, signal.SIGTERM, 75)
     (drills.folder / "r/checkpoints/step-00000001/optimizer.pt").unlink()
     said = drills.run(recipe)
     assert "warning[FT726]" in said
     assert "warning[FT733]" in said
-    assert [line["step"] for line in drills.metrics("r")] == [1, 2, 3, 3]
+    assert [line["step"] for line in drills.metrics("r")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("where", ["head", "middle"])
@@ -193,9 +202,8 @@ def test_a_nan_names_the_rows_of_its_batch_and_checkpoints_stay_finite(drills: D
     recipe = drills.recipe(
         "r",
         model={"name_or_path": str(model)},
-        data={"train": ["rows.jsonl"], "eval": []},
         train={"max_steps": 6, "per_device_train_batch_size": 4},
-        **EVERY_STEP,
+        **merged(EVERY_STEP, {"data": {"train": ["rows.jsonl"]}}),
     )
     said = drills.run(recipe, status=6)
     message = said.split("error[FT702]: ")[1].splitlines()[0]
@@ -238,13 +246,13 @@ def test_out_of_memory_says_where_what_and_what_would_help_and_loses_no_step(dri
 
 
 def test_after_out_of_memory_the_smaller_batch_goes_on_from_the_saved_step(drills: Drills) -> None:
-    recipe = drills.recipe("r", train={"max_steps": 4})
+    recipe = drills.recipe("r", train={"max_steps": 4}, **NO_EVAL)
     drills.stopped(recipe, STEP, 2, signal.SIGTERM, 75)
     checkpoint = "r/checkpoints/step-00000002"
     smaller = ["train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=2"]
     said = drills.run(recipe, "--resume", checkpoint, *(word for text in smaller for word in ("--set", text)))
     assert said.count("warning[FT732]") == 2
-    assert [line["step"] for line in drills.metrics("r")] == [1, 2, 3, 4, 4]
+    assert [line["step"] for line in drills.metrics("r")] == [1, 2, 3, 4]
 
 
 def test_out_of_memory_while_loading_is_exit_5_too(drills: Drills) -> None:
@@ -255,7 +263,7 @@ def test_out_of_memory_while_loading_is_exit_5_too(drills: Drills) -> None:
 
 
 def test_the_second_run_in_a_directory_is_refused_and_a_killed_one_leaves_no_lock(drills: Drills) -> None:
-    recipe = drills.recipe("r", train={"max_steps": 3})
+    recipe = drills.recipe("r", train={"max_steps": 3}, **NO_EVAL)
     first = drills.paused(recipe, STEP, 2)
     said = drills.run(recipe, status=2)
     assert f"error[FT720]: {drills.folder / 'r'} is in use by process {first.pid} on " in said
@@ -266,7 +274,7 @@ def test_the_second_run_in_a_directory_is_refused_and_a_killed_one_leaves_no_loc
 
 
 def test_leftovers_of_a_kill_are_cleared(drills: Drills) -> None:
-    recipe = drills.recipe("r", train={"max_steps": 2})
+    recipe = drills.recipe("r", train={"max_steps": 2}, **NO_EVAL)
     drill = drills.paused(recipe, SAVE_RESULT)  # in the middle of writing the result
     drill.signal(signal.SIGKILL)
     drill.wait()

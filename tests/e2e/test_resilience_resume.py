@@ -11,7 +11,7 @@ import pytest
 
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import RECIPE, merged
-from tests.e2e.resilience import STEP, Drills
+from tests.e2e.resilience import NO_EVAL, STEP, Drills
 
 #: 7 batches an epoch in steps of 3, 3 and 1; dropout draws random numbers in every step; the run is stopped in the
 #: second epoch, between two lines of metrics, at a step after which an evaluation is due.
@@ -129,7 +129,7 @@ def test_grpo_goes_on_after_a_step_that_failed(drills: Drills, call: int, step: 
 
 def test_stopped_in_every_step_it_is_still_the_same_run(drills: Drills) -> None:
     change = {"lora": {"dropout": 0.2}, "train": {"max_steps": 5}, "logging": {"every_steps": 4}}
-    change["checkpoint"] = {"every_steps": 4}
+    change |= {"checkpoint": {"every_steps": 4}, **NO_EVAL}
     whole = drills.whole(**change)
     recipe = drills.recipe("pieces", **change)
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_other_base_weights_are_refused(drills: Drills, tmp_path: Path) -> None:
 
     model = tmp_path / "model"
     shutil.copytree(asset("models", "tiny-gemma2"), model)
-    recipe = drills.recipe("r", model={"name_or_path": str(model)}, train={"max_steps": 3})
+    recipe = drills.recipe("r", model={"name_or_path": str(model)}, train={"max_steps": 3}, **NO_EVAL)
     drills.stopped(recipe, STEP, 1, signal.SIGTERM, 75)
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"] += 1e-3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.resilience import EVALUATE, SAVE, SAVE_RESULT, STEP, Drills
+from tests.e2e.resilience import EVALUATE, NO_EVAL, SAVE, SAVE_RESULT, STEP, Drills
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 PARTS = {
@@ -43,29 +43,26 @@ def test_between_two_parts_the_next_one_is_not_begun(drills: Drills) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "target", "number", "phase"),
+    ("command", "target", "phase"),
     [
-        ("eval", "ftcli.pipeline.build:load_model", TERM, "evaluating"),
-        ("eval", "ftcli.pipeline.build:load_model", INT, "evaluating"),
-        ("export", "ftcli.export.adapter:copy_adapter", TERM, "exporting"),
-        ("export", "ftcli.export.adapter:copy_adapter", INT, "exporting"),
+        ("eval", "ftcli.pipeline.build:load_model", "evaluating"),
+        ("export", "ftcli.export.adapter:copy_adapter", "exporting"),
     ],
 )
-def test_evaluation_and_export_are_left_at_once(
-    drills: Drills, command: str, target: str, number: int, phase: str
-) -> None:
+def test_evaluation_and_export_are_left_at_once(drills: Drills, command: str, target: str, phase: str) -> None:
     recipe = drills.recipe("r", train={"max_steps": 1}, export={"formats": ["adapter"]})
     if command == "export":
-        drills.run(recipe)
-    drill = drills.paused(recipe, target, command=command)
-    drill.signal(number)
-    assert drill.wait() == (75 if number == TERM else 130), drill.said
-    assert f"error[FT728]: stopped by {'SIGTERM' if number == TERM else 'SIGINT'} while {phase}" in drill.said
-    assert not list((drills.folder / "r").glob("export/*"))
+        drills.run(recipe, "--set", "data.eval=[]")
+    for number, status in ((TERM, 75), (INT, 130)):
+        drill = drills.paused(recipe, target, command=command)
+        drill.signal(number)
+        assert drill.wait() == status, drill.said
+        assert f"error[FT728]: stopped by {number.name} while {phase}" in drill.said
+        assert not list((drills.folder / "r").glob("export/*"))
 
 
 def test_the_report_of_a_complete_run_is_made_when_it_is_missing_or_old(drills: Drills) -> None:
-    recipe = drills.recipe("r", train={"max_steps": 1})
+    recipe = drills.recipe("r", train={"max_steps": 1}, **NO_EVAL)
     drill = drills.paused(recipe, "ftcli.pipeline.lifecycle:write_report")
     drill.signal(signal.SIGKILL)
     drill.wait()
@@ -81,7 +78,7 @@ def test_the_report_of_a_complete_run_is_made_when_it_is_missing_or_old(drills: 
 
 @pytest.mark.parametrize(("number", "status"), [(TERM, 75), (INT, 130), (signal.SIGHUP, 75)])
 def test_in_training_the_step_is_finished_and_saved(drills: Drills, number: int, status: int) -> None:
-    said = drills.stopped(drills.recipe("r"), STEP, 2, number, status)
+    said = drills.stopped(drills.recipe("r", **NO_EVAL), STEP, 2, number, status)
     checkpoint = drills.folder / "r" / "checkpoints" / "step-00000002"
     assert checkpoint.is_dir()
     assert f"after step 2; checkpoint written to {checkpoint}" in said
@@ -91,7 +88,7 @@ def test_in_training_the_step_is_finished_and_saved(drills: Drills, number: int,
 
 
 def test_with_on_sigterm_false_sigterm_kills(drills: Drills) -> None:
-    drill = drills.paused(drills.recipe("r", checkpoint={"on_sigterm": False}), STEP, 2)
+    drill = drills.paused(drills.recipe("r", checkpoint={"on_sigterm": False}, **NO_EVAL), STEP, 2)
     drill.signal(TERM)
     assert drill.wait() == -TERM
 
@@ -109,7 +106,7 @@ def test_an_evaluation_in_training_is_left_and_made_again(drills: Drills) -> Non
 
 
 def test_while_a_checkpoint_is_saved_it_is_finished_and_is_the_last(drills: Drills) -> None:
-    change = {"checkpoint": {"every_steps": 2}}
+    change = {"checkpoint": {"every_steps": 2}, **NO_EVAL}
     whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
     said = drills.stopped(recipe, SAVE, 1, TERM, 75)
@@ -147,7 +144,7 @@ def test_after_the_last_step_nothing_is_trained_again(drills: Drills, target: st
 def test_a_second_signal_stops_at_once(
     drills: Drills, target: str, call: int, numbers: tuple[int, int], status: int
 ) -> None:
-    recipe = drills.recipe("r", checkpoint={"every_steps": 2})
+    recipe = drills.recipe("r", checkpoint={"every_steps": 2}, **NO_EVAL)
     drill = drills.paused(recipe, target, call)
     drill.signal(numbers[0])
     time.sleep(0.3)  # the system merges signals that come at once
@@ -164,7 +161,7 @@ def test_a_second_signal_stops_at_once(
 
 def test_with_workers_a_signal_to_all_of_them_ends_well(drills: Drills) -> None:
     """Ctrl-C in a terminal reaches every process of the group; torch ends its workers by SIGTERM."""
-    drill = drills.paused(drills.recipe("r"), STEP, 2, also=(("workers", 2),))
+    drill = drills.paused(drills.recipe("r", **NO_EVAL), STEP, 2, also=(("workers", 2),))
     children = [int(pid) for pid in Path(f"/proc/{drill.pid}/task/{drill.pid}/children").read_text().split()]
     assert len(children) == 2
     for pid in [drill.pid, *children]:

@@ -36,8 +36,7 @@ def run(command: Sequence[str | Path], folder: Path, **environment: str) -> subp
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without the network: hatchling is among the development packages."""
     folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    run([*pip, "--wheel-dir", folder, ROOT], folder)
+    run([sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder], ROOT)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -83,16 +82,16 @@ def test_an_installed_ftcli_works_in_an_empty_folder(installed: Path, tmp_path: 
     listed = json.loads(run([ftcli, "recipes", "list", "--json"], tmp_path).stdout)["result"]["recipes"]
     assert {entry["name"] for entry in listed} == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
     run([ftcli, "recipes", "copy", "gemma2-9b"], tmp_path)
-    run([ftcli, "check", "gemma2-9b.yaml", "--as", "h100", "--offline"], tmp_path)
-    run([ftcli, "recipes", "copy", "smoke", "mine.yaml"], tmp_path)
     short = ["--set", "train.warmup_steps=1", "--set", "data.train.0={path: bundled:smoke-train, max_rows: 64}"]
     cache = {"FTCLI_CACHE": str(tmp_path / "cache")}
     commands = [
+        ["check", "gemma2-9b.yaml", "--as", "h100", "--offline"],
+        ["recipes", "copy", "smoke", "mine.yaml"],
         ["train", "mine.yaml", "--max-steps", "2", "--offline", *short],
         ["export", "runs/mine", "--offline", "--json", "--format", "safetensors", "--format", "adapter"],
     ]
-    both = f"from ftcli.cli.app import main; import sys; sys.exit(any([main(words) for words in {commands}]))"
-    done = run([installed / "python", "-c", both], tmp_path, **cache)  # one process: the libraries are imported once
+    all = f"from ftcli.cli.app import main; import sys; sys.exit(any([main(words) for words in {commands}]))"
+    done = run([installed / "python", "-c", all], tmp_path, **cache)  # one process: the libraries are imported once
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     document = json.loads(done.stdout[done.stdout.index("{") :])
     assert document["ok"] is True

@@ -64,7 +64,7 @@ os.read(inner, 1)
 @pytest.mark.usefixtures("_contained")
 @pytest.mark.parametrize("late", [False, True], ids=["passes", "late"])
 def test_nothing_is_left_behind(tmp_path: Path, late: bool) -> None:
-    """A grandchild, of a program that passes and of one whose time is up: a pipe that nobody writes to any more ends."""
+    """A grandchild, of a program that passes and of one whose time is up: a pipe without a writer ends."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
