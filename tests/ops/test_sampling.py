@@ -114,12 +114,12 @@ def test_a_row_that_is_not_finite_says_so_and_its_neighbour_does_not(bad: float,
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
 def test_the_kernels_choose_what_torch_chooses(temperature: float, dtype: torch.dtype, device: str) -> None:
     """Over several blocks, the last one short; rows that lie apart; impossible tokens."""
-    wide = (torch.randn(40, 9100, device=device) * 3).to(dtype)
+    wide = (torch.randn(14, 9100, device=device) * 3).to(dtype)
     logits = wide[:, :9001]
     logits[::3, 7:] = -math.inf
     logits[1::3, :8500] = -math.inf
     logits[5, :] = 2.0
-    seeds, at = torch.arange(40, device=device) * 77, torch.arange(40, device=device)
+    seeds, at = torch.arange(14, device=device) * 77, torch.arange(14, device=device)
     sampling = Sampling(temperature)
     tokens, logprobs = choose(logits, sampling, seeds, at, backend="triton")
     expected, exact = choose(logits, sampling, seeds, at, backend="torch")
