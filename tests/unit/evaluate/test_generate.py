@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,28 @@ def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").requires_grad_(False)
     if request.param == "kernels":
         assert all(entry.on for entry in patch(model, "reference").table)
-    return model, AutoTokenizer.from_pretrained(source)
+    return model, _tokenizer()
 
 
-def completions(loaded: tuple[Any, Any], prompts: Sequence[str], batch_size: int, reporter: Any = None) -> list[str]:
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(str(Path(asset("models", "tiny-gemma2"))))
+
+
+def completions(
+    loaded: tuple[Any, Any], prompts: Sequence[str], batch_size: int, reporter: Any = None, new: int = NEW
+) -> list[str]:
     model, tokenizer = loaded
     return generate(
-        model, tokenizer, prompts, GenerateConfig(max_new_tokens=NEW), batch_size=batch_size, plan=PLAN,
+        model, tokenizer, prompts, GenerateConfig(max_new_tokens=new), batch_size=batch_size, plan=PLAN,
         device=torch.device("cpu"), reporter=reporter or SilentReporter(), stops=(tokenizer.eos_token_id,),
     )  # fmt: skip
 
 
-def one_by_one_without_a_cache(loaded: tuple[Any, Any]) -> list[str]:
-    """Greedy: the whole text through the model again for each token."""
-    model, tokenizer = loaded
+@pytest.fixture(scope="module")
+def one_by_one() -> Callable[[int], list[str]]:
+    """Greedy, by plain transformers and without a cache: the whole text through the model again for each token."""
+    source = str(Path(asset("models", "tiny-gemma2")))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager"), _tokenizer()
     found = []
     with torch.no_grad():
         for prompt in PROMPTS:
@@ -62,20 +70,23 @@ def one_by_one_without_a_cache(loaded: tuple[Any, Any]) -> list[str]:
                 ids = torch.cat([ids, token], dim=1)
                 if int(token) == tokenizer.eos_token_id:
                     break
-            found.append(tokenizer.decode(ids[0, start:], skip_special_tokens=True))
-    return found
+            found.append(ids[0, start:])
+    return lambda new: [tokenizer.decode(ids[:new], skip_special_tokens=True) for ids in found]
 
 
-def test_batched_cached_decoding_equals_uncached_decoding(loaded: tuple[Any, Any]) -> None:
-    expected = one_by_one_without_a_cache(loaded)
+def test_batched_cached_decoding_equals_uncached_decoding(
+    loaded: tuple[Any, Any], one_by_one: Callable[[int], list[str]]
+) -> None:
+    expected = one_by_one(NEW)
     assert any(len(text) > 20 for text in expected)
     for batch_size in (2, 5):
         assert completions(loaded, PROMPTS, batch_size) == expected
 
 
-def test_out_of_memory_halves_the_batch_and_goes_on(loaded: tuple[Any, Any]) -> None:
+def test_out_of_memory_halves_the_batch_and_goes_on(
+    loaded: tuple[Any, Any], one_by_one: Callable[[int], list[str]]
+) -> None:
     model, _ = loaded
-    expected = completions(loaded, PROMPTS, 1)
     findings: list[Finding] = []
 
     class Heard(SilentReporter):
@@ -88,7 +99,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(loaded: tuple[Any, Any]) -> 
 
     handle = model.get_input_embeddings().register_forward_pre_hook(limited)
     try:
-        assert completions(loaded, PROMPTS, 5, Heard()) == expected
+        assert completions(loaded, PROMPTS, 5, Heard(), new=12) == one_by_one(12)
     finally:
         handle.remove()
     assert [finding.code for finding in findings] == ["FT764"]
@@ -112,6 +123,7 @@ def test_a_prompt_that_does_not_fit_alone_ends_it(loaded: tuple[Any, Any]) -> No
 def test_an_answer_ends_where_the_longest_sequence_does_and_that_is_told(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     told: list[str] = []
+    new = 24
 
     class Heard(SilentReporter):
         def warn(self, text: str) -> None:
@@ -122,17 +134,17 @@ def test_an_answer_ends_where_the_longest_sequence_does_and_that_is_told(loaded:
 
     def answers(max_length: int | None, stops: tuple[int, ...] = (-1,)) -> list[str]:
         return generate(
-            model, tokenizer, PROMPTS, GenerateConfig(max_new_tokens=NEW), batch_size=5, plan=PLAN,
+            model, tokenizer, PROMPTS, GenerateConfig(max_new_tokens=new), batch_size=5, plan=PLAN,
             device=torch.device("cpu"), reporter=Heard(), stops=stops, max_length=max_length,
         )  # fmt: skip
 
     free, bounded = answers(None), answers(longest)
-    expected = [min(NEW, longest - size) for size in sizes]
+    expected = [min(new, longest - size) for size in sizes]
     assert min(expected) == 5
     for whole, cut, room in zip(free, bounded, expected, strict=True):
         assert whole.startswith(cut.rstrip("\ufffd"))
-        assert (cut == whole) == (room == NEW)
-    ended = sum(room < NEW for room in expected)
+        assert (cut == whole) == (room == new)
+    ended = sum(room < new for room in expected)
     assert told == [f"{ended} of 5 answers were ended by data.max_seq_len {longest}"]
 
 
@@ -175,7 +187,7 @@ def test_a_stop_string_across_tokens_ends_where_generate_ends(loaded: tuple[Any,
     theirs = out[0, ids.shape[1] :].tolist()
     assert 3 <= len(theirs) < 24
     config = GenerateConfig(max_new_tokens=24, stop_strings=("never", stop))
-    prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
+    prompts = tokenizer(PROMPTS[:3], add_special_tokens=False)["input_ids"]
     stopping = StopCheck(StopConditions(frozenset((3,)), config.stop_strings), tokenizer)
     made = complete(model, prompts, config, pad=0, stopping=stopping, reporter=SilentReporter(), **settings)
     assert made[0] == theirs
