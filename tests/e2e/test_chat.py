@@ -24,6 +24,12 @@ from tests.e2e.conftest import RECIPE, User, merged
 ASKED = "mirror: kano"
 
 
+@pytest.fixture
+def user(narrow: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return narrow
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A recipe whose run is there, trained far enough to answer differently than its base."""
@@ -62,7 +68,12 @@ def test_one_answer_as_json(user: User, recipe: str, run: str) -> None:
 
 
 def test_the_answer_is_that_of_evaluation(user: User, run: str) -> None:
-    task = ["--set", "eval.tasks=[{use: contains, max_rows: 1}]", "--set", "data.eval=[bundled:smoke-eval]"]
+    task = [
+        "--set",
+        "eval.tasks=[{use: contains, max_rows: 1}]",
+        "--set",
+        "data.eval=[{path: bundled:smoke-eval, max_rows: 2}]",
+    ]
     scored = user.done("eval", f"{run}/recipe.yaml", "--run", run, *task)
     (sample,) = scored["run"]["tasks"]["contains"]["samples"]
     row = json.loads(Path("ftcli/assets/data/smoke-eval.jsonl").read_text().splitlines()[0])

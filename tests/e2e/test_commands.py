@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ftcli.assets import asset
 from ftcli.config import DatasetConfig
-from tests.e2e.conftest import User
+from tests.e2e.conftest import RECIPE, User
 from tests.rows import read_rows
 from tests.small_models import build
+
+
+@pytest.fixture
+def user(stored: User) -> User:
+    """What is asked here does not depend on what the model knows."""
+    return stored
 
 
 @pytest.fixture
@@ -163,7 +169,11 @@ def test_grpo_with_a_users_reward(user: User) -> None:
 
 
 def test_liger_1082_the_ratio_of_a_policy_to_itself_is_one(user: User) -> None:
-    """Then the loss of an on-policy step is minus the sum of group-normalised advantages: nothing."""
+    """Then the loss of an on-policy step is minus the sum of group-normalised advantages: nothing.
+
+    Of completions of one length, as those of the bundled model are.
+    """
+    user = replace(user, model=RECIPE["model"])
     recipe = user.recipe(
         data={"train": prompts(user.folder), "eval": []},
         train={"max_steps": 2, "per_device_train_batch_size": 8},
@@ -287,7 +297,7 @@ def test_grpo_refuses_a_task_without_rows(user: User) -> None:
 
 def test_grpo_is_held_to_the_weights_it_began_with(user: User) -> None:
     model = user.folder / "model"
-    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    shutil.copytree(user.model["name_or_path"], model)
     recipe = small_grpo(user, model={"name_or_path": str(model)})
     user.done("grpo", recipe)
     user.cut_off("r")
@@ -300,7 +310,7 @@ def test_grpo_is_held_to_the_weights_it_began_with(user: User) -> None:
 
 def test_eval_and_export_are_held_to_the_base_that_the_run_was_trained_on(user: User) -> None:
     model, moved = user.folder / "model", user.folder / "moved"
-    shutil.copytree(asset("models", "tiny-gemma2"), model)
+    shutil.copytree(user.model["name_or_path"], model)
     recipe = user.recipe(model={"name_or_path": str(model)}, train={"max_steps": 1})
     user.done("train", recipe)
     shutil.copytree(model, moved)
@@ -330,23 +340,25 @@ def test_a_run_of_random_weights_is_held_to_its_seed(user: User) -> None:
     assert "run.seed 3 -> 4" in document["findings"][-1]["message"]
 
 
-@pytest.mark.parametrize(
-    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "ftcli_state.json", "trainer_state.json"]
-)
-def test_rubbish_that_a_checkpoint_was_written_with_is_refused(user: User, name: str) -> None:
+def test_rubbish_that_a_checkpoint_was_written_with_is_refused(user: User) -> None:
     recipe = user.recipe(train={"max_steps": 2}, checkpoint={"every_steps": 1})
     user.done("train", recipe)
-    run = user.cut_off("r")
-    checkpoint = sorted((run / "checkpoints").iterdir())[0]
-    (checkpoint / name).write_bytes(b"rubbish")
-    listed = json.loads((checkpoint / "complete.json").read_text())
-    for entry in listed["files"]:
-        if name in entry.values():
-            entry.update({"bytes": 7, "sha256": hashlib.sha256(b"rubbish").hexdigest()})
-    (checkpoint / "complete.json").write_text(json.dumps(listed))
-    status, document = user.run("train", recipe, "--resume", str(checkpoint))
-    assert (status, document["findings"][-1]["code"]) == (2, "FT725")
-    assert "cannot be loaded" in document["findings"][-1]["message"]
+    run, whole = user.cut_off("r"), user.folder / "whole"
+    shutil.copytree(run, whole)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "ftcli_state.json", "trainer_state.json"):
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
+        checkpoint = sorted((run / "checkpoints").iterdir())[0]
+        assert (checkpoint / name).is_file()
+        (checkpoint / name).write_bytes(b"rubbish")
+        listed = json.loads((checkpoint / "complete.json").read_text())
+        for entry in listed["files"]:
+            if name in entry.values():
+                entry.update({"bytes": 7, "sha256": hashlib.sha256(b"rubbish").hexdigest()})
+        (checkpoint / "complete.json").write_text(json.dumps(listed))
+        status, document = user.run("train", recipe, "--resume", str(checkpoint))
+        assert (status, document["findings"][-1]["code"]) == (2, "FT725"), name
+        assert "cannot be loaded" in document["findings"][-1]["message"], name
 
 
 @pytest.mark.parametrize("column", ["completion_ids", "environments", "trainer_state"])
