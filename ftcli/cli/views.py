@@ -10,11 +10,11 @@ from ftcli.units import gib, size
 
 if TYPE_CHECKING:
     from ftcli.cli.commands.doctor import Examination
-    from ftcli.data.look import LookedAt
+    from ftcli.data.look import SurveyedSource
     from ftcli.evaluate.suite import ModelScores
     from ftcli.facts.execution import ExecutionPart
     from ftcli.facts.trained import PlannedAdapters
-    from ftcli.pipeline.bench_result import BenchResult, Predicted, TimedTokens
+    from ftcli.pipeline.bench_result import BenchResult, PredictedMemory, TimedTokens
     from ftcli.pipeline.checking import CheckResult
     from ftcli.pipeline.evaluation import EvaluationResult
     from ftcli.preflight.memory.advice import Verdict
@@ -49,7 +49,7 @@ def check_text(result: CheckResult) -> str:
     return "\n".join(lines)
 
 
-def _looked_at(source: LookedAt) -> str:
+def _looked_at(source: SurveyedSource) -> str:
     count = f"{source.rows:,}" if source.whole else f"only {source.rows:,}"
     return f"  {source.key:<12}{count} of {source.source}"
 
@@ -173,7 +173,7 @@ def _computed(computing: TimedTokens) -> str:
     return f"{rate}, {computing.filler_share:.1%} of them {kind}; rows {computing.layout}, {shapes}"
 
 
-def _peaks(peak: int | None, predicted: Predicted) -> list[str]:
+def _peaks(peak: int | None, predicted: PredictedMemory) -> list[str]:
     """The measured peak and its prediction: of torch's allocator on a GPU, of the whole process on a CPU."""
     whole, allocated = predicted.predicted_peak_bytes, predicted.predicted_allocated_bytes
     if peak is None or whole is None:

@@ -14,7 +14,7 @@ from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
 from ftcli.data.presence import reasoning_of
 from ftcli.data.template import Renderer, renderer_of
-from ftcli.data.tokens import Encoded, TokenizedRow, encoded_of
+from ftcli.data.tokens import EncodedArrays, TokenizedRow, encoded_of
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
@@ -55,7 +55,7 @@ class EncodedRows:
     :class:`ftcli.data.ledger.DatasetLedger`.
     """
 
-    encoded: Encoded
+    encoded: EncodedArrays
     lengths: tuple[int, ...]
     findings: tuple[Finding, ...] = ()
     overlong: tuple[Finding, ...] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LookedAt:
+class SurveyedSource:
     """A source of which ``rows`` rows were looked at; ``whole`` where these are all that a run would read.
 
     ``key`` is where the recipe names it: ``data.train``, ``data.eval`` or ``eval.tasks``.
@@ -34,7 +34,7 @@ class LookedAt:
     whole: bool
 
 
-class Looking:
+class RowSurvey:
     """Looks at sources of one recipe, all within one ``budget``; what is tokenized whole is kept in the cache.
 
     Attributes:
@@ -52,7 +52,7 @@ class Looking:
         cache_dir: Path | None,
         reporter: Reporter,
     ) -> None:
-        self.found: list[LookedAt] = []
+        self.found: list[SurveyedSource] = []
         self.findings: list[Finding] = []
         self.failures: list[FtcliError] = []
         self._data = data
@@ -67,19 +67,19 @@ class Looking:
         stores: list[tuple[str, TokenStore]] = []
         for source in sources:
             if self._budget.spent():
-                self.found.append(LookedAt(key, source.path, 0, whole=False))
+                self.found.append(SurveyedSource(key, source.path, 0, whole=False))
                 continue
             try:
                 store, _ = reader.store(source, self._cache)
             except OutOfTime as error:
-                self.found.append(LookedAt(key, source.path, error.rows, whole=False))
+                self.found.append(SurveyedSource(key, source.path, error.rows, whole=False))
             except FtcliError as error:
                 self.failures.append(error)
             else:
                 stores.append((source.path, store))
         ledgers, findings = accounts(stores, self._data)
         self.findings += findings
-        self.found += [LookedAt(key, ledger.name, ledger.rows, whole=True) for ledger in ledgers]
+        self.found += [SurveyedSource(key, ledger.name, ledger.rows, whole=True) for ledger in ledgers]
         if key == "data.train" and len(ledgers) == len(sources):
             untrained = mostly_untrained(ledgers, self._data.loss_on)
             self.findings += [untrained] if untrained is not None else []
@@ -97,7 +97,7 @@ class Looking:
                 self.failures.append(error)
             else:
                 self.findings += warnings
-                self.found.append(LookedAt(key, source.path, len(asked), whole=not self._budget.stopped))
+                self.found.append(SurveyedSource(key, source.path, len(asked), whole=not self._budget.stopped))
 
     def raise_failures(self) -> None:
         """Raises FtcliError with all that is wrong, where anything is."""

@@ -193,7 +193,7 @@ class RankSampler(EpochSampler):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedTokens:
     """What the first epoch computes: its ``tokens``, what fills rows up, and how many ``shapes`` micro-batches have."""
 
     tokens: int
@@ -206,7 +206,7 @@ class Computed:
         return self.filler / max(self.tokens + self.filler, 1)
 
 
-def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches) -> Computed:
+def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches) -> ComputedTokens:
     """What the first epoch computes in micro-batches of ``batch_size`` sequences; ``lengths`` are those of all rows."""
     order = epochs.order(0)
     shapes: dict[tuple[int, int], int] = {}
@@ -217,7 +217,7 @@ def computed_by(epochs: Epochs, lengths: Ints, batch_size: int, batches: Batches
         shapes[shape] = shapes.get(shape, 0) + 1
         tokens += sum(found)
     computed = sum(rows * width * count for (rows, width), count in shapes.items())
-    return Computed(tokens, computed - tokens, len(shapes))
+    return ComputedTokens(tokens, computed - tokens, len(shapes))
 
 
 def _lengths_of(epochs: Epochs, units: Sequence[int], lengths: Ints, batches: Batches) -> list[int]:

@@ -33,7 +33,7 @@ class TokenizedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedArrays:
     """A few tokenized rows as arrays, so that they are cheap to send and to write.
 
     ``ids`` int32 of all rows in one; ``index`` int64 (rows, 4) with running ends as in :data:`_INDEX_COLUMNS`;
@@ -46,7 +46,7 @@ class Encoded:
     names: tuple[str, ...]
 
 
-def encoded_of(rows: Sequence[TokenizedRow]) -> Encoded:
+def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     """Rows as arrays."""
     names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
     spans = [spans_of(tokens.labels) for tokens in rows]
@@ -56,7 +56,7 @@ def encoded_of(rows: Sequence[TokenizedRow]) -> Encoded:
     index[:, :2] = index[:, :2].cumsum(axis=0)
     ids = np.fromiter((i for tokens in rows for i in tokens.input_ids), dtype=np.int32)
     flat = np.asarray([pair for row in spans for pair in row], dtype=np.int32).reshape(-1, 2)
-    return Encoded(ids, flat, index, names)
+    return EncodedArrays(ids, flat, index, names)
 
 
 def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def spans_of(labels: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class TokenWriter:
-    """Appends :class:`Encoded` rows to the files of one source in ``folder``, which exists."""
+    """Appends :class:`EncodedArrays` rows to the files of one source in ``folder``, which exists."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class TokenWriter:
         self._ends = np.zeros(2, dtype=np.int64)
         self._rows = 0
 
-    def append(self, encoded: Encoded) -> None:
+    def append(self, encoded: EncodedArrays) -> None:
         """Adds rows after those that are there."""
         index = encoded.index.copy()
         index[:, :2] += self._ends

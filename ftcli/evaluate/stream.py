@@ -48,7 +48,7 @@ class StreamSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
+class CompletionEnd:
     """What is known once a completion has ended; ``tokens`` counts the token that ended the turn as well."""
 
     tokens: int
@@ -125,7 +125,7 @@ def stream(
     max_length: int,
     opened: OpenedGenerator | None = None,
     slides: bool = False,
-) -> Generator[str, None, Completed]:
+) -> Generator[str, None, CompletionEnd]:
     """Pieces of the completion of a rendered ``prompt``; the generator's value says how it ended.
 
     Closing the generator, or an exception in whoever waits for it, ends generation after the token that is being
@@ -166,5 +166,5 @@ def stream(
     if rest:
         yield rest
     if ended:
-        return Completed(len(made), "stop")
-    return Completed(len(made), "max_new_tokens" if len(made) == sampling.max_new_tokens else "max_seq_len")
+        return CompletionEnd(len(made), "stop")
+    return CompletionEnd(len(made), "max_new_tokens" if len(made) == sampling.max_new_tokens else "max_seq_len")

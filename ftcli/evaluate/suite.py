@@ -13,7 +13,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.harness import run_harness
 from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss
-from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
+from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.job import Job
 from ftcli.judges import Judge
 from ftcli.plain import LEFT_OUT, SPREAD
@@ -141,7 +141,7 @@ class Evaluator:
             group=self.group,
         )
 
-    def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> Answered:
+    def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> AnsweredTask:
         texts = [one.text for one in asked]
         completions = generate(
             model,
@@ -155,7 +155,7 @@ class Evaluator:
             stops=self.job.stops,
             max_length=self.job.recipe.data.max_seq_len,
         )
-        return Answered([one.prompt for one in asked], texts, completions)
+        return AnsweredTask([one.prompt for one in asked], texts, completions)
 
     def _of_task(self, task: TaskConfig) -> list[RenderedPrompt]:
         """A task's rows, read once for all models."""

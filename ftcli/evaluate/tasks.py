@@ -15,7 +15,7 @@ SAMPLES_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredTask:
     """A task's rows with what the model said: ``texts`` are the prompts as the model saw them."""
 
     prompts: Sequence[Prompt]
@@ -59,7 +59,7 @@ class TaskResult:
         return {**said, "samples": self.samples}
 
 
-def judge(task: TaskConfig, answered: Answered, judge: Judge) -> TaskResult:
+def judge(task: TaskConfig, answered: AnsweredTask, judge: Judge) -> TaskResult:
     """Scores one task; all rows are kept, for the report to choose from.
 
     Args:

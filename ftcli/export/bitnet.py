@@ -41,7 +41,7 @@ from ftcli.facts.quantization import stores_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
 from ftcli.model.checkpoint import read_config
 from ftcli.model.load import stop_token_ids
-from ftcli.model.streamed import Holding, load_quantized
+from ftcli.model.streamed import ModelStorage, load_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +83,7 @@ def load_masters(folder: Path) -> PreTrainedModel:
 
 
 def _load(folder: Path, *, trained: bool) -> PreTrainedModel:
-    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
+    holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
     config = read_config(str(folder), revision=None, offline=True)
     return load_quantized(str(folder), config, holding, "eager", revision=None, offline=True).eval()
 

@@ -23,7 +23,7 @@ from ftcli.model.checkpoint import (
     usable_attention,
 )
 from ftcli.model.parts import RankWeights, keep_parts
-from ftcli.model.streamed import Holding, load_quantized, random_quantized
+from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import source_of
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
@@ -68,7 +68,7 @@ def load_model(
     holding = None
     quantizes = quantization is not None and quantizations.row(quantization.method).quantize is not None
     if quantization is not None and (quantizes or (parts is not None and model.init != "random")):
-        holding = Holding(quantization, dtype, device, dequantized_layers, trained, parts=parts)
+        holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, parts=parts)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
         attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
@@ -108,7 +108,7 @@ def load_model(
         ) from error
 
 
-def _finished(model: PreTrainedModel, holding: Holding | None, settings: ModelConfig) -> PreTrainedModel:
+def _finished(model: PreTrainedModel, holding: ModelStorage | None, settings: ModelConfig) -> PreTrainedModel:
     """``model`` as its quantisation leaves it where it is trained."""
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
@@ -124,7 +124,7 @@ def _random_model(
     attention: str,
     device: torch.device,
     seed: int,
-    holding: Holding | None,
+    holding: ModelStorage | None,
 ) -> PreTrainedModel:
     if holding is not None:
         return random_quantized(config, holding, attention, seed)
@@ -172,7 +172,7 @@ def config_of(raw: JsonMap, num_layers: int | None = None) -> PretrainedConfig:
 
 
 def _load_quantized(
-    name: str, config: PretrainedConfig, holding: Holding, attention: str, *, revision: str | None, offline: bool
+    name: str, config: PretrainedConfig, holding: ModelStorage, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
     from transformers import GenerationConfig
 

@@ -51,7 +51,7 @@ _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ModelStorage:
     """How a model is held: on ``device``, linear layers quantised by ``settings``, everything else in ``dtype``.
 
     The first ``dequantized_layers`` decoder layers are held dequantised where the method allows it. ``trained``: the
@@ -93,7 +93,7 @@ class Holding:
         return layer
 
 
-def random_quantized(config: PretrainedConfig, holding: Holding, attention: str, seed: int) -> PreTrainedModel:
+def random_quantized(config: PretrainedConfig, holding: ModelStorage, attention: str, seed: int) -> PreTrainedModel:
     """A model of random weights, each drawn on ``device``: on one kind of device a seed gives the same weights."""
     model = _hollow(config, holding.dtype, attention)
     compute_buffers(model, holding.device)
@@ -115,7 +115,7 @@ def random_quantized(config: PretrainedConfig, holding: Holding, attention: str,
     return model.eval()
 
 
-def leave(model: PreTrainedModel, name: str, holding: Holding) -> None:
+def leave(model: PreTrainedModel, name: str, holding: ModelStorage) -> None:
     """Lets go of what is not this rank's of the decoder layer that ``name`` is in, if the whole layer is there and not
     among the first ones.
     """
@@ -128,7 +128,7 @@ def leave(model: PreTrainedModel, name: str, holding: Holding) -> None:
 
 
 def load_quantized(
-    source: str, config: PretrainedConfig, holding: Holding, attention: str, *, revision: str | None, offline: bool
+    source: str, config: PretrainedConfig, holding: ModelStorage, attention: str, *, revision: str | None, offline: bool
 ) -> PreTrainedModel:
     """The weights of ``source`` (a folder or a Hub id), linear layers quantised from the dtype they are stored in.
 
@@ -245,7 +245,7 @@ def _place_finished(
     model: PreTrainedModel,
     name: str,
     packed: dict[str, dict[str, Tensor]],
-    holding: Holding,
+    holding: ModelStorage,
     reader: PackedReader | None,
 ) -> None:
     """Makes layers of packed tensors that have come before ``name``'s and are whole, so that the host need not hold
@@ -258,7 +258,7 @@ def _place_finished(
             leave(model, other, holding)
 
 
-def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: Holding, chosen: Collection[str]) -> None:
+def _place_joined(model: PreTrainedModel, renaming: Renaming, holding: ModelStorage, chosen: Collection[str]) -> None:
     try:
         for name, tensor in renaming.joined():
             _place(model, name, tensor, holding, chosen)
@@ -282,7 +282,7 @@ def _is_packed(model: nn.Module, name: str, tensor: Tensor, reader: PackedReader
     return is_weight and reader is not None and reader.is_packed(tensor)
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, chosen: Collection[str]) -> None:
+def _place(model: nn.Module, name: str, tensor: Tensor, holding: ModelStorage, chosen: Collection[str]) -> None:
     """One full-precision tensor to its place; the weights of the ``chosen`` layers are quantised."""
     layer, _, leaf = name.rpartition(".")
     module = model.get_submodule(layer)
@@ -303,7 +303,7 @@ def _place(model: nn.Module, name: str, tensor: Tensor, holding: Holding, chosen
 
 
 def _place_packed(
-    model: nn.Module, name: str, parts: Mapping[str, Tensor], holding: Holding, reader: PackedReader | None
+    model: nn.Module, name: str, parts: Mapping[str, Tensor], holding: ModelStorage, reader: PackedReader | None
 ) -> None:
     layer = name.removesuffix(".weight")
     module = model.get_submodule(layer)

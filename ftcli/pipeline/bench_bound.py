@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ftcli.config import Recipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.facts.quantization import why_dequantized
-from ftcli.pipeline.bench_result import ArithmeticBound, Predicted, StoredRate
+from ftcli.pipeline.bench_result import ArithmeticBound, PredictedMemory, StoredRate
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of, quantizations
@@ -34,12 +34,12 @@ def operations_per_token(flops: StepFlops | None, recipe: Recipe, options: Bench
     return _forward(flops, recipe) if options.evaluation else flops.total
 
 
-def predicted_memory(report: PreflightReport, options: BenchOptions) -> Predicted:
+def predicted_memory(report: PreflightReport, options: BenchOptions) -> PredictedMemory:
     """The memory estimate; none of fewer layers than the model has."""
     memory = report.memory
     if memory is None or options.layers is not None:
-        return Predicted()
-    return Predicted(memory.total_bytes, memory.allocated_bytes if report.device.kind == "cuda" else None)
+        return PredictedMemory()
+    return PredictedMemory(memory.total_bytes, memory.allocated_bytes if report.device.kind == "cuda" else None)
 
 
 def _forward(flops: StepFlops, recipe: Recipe) -> float:

@@ -76,7 +76,7 @@ class SeveralGpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Profiled:
+class ProfiledStep:
     """The kernels of one step by time, and how long the GPU worked; None where no step was profiled."""
 
     profile: list[ProfiledKernel] | None
@@ -102,7 +102,7 @@ class Measured:
     computing: TimedTokens = field(metadata=SPREAD)
     device_memory: DeviceMemory | None = field(metadata=SPREAD)
     matmul_tflops: float
-    profiled: Profiled | None = field(metadata=SPREAD)
+    profiled: ProfiledStep | None = field(metadata=SPREAD)
     kernels: str
     self_check: SelfCheck | None
     cuda_graphs: str
@@ -130,7 +130,7 @@ class StoredRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PredictedMemory:
     """The memory estimate of what is timed; of fewer layers than the model has there is none.
 
     ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
@@ -168,5 +168,5 @@ class BenchResult:
     uncheckpointed_layers: int
     measured: Measured = field(metadata=SPREAD)
     stored: StoredRate = field(metadata=SPREAD)
-    predicted: Predicted = field(metadata=SPREAD)
+    predicted: PredictedMemory = field(metadata=SPREAD)
     bound: ArithmeticBound = field(metadata=SPREAD)

@@ -19,7 +19,7 @@ from ftcli.pipeline.bench_bound import (
     stored_rate,
 )
 from ftcli.pipeline.bench_rates import several_gpus, timed_batches, timed_tokens, timing, tokens_per_second
-from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, Profiled
+from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, ProfiledStep
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
@@ -207,7 +207,7 @@ def _measure(
         computing=timed_tokens(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
-        profiled=Profiled(None, None) if profiler is None else Profiled(profiler.table(), profiler.busy()),
+        profiled=ProfiledStep(None, None) if profiler is None else ProfiledStep(profiler.table(), profiler.busy()),
         kernels=kernels.summary(),
         self_check=kernels.self_check,
         cuda_graphs=trainer.cuda_graphs() or why_not_graphed(job, model) or "on",

@@ -25,7 +25,7 @@ from ftcli.run.inputs import require_same_base
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
-    from ftcli.evaluate.stream import Completed, StopReason, StreamSettings
+    from ftcli.evaluate.stream import CompletionEnd, StopReason, StreamSettings
     from ftcli.generation.opening import OpenedGenerator
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
@@ -104,7 +104,7 @@ class Chat:
         question = self.conversation.question(text)
         job, began = self.job, time.perf_counter()
         pieces: list[str] = []
-        completed: Completed | None = None
+        completed: CompletionEnd | None = None
         generation = stream(
             self.model,
             job.tokenizer,

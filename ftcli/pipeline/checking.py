@@ -20,7 +20,7 @@ from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.data.look import LookedAt
+    from ftcli.data.look import SurveyedSource
     from ftcli.data.sample import SampledRow
     from ftcli.pipeline.outline import Outline
 
@@ -38,7 +38,7 @@ class CheckResult:
 
     report: PreflightReport = field(metadata=SPREAD)
     adapters: PlannedAdapters | None
-    rows: tuple[LookedAt, ...] = ()
+    rows: tuple[SurveyedSource, ...] = ()
     attention: str = field(default="", metadata=LEFT_OUT)
     outline: Outline | None = field(default=None, metadata=LEFT_OUT)
     samples: tuple[SampledRow, ...] = field(default=(), metadata=LEFT_OUT)

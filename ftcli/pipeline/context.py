@@ -22,7 +22,7 @@ from ftcli.run.inputs import Inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.metrics import MetricsLine, MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.run.report import Live, LiveReport
+from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.run.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftcli.model.patch import LayerKernel
     from ftcli.model.quantized import QuantizedLayer
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.pipeline.data import LaidOut
+    from ftcli.pipeline.data import EpochLayout
     from ftcli.run.group import RankGroup
 
 
@@ -43,7 +43,7 @@ class Unwritten:
     def sync(self) -> None:
         """Nothing."""
 
-    def update(self, live: Live, *, urgent: bool = False) -> bool:
+    def update(self, live: LiveProgress, *, urgent: bool = False) -> bool:
         """Nothing."""
         return False
 
@@ -58,7 +58,7 @@ class BuiltModel:
     self_check: SelfCheck | None
     quantization: Sequence[QuantizedLayer]
     cuda_graphs: str
-    batches: LaidOut | Batches
+    batches: EpochLayout | Batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ftcli.data.ledger import mostly_untrained
-from ftcli.data.order import Computed, Epochs, computed_by, epochs_of
+from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.tokens import TokenTable
 from ftcli.facts.batches import Batches
@@ -17,11 +17,11 @@ from ftcli.plain import SPREAD
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class EpochLayout:
     """How micro-batches are laid out, and what the first epoch computes in them."""
 
     batches: Batches = field(metadata=SPREAD)
-    first_epoch: Computed = field(metadata=SPREAD)
+    first_epoch: ComputedTokens = field(metadata=SPREAD)
 
 
 def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
@@ -80,7 +80,7 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     return epochs
 
 
-def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> Computed:
+def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> ComputedTokens:
     """What the first epoch computes in micro-batches of this layout; reported."""
     rows = job.recipe.train.per_device_train_batch_size
     computed = computed_by(epochs, prepared.sequences.lengths, rows, batches)

@@ -15,7 +15,7 @@ from ftcli.pipeline.context import Launched, RunContext
 from ftcli.pipeline.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
-from ftcli.pipeline.start import Rows, tell_start, tell_warm_ups
+from ftcli.pipeline.start import TrainingRows, tell_start, tell_warm_ups
 from ftcli.plain import SPREAD
 from ftcli.run.card import write_card
 from ftcli.run.completions import Completions
@@ -45,7 +45,7 @@ def fit(
     model: Any,
     make_trainer: Callable[[TrainerHooks, str], Any],
     evaluate: Callable[[int], dict[str, float]] | None,
-    rows: Rows,
+    rows: TrainingRows,
 ) -> FinishedRun:
     """Trains to the end, or to the first signal, and saves adapter/ or model/.
 

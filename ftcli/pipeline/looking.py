@@ -19,7 +19,7 @@ from ftcli.rows.places import is_hub
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ftcli.data.look import LookedAt, Looking
+    from ftcli.data.look import RowSurvey, SurveyedSource
 
 #: Seconds for all rows of a recipe. Whatever is tokenized in that time is not tokenized again by the run.
 SECONDS = 10.0
@@ -30,7 +30,7 @@ _CHECK = "rows as tokens"
 class RowsLookedAt:
     """Which rows of which sources were looked at, and of what that could not be done."""
 
-    rows: tuple[LookedAt, ...]
+    rows: tuple[SurveyedSource, ...]
     not_made: tuple[NotMade, ...]
 
 
@@ -44,9 +44,9 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
     if tokenizer is None:
         return RowsLookedAt((), (NotMade(_CHECK, reason),))
     from ftcli.data.budget import Budget
-    from ftcli.data.look import Looking
+    from ftcli.data.look import RowSurvey
 
-    looking = Looking(
+    looking = RowSurvey(
         report.recipe.data, tokenizer, Budget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
     )
     _look(looking, report, tokenizer)
@@ -95,7 +95,7 @@ def _is_nowhere_here(name: str) -> bool:
     return not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")).exists()
 
 
-def _look(looking: Looking, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
+def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> None:
     from ftcli.data.asked import room_of_grpo, room_of_task
     from ftcli.model.load import stop_token_ids
 

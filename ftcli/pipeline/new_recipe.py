@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ftcli.config.conversion.draft import Drafted
+from ftcli.config.conversion.draft import DraftValue
 from ftcli.config.conversion.write import body
 from ftcli.config.load import LoadedRecipe, load_text
 from ftcli.config.schema import RecipeSchema
@@ -98,16 +98,18 @@ def _header(answers: Answers, path: Path) -> Iterator[str]:
     yield "version: 1"
 
 
-def _values(answers: Answers, device: DeviceFacts, rows: int, length: int) -> dict[str, Drafted]:
+def _values(answers: Answers, device: DeviceFacts, rows: int, length: int) -> dict[str, DraftValue]:
     made = {
-        "model.name_or_path": Drafted(answers.model),
-        "model.dtype": Drafted(_dtype(device), None if device.kind == "cuda" else "16-bit arithmetic is slow on a CPU"),
-        "data.train": Drafted(list(answers.data), "what rows may look like: docs/data.md"),
-        "data.max_seq_len": Drafted(length, "longer rows are an error, not cut: see data.overlong"),
+        "model.name_or_path": DraftValue(answers.model),
+        "model.dtype": DraftValue(
+            _dtype(device), None if device.kind == "cuda" else "16-bit arithmetic is slow on a CPU"
+        ),
+        "data.train": DraftValue(list(answers.data), "what rows may look like: docs/data.md"),
+        "data.max_seq_len": DraftValue(length, "longer rows are an error, not cut: see data.overlong"),
         **_held_out(answers),
         **_weights(answers),
         **(_rewards(rows, length) if answers.method == "grpo" else _schedule(answers, rows)),
-        "logging.every_steps": Drafted(1 if answers.method == "grpo" else 10),
+        "logging.every_steps": DraftValue(1 if answers.method == "grpo" else 10),
     }
     return {key: drafted for key, drafted in made.items() if drafted.value is not None}
 
@@ -116,48 +118,48 @@ def _dtype(device: DeviceFacts) -> str:
     return "float32" if device.kind == "cpu" else "auto"
 
 
-def _held_out(answers: Answers) -> dict[str, Drafted]:
+def _held_out(answers: Answers) -> dict[str, DraftValue]:
     if not answers.held_out:
         return {}
-    every = Drafted(50, "steps between evaluations")
-    return {"data.eval": Drafted(list(answers.held_out), "never trained on"), "eval.every_steps": every}
+    every = DraftValue(50, "steps between evaluations")
+    return {"data.eval": DraftValue(list(answers.held_out), "never trained on"), "eval.every_steps": every}
 
 
-def _weights(answers: Answers) -> dict[str, Drafted]:
+def _weights(answers: Answers) -> dict[str, DraftValue]:
     if answers.method == "full":
-        return {"train.learning_rate": Drafted(2e-5, "about a tenth of LoRA's: docs/sweeps.md")}
+        return {"train.learning_rate": DraftValue(2e-5, "about a tenth of LoRA's: docs/sweeps.md")}
     made = {
-        "lora.r": Drafted(16, "rank: more learns more, and takes more memory"),
-        "lora.alpha": Drafted(32.0),
-        "lora.target_modules": Drafted("all-linear"),
-        "train.learning_rate": Drafted(2e-4, "the setting that matters most: `ftcli sweep` finds the best"),
+        "lora.r": DraftValue(16, "rank: more learns more, and takes more memory"),
+        "lora.alpha": DraftValue(32.0),
+        "lora.target_modules": DraftValue("all-linear"),
+        "train.learning_rate": DraftValue(2e-4, "the setting that matters most: `ftcli sweep` finds the best"),
     }
     if answers.method == "qlora":
-        made["quantization.method"] = Drafted("nf4", "the frozen base in 4 bits")
+        made["quantization.method"] = DraftValue("nf4", "the frozen base in 4 bits")
     return made
 
 
-def _schedule(answers: Answers, rows: int) -> dict[str, Drafted]:
+def _schedule(answers: Answers, rows: int) -> dict[str, DraftValue]:
     return {
-        "train.num_train_epochs": Drafted(3.0),
-        "train.per_device_train_batch_size": Drafted(rows),
-        "train.gradient_accumulation_steps": Drafted(_ROWS // rows, f"{_ROWS} rows a step"),
-        "train.lr_scheduler_type": Drafted("cosine"),
-        "train.warmup_steps": Drafted(0.05, "below 1: a share of all steps"),
-        "checkpoint.keep_best": Drafted(True if answers.held_out else None, "of the evaluations"),
+        "train.num_train_epochs": DraftValue(3.0),
+        "train.per_device_train_batch_size": DraftValue(rows),
+        "train.gradient_accumulation_steps": DraftValue(_ROWS // rows, f"{_ROWS} rows a step"),
+        "train.lr_scheduler_type": DraftValue("cosine"),
+        "train.warmup_steps": DraftValue(0.05, "below 1: a share of all steps"),
+        "checkpoint.keep_best": DraftValue(True if answers.held_out else None, "of the evaluations"),
     }
 
 
-def _rewards(rows: int, length: int) -> dict[str, Drafted]:
+def _rewards(rows: int, length: int) -> dict[str, DraftValue]:
     group = 8
     return {
-        "grpo.num_generations": Drafted(group, "completions for each prompt"),
-        "grpo.max_prompt_length": Drafted(min(512, length // 2)),
-        "grpo.max_completion_length": Drafted(min(256, length // 2)),
-        "grpo.rewards": Drafted([{"use": "exact_match", "answer": "answer"}], "or file: my_rewards.py:function"),
-        "train.max_steps": Drafted(200),
-        "train.per_device_train_batch_size": Drafted(group, "completions, not prompts"),
-        "train.gradient_accumulation_steps": Drafted(4 * rows),
-        "train.learning_rate": Drafted(1e-5),
-        "train.lr_scheduler_type": Drafted("constant"),
+        "grpo.num_generations": DraftValue(group, "completions for each prompt"),
+        "grpo.max_prompt_length": DraftValue(min(512, length // 2)),
+        "grpo.max_completion_length": DraftValue(min(256, length // 2)),
+        "grpo.rewards": DraftValue([{"use": "exact_match", "answer": "answer"}], "or file: my_rewards.py:function"),
+        "train.max_steps": DraftValue(200),
+        "train.per_device_train_batch_size": DraftValue(group, "completions, not prompts"),
+        "train.gradient_accumulation_steps": DraftValue(4 * rows),
+        "train.learning_rate": DraftValue(1e-5),
+        "train.lr_scheduler_type": DraftValue("constant"),
     }

@@ -12,7 +12,7 @@ from ftcli.pace import Pace
 from ftcli.pipeline.context import Unwritten
 from ftcli.reporting import Progress, Reporter
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report import Live, LiveReport
+from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.units import duration, gib
 
 #: Steps after which the time that is left is told once.
@@ -83,8 +83,8 @@ class StepProgress:
             self._held_out = {f"held-out {name}" if name != "loss" else "held-out": value}
         self._live.update(self._now(), urgent=True)
 
-    def _now(self) -> Live:
-        return Live(self._step, self._total, self._pace.seconds_left(self._total))
+    def _now(self) -> LiveProgress:
+        return LiveProgress(self._step, self._total, self._pace.seconds_left(self._total))
 
     def _tell_time(self) -> None:
         left = self._pace.seconds_left(self._total)

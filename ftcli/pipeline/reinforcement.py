@@ -16,7 +16,7 @@ from ftcli.pipeline.fit import FinishedRun, fit
 from ftcli.pipeline.held_out import began_in, tasks_before, write_tasks
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.results import CompleteRun, complete_result
-from ftcli.pipeline.start import Rows
+from ftcli.pipeline.start import TrainingRows
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
@@ -96,7 +96,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         model,
         lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch, agreement, group),
         evaluate if job.recipe.eval.tasks else None,
-        Rows(len(prompts), "prompts"),
+        TrainingRows(len(prompts), "prompts"),
     )
     after = _tasks(context, evaluator, model, "after") if context.leads else {}
     if context.leads:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ftcli.config import Recipe
 from ftcli.data.ledger import DatasetLedger
-from ftcli.data.order import Computed, Epochs
+from ftcli.data.order import ComputedTokens, Epochs
 from ftcli.reporting import Session
 from ftcli.run.results import (
     DatasetTokens,
@@ -35,7 +35,7 @@ def complete_result(recipe: Recipe, session: Session) -> CompleteRun:
 
 
 def write_token_counts(
-    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, computed: Computed, layout: str
+    path: Path, ledgers: Mapping[str, Sequence[DatasetLedger]], epochs: Epochs, computed: ComputedTokens, layout: str
 ) -> None:
     """Writes tokens.json from the ledgers of each split and what the first epoch computes.
 

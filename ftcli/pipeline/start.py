@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrainingRows:
     """What is trained on: ``count`` ``rows`` or ``prompts``, and how many tokens they have, where that is known."""
 
     count: int
@@ -24,7 +24,7 @@ class Rows:
     tokens: int | None = None
 
 
-def tell_start(context: RunContext, job: Job, model: Any, rows: Rows) -> None:
+def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) -> None:
     """Tells what is trained on what, where it goes, and how to stop it."""
     tokens = "" if rows.tokens is None else f" of {rows.tokens:,} tokens"
     path = context.directory.path

@@ -15,12 +15,12 @@ from ftcli.pipeline.held_out import HeldOut, began_in, held_out_numbers
 from ftcli.pipeline.lifecycle import add_to_manifest, checked_run, keep_inputs
 from ftcli.pipeline.progress import held_out_line
 from ftcli.pipeline.results import CompleteRun, complete_result, write_token_counts
-from ftcli.pipeline.start import Rows
+from ftcli.pipeline.start import TrainingRows
 from ftcli.plain import SPREAD
 from ftcli.reporting import Session
 
 if TYPE_CHECKING:
-    from ftcli.data.order import Computed, Epochs
+    from ftcli.data.order import ComputedTokens, Epochs
     from ftcli.data.prepare import PreparedData
     from ftcli.facts.batches import Batches
     from ftcli.job import Job
@@ -72,7 +72,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         batches = build.laid_out(job, model, epochs.sequences)
         if batches != planned:
             computed = _counted(context, job, epochs, train_data, eval_data, batches)
-        graphs, layout = why_not_graphed(job, model) or "on", data.LaidOut(batches, computed)
+        graphs, layout = why_not_graphed(job, model) or "on", data.EpochLayout(batches, computed)
         built = BuiltModel(kernels.table, kernels.self_check, quantized_layers(model), graphs, layout)
         add_to_manifest(context, built)
         held_out = HeldOut(context.directory, Evaluator(job, eval_data.sequences, group=group), model)
@@ -88,7 +88,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         model,
         lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch, group),
         held_out.after_step if job.recipe.data.eval else None,
-        Rows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
+        TrainingRows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )
     return SupervisedResult(fitted, _after(context, held_out, fitted.summary.steps), time.perf_counter() - started)
 
@@ -117,7 +117,7 @@ def _after(context: RunContext, held_out: HeldOut, steps: int) -> Mapping[str, f
 
 def _counted(
     context: RunContext, job: Job, epochs: Epochs, train_data: PreparedData, eval_data: PreparedData, batches: Batches
-) -> Computed:
+) -> ComputedTokens:
     """What an epoch computes in ``batches``; written to tokens.json."""
     from ftcli.pipeline.data import computed_with
 

@@ -31,14 +31,14 @@ _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRow:
     """A row that could not be read, and why."""
 
     reason: str
 
 
 def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
-    """Number and value (or :class:`Broken`) of each row. Raises FtcliError FT403 when the file itself is broken."""
+    """Number and value (or :class:`BrokenRow`) of each row. Raises FtcliError FT403 when the file itself is broken."""
     import zlib
 
     try:
@@ -104,11 +104,11 @@ def _parsed(line: bytes) -> Any:
     try:
         return parse(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        return Broken(f"not UTF-8: {error.reason} at byte {error.start + 1} of the line")
+        return BrokenRow(f"not UTF-8: {error.reason} at byte {error.start + 1} of the line")
     except TooDeep as error:
-        return Broken(str(error))
+        return BrokenRow(str(error))
     except ValueError as error:
-        return Broken(f"not JSON: {error}")
+        return BrokenRow(f"not JSON: {error}")
 
 
 def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
@@ -116,15 +116,15 @@ def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
     try:
         values = parse_list(text)
     except json.JSONDecodeError as error:
-        yield error.lineno, Broken(f"not JSON: {error}; a file with one object per line must be named .jsonl")
+        yield error.lineno, BrokenRow(f"not JSON: {error}; a file with one object per line must be named .jsonl")
         return
     except ValueError as error:
         raise _unreadable(file, error) from error
     if not isinstance(values, list):
-        yield 1, Broken(f"a .json file must hold a list of rows, this is {json_type(values)}")
+        yield 1, BrokenRow(f"a .json file must hold a list of rows, this is {json_type(values)}")
         return
     for number, value in enumerate(values, 1):
-        yield number, value if is_shallow(value) else Broken(str(TooDeep()))
+        yield number, value if is_shallow(value) else BrokenRow(str(TooDeep()))
 
 
 def _table(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
@@ -151,7 +151,7 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
         if not values:
             continue
         if len(values) != len(header):
-            yield number, Broken(f"the row has {len(values)} values, the header names {len(header)} columns")
+            yield number, BrokenRow(f"the row has {len(values)} values, the header names {len(header)} columns")
         else:
             yield number, dict(zip(header, values, strict=True))
 
@@ -165,7 +165,7 @@ def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
         source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
             for number, row in enumerate(records(source, parquet=file.kind == ".parquet", longest=MAX_LINE), 1):
-                yield number, Broken(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
+                yield number, BrokenRow(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from error
 

@@ -10,7 +10,7 @@ from ftcli.config import DatasetConfig
 from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.rows.hub import hub_rows
 from ftcli.rows.places import files_of, is_hub
-from ftcli.rows.readers import Broken, json_type, read_file
+from ftcli.rows.readers import BrokenRow, json_type, read_file
 from ftcli.rows.row import BROKEN_HELP, NO_ROWS_HELP, Row, column_names, data_error
 
 
@@ -37,7 +37,7 @@ def _values(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[str, int,
 
 
 def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:
-    if isinstance(value, Broken):
+    if isinstance(value, BrokenRow):
         return Finding("FT403", value.reason, Origin(name, number), BROKEN_HELP)
     if not isinstance(value, dict):
         message = f"a row must be a JSON object, this is {json_type(value)}"

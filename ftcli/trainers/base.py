@@ -22,7 +22,7 @@ from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState
 from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import OptimisationMixin
 from ftcli.trainers.scaling import SkippedSteps, unscale
-from ftcli.trainers.watch import ROWS_KEY, RowOrigins, Watched, peak_memory_bytes, row_list
+from ftcli.trainers.watch import ROWS_KEY, RowOrigins, WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
     from ftcli.model.graphs import GraphRunner
@@ -57,7 +57,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.best = Best()
         self.stopped_by: SignalName | None = None
         self._token_count: Tensor | None = None
-        self._pending: list[Watched] = []
+        self._pending: list[WatchedNumber] = []
         self._rows: list[tuple[int, ...]] = []
         self._batch = -1
         self._resume_from: Path | None = None
@@ -88,7 +88,7 @@ class RunTrainerMixin(OptimisationMixin):
     def watch(self, name: str, value: Tensor, rows: tuple[int, ...] | None = None) -> None:
         """Remembers a number of this step to be checked for NaN and infinity later."""
         step = self.state.global_step + 1
-        self._pending.append(Watched.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
+        self._pending.append(WatchedNumber.copy_of(step, name, self._batch_rows() if rows is None else rows, value))
 
     def cuda_graphs(self) -> str | None:
         """``on``, or what became of the graphs otherwise; None where there are none."""

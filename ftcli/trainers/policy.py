@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredDocuments:
     """Prompts with completions as documents, on the host.
 
     Attributes:
@@ -41,7 +41,7 @@ class Scored:
     where: Tensor
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, completion: int, silent: Sequence[bool]) -> Scored:
+    def of(cls, input_ids: Tensor, attention_mask: Tensor, completion: int, silent: Sequence[bool]) -> ScoredDocuments:
         """Of TRL's batch, on the host.
 
         Args:
@@ -140,7 +140,8 @@ class PolicyMixin:
         silent = self._silent or (False,) * rows
         found = [
             self._scores(
-                model, Scored.of(ids[at : at + size], mask[at : at + size], logits_to_keep, silent[at : at + size])
+                model,
+                ScoredDocuments.of(ids[at : at + size], mask[at : at + size], logits_to_keep, silent[at : at + size]),
             )
             for at in range(0, rows, size)
         ]
@@ -150,7 +151,7 @@ class PolicyMixin:
             log_probs = torch.where(left_out, self._skipped_values, log_probs)  # ratios of 1
         return log_probs, entropies if compute_entropy else None, None
 
-    def _scores(self, model: nn.Module, scored: Scored) -> tuple[Tensor, Tensor]:
+    def _scores(self, model: nn.Module, scored: ScoredDocuments) -> tuple[Tensor, Tensor]:
         """(B, C) each."""
         unwrapped = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         device = self.accelerator.device  # type: ignore[attr-defined]

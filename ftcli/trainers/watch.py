@@ -20,7 +20,7 @@ RowOrigins = Callable[[int], Sequence[Origin]]
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchedNumber:
     """A number of one step; ``arrived`` is None where it never left the host. ``rows`` index the training rows."""
 
     step: int
@@ -30,7 +30,7 @@ class Watched:
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def copy_of(cls, step: int, name: str, rows: tuple[int, ...], value: Tensor) -> Watched:
+    def copy_of(cls, step: int, name: str, rows: tuple[int, ...], value: Tensor) -> WatchedNumber:
         """Starts to copy ``value`` to the host. Reading it would wait for all queued work; this does not wait."""
         value = value.detach()
         if not value.is_cuda:

@@ -35,7 +35,7 @@ from ftcli.facts.config_file import bundled_configs
 from ftcli.model.backbone import forward_loss
 from ftcli.model.bitnet import BitLinear, round_in_norms
 from ftcli.model.load import config_of
-from ftcli.model.streamed import Holding, random_quantized
+from ftcli.model.streamed import ModelStorage, random_quantized
 
 MODEL = "microsoft/bitnet-b1.58-2B-4T-bf16"
 TINY = {
@@ -81,7 +81,7 @@ class Measured:
 
 def build(form: str, device: torch.device, raw: dict[str, Any]) -> Any:
     """The model with its linear layers in one form, the same random weights in each."""
-    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, device, trained=True)
+    holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, device, trained=True)
     model = random_quantized(config_of(raw), holding, "sdpa", 0)
     if form == "ours":
         round_in_norms(model, kernels=True)

@@ -24,7 +24,7 @@ from ftcli.generation.stopping import StopCheck
 from ftcli.model import bitnet
 from ftcli.model.bitnet import round_in_norms
 from ftcli.model.checkpoint import read_config
-from ftcli.model.streamed import Holding, load_quantized, random_quantized
+from ftcli.model.streamed import ModelStorage, load_quantized, random_quantized
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.reporting import SilentReporter
 from tests.e2e.conftest import User
@@ -105,7 +105,7 @@ def test_five_failures_a_length_of_1_has_nothing_to_learn_and_the_model_runs_on_
 ) -> None:
     status, document = user.run("check", user.recipe("run", **SCRATCH, data={"max_seq_len": 1}))
     assert (status, document["findings"][0]["code"]) == (2, "FT206")
-    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=True)
+    holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=True)
     config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
     model = random_quantized(config, holding, "sdpa", 0)
     round_in_norms(model, kernels=True)
@@ -123,7 +123,7 @@ def test_five_failures_a_length_of_1_has_nothing_to_learn_and_the_model_runs_on_
 def test_five_failures_of_generation_512_tokens_come_from_a_full_window(tmp_path: Path) -> None:
     """Elsewhere the token that was to be kept was overwritten, and 64 tokens that were asked for gave none."""
     settings, cpu = QuantizationConfig(method="bitnet"), torch.device("cpu")
-    holding = Holding(settings, torch.float32, cpu, trained=True)
+    holding = ModelStorage(settings, torch.float32, cpu, trained=True)
     config = read_config(str(one_layer(tmp_path, 512)), revision=None, offline=True)
     fresh = random_quantized(config, holding, "sdpa", 0)
     round_in_norms(fresh, kernels=True)

@@ -13,7 +13,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
-from ftcli.model.streamed import Holding, random_quantized
+from ftcli.model.streamed import ModelStorage, random_quantized
 from ftcli.tables.policies import PolicyName
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_loading_never_holds_the_full_model(cuda: torch.device) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = random_quantized(config, Holding(NF4, torch.bfloat16, cuda), "sdpa", 0)
+    model = random_quantized(config, ModelStorage(NF4, torch.bfloat16, cuda), "sdpa", 0)
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     full = sum(2 * layer.in_features * layer.out_features for layer in layers)
@@ -52,7 +52,7 @@ def test_training_on_the_kernels_is_that_of_the_dequantised_weights(cuda: torch.
     ids = torch.randint(0, 1024, (2, 512), generator=torch.Generator().manual_seed(0)).to(cuda)
 
     def run(dequantized_layers: int) -> tuple[float, dict[str, torch.Tensor]]:
-        base = random_quantized(config, Holding(NF4, torch.bfloat16, cuda, dequantized_layers), "sdpa", 1)
+        base = random_quantized(config, ModelStorage(NF4, torch.bfloat16, cuda, dequantized_layers), "sdpa", 1)
         torch.manual_seed(2)
         model = peft.get_peft_model(
             base,

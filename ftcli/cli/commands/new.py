@@ -30,7 +30,7 @@ _QUESTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRecipe:
     """What `ftcli recipes new` answers: the file, and what is in it."""
 
     path: str
@@ -74,7 +74,7 @@ def new(
       ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
     """
 
-    def action(session: Session) -> Written:
+    def action(session: Session) -> WrittenRecipe:
         from ftcli.pipeline.new_recipe import Answers, new_recipe
 
         answers = _answered(
@@ -90,9 +90,9 @@ def new(
         target = expanded(output if output is not None else _file_name(made))
         text = new_recipe(made, target, offline=session.offline)
         write_new(text, target, force=force)
-        return Written(str(target), text)
+        return WrittenRecipe(str(target), text)
 
-    def shown(result: Written) -> str:
+    def shown(result: WrittenRecipe) -> str:
         return f"wrote {result.path}; next: ftcli check {result.path}"
 
     return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown)

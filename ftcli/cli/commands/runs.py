@@ -33,7 +33,7 @@ class FoundRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedRuns:
     """What `ftcli compare` answers: ``rows`` are a label and a text for each run, ``html`` is the page."""
 
     comparison: Comparison = field(metadata=SPREAD)
@@ -99,13 +99,13 @@ def compare(
       ftcli compare runs/* --html comparison.html
     """
 
-    def action(session: Session) -> Compared:
+    def action(session: Session) -> ComparedRuns:
         from ftcli.run.comparison import compare as side_by_side
         from ftcli.run.report.compared import result_rows, write_comparison
 
         paths = [options.run_directory(name, "command line") for name in directories]
         comparison = side_by_side(paths)
-        result = Compared(comparison, result_rows(comparison), html)
+        result = ComparedRuns(comparison, result_rows(comparison), html)
         if html is not None:
             write_comparison(comparison, expanded(html))
             session.reporter.info(f"written: {html}")
@@ -134,7 +134,7 @@ def _runs_text(result: FoundRuns) -> str:
     return "\n".join(table(records))
 
 
-def _comparison_text(result: Compared) -> str:
+def _comparison_text(result: ComparedRuns) -> str:
     comparison, names = result.comparison, result.comparison.names
     lines = _columns([["", *names], *([label, *texts] for label, texts in result.rows)])
     width = max(map(len, names))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.config.conversion.draft import Draft, Drafted
+from ftcli.config.conversion.draft import Draft, DraftValue
 from ftcli.config.conversion.rules import Rules, apply
 from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, names_in, read
 from ftcli.config.conversion.write import recipe_text
@@ -141,7 +141,7 @@ def _leave_out_what_is_refused(draft: Draft) -> None:
             del draft.values[key]
 
 
-def _tree(values: Mapping[str, Drafted]) -> MapNode:
+def _tree(values: Mapping[str, DraftValue]) -> MapNode:
     """The draft as the loader would have read it."""
     top: dict[str, dict[str, MapEntry]] = {}
     nowhere = Origin("recipe")

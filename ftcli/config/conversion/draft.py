@@ -20,7 +20,7 @@ _FALSE = frozenset(("false", "no", "off", "n", "0"))
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftValue:
     """A value of the new recipe. ``comment`` stands behind it; ``origin`` is where the other file says it."""
 
     value: Any
@@ -42,7 +42,7 @@ class Draft:
     tool: str
     given: Mapping[str, ForeignSetting]
     schema: RecipeSchema = field(default_factory=RecipeSchema)
-    values: dict[str, Drafted] = field(default_factory=dict)
+    values: dict[str, DraftValue] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
 
@@ -56,12 +56,12 @@ class Draft:
         outer, _, inner = key.rpartition(".")
         if outer.count(".") == 1:
             key, value = outer, {**(self.get(outer) or {}), inner: value}
-        self.values[key] = Drafted(value, comment, None if given is None else given.origin)
+        self.values[key] = DraftValue(value, comment, None if given is None else given.origin)
 
     def default(self, key: str, value: Any) -> None:
         """A default of the tool that is not ours, where the file says nothing."""
         if key not in self.values and key not in self.left_out:
-            self.values[key] = Drafted(value, f"{self.tool}'s default")
+            self.values[key] = DraftValue(value, f"{self.tool}'s default")
 
     def get(self, key: str) -> Any:
         """One of our keys as drafted so far; None where it is not."""

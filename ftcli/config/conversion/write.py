@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftcli.config.conversion.draft import Drafted
+from ftcli.config.conversion.draft import DraftValue
 from ftcli.config.dump import flow_text
 from ftcli.config.recipe import Recipe
 
 _COMMENT_COLUMN = 46
 
 
-def recipe_text(values: Mapping[str, Drafted], tool: str, name: str, order: Sequence[str]) -> str:
+def recipe_text(values: Mapping[str, DraftValue], tool: str, name: str, order: Sequence[str]) -> str:
     """The recipe, with a header that says where it came from and what to do next."""
     head = [
         f"# Converted from {tool}'s {' '.join(name.split())} by `ftcli recipes convert`,",
@@ -28,7 +28,7 @@ def recipe_text(values: Mapping[str, Drafted], tool: str, name: str, order: Sequ
     return "\n".join([*head, "version: 1", *body(values, order)]) + "\n"
 
 
-def body(values: Mapping[str, Drafted], order: Sequence[str]) -> list[str]:
+def body(values: Mapping[str, DraftValue], order: Sequence[str]) -> list[str]:
     """The sections, with their keys in the ``order`` of all keys."""
     ranked = sorted(values, key=lambda key: order.index(key) if key in order else len(order))
     lines: list[str] = []
@@ -41,7 +41,7 @@ def body(values: Mapping[str, Drafted], order: Sequence[str]) -> list[str]:
     return lines
 
 
-def _entry(name: str, drafted: Drafted) -> list[str]:
+def _entry(name: str, drafted: DraftValue) -> list[str]:
     comment = "" if drafted.comment is None else " ".join(drafted.comment.split())
     if _is_long(drafted.value):
         first = _commented(f"  {name}:", comment)

@@ -31,7 +31,7 @@ _FIXED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RecipeChange:
     """Settings that make a recipe fit, as ``--set`` would take them, and the bytes it needs then."""
 
     settings: Settings
@@ -65,7 +65,7 @@ class Verdict:
     level: Level
     needed_bytes: int
     available_bytes: int | None
-    change: Change | None = None
+    change: RecipeChange | None = None
     fitting_gpus: tuple[str, ...] = ()
 
     def as_dict(self) -> JsonObject:
@@ -120,7 +120,7 @@ def _by_time(setup: Setup, changes: Iterable[Settings]) -> list[Settings]:
     return sorted(changes, key=lambda settings: relative_time(setup.changed(settings)))
 
 
-def _cheapest(setup: Setup) -> Change | None:
+def _cheapest(setup: Setup) -> RecipeChange | None:
     always: Settings = {}
     if setup.recipe.model.dtype == "bfloat16" and not setup.device.has_bfloat16:
         always = {"model.dtype": "auto"}
@@ -128,11 +128,11 @@ def _cheapest(setup: Setup) -> Change | None:
     for settings in _changes_that_may_fit(setup):
         found = _fitting(setup, settings)
         if found is not None:
-            return Change({**always, **found.settings}, found.total_bytes)
+            return RecipeChange({**always, **found.settings}, found.total_bytes)
     return None
 
 
-def _fitting(setup: Setup, settings: Settings) -> Change | None:
+def _fitting(setup: Setup, settings: Settings) -> RecipeChange | None:
     """The change if it fits. Where only evaluation is too large, with a smaller evaluation batch."""
     settings = dict(settings)
     while True:
@@ -140,7 +140,7 @@ def _fitting(setup: Setup, settings: Settings) -> Change | None:
         if found is None:
             return None
         if found.level == "fits":
-            return Change(settings, found.estimate.total_bytes) if settings else None
+            return RecipeChange(settings, found.estimate.total_bytes) if settings else None
         rows = found.setup.recipe.eval.per_device_eval_batch_size
         if found.estimate.peak != EVALUATION or rows == 1:
             return None

@@ -53,7 +53,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_to
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class PublicBase:
     """The base model as others may know it: ``repo`` is its id on the Hub, None where it has none."""
 
     name: str
@@ -163,7 +163,7 @@ def _recipe(path: Path) -> JsonObject:
         return {}
 
 
-def _base(recipe: JsonMap, manifest: JsonMap) -> Base:
+def _base(recipe: JsonMap, manifest: JsonMap) -> PublicBase:
     model = map_in(recipe, "model")
     return public_base(str(model.get("name_or_path") or "unknown"), model.get("revision"), manifest)
 
@@ -173,7 +173,7 @@ def licence_of_base(manifest: JsonMap) -> JsonObject:
     return map_in(map_in(manifest, "base"), "licence")
 
 
-def public_base(name: str, revision: str | None, manifest: JsonMap) -> Base:
+def public_base(name: str, revision: str | None, manifest: JsonMap) -> PublicBase:
     """The base model as others may know it.
 
     Args:
@@ -183,17 +183,17 @@ def public_base(name: str, revision: str | None, manifest: JsonMap) -> Base:
     commit = map_in(manifest, "inputs").get("commit")
     revision = commit if isinstance(commit, str) else revision
     if name.startswith(BUNDLED):
-        return Base(f"{name.removeprefix(BUNDLED)} (a small model that ftcli bundles)", None, None)
+        return PublicBase(f"{name.removeprefix(BUNDLED)} (a small model that ftcli bundles)", None, None)
     cached = _CACHED.search(name)
     if cached is not None:
-        return Base(f"{cached[1]}/{cached[2]}", f"{cached[1]}/{cached[2]}", revision)
+        return PublicBase(f"{cached[1]}/{cached[2]}", f"{cached[1]}/{cached[2]}", revision)
     if looks_local(name) or not _REPO.fullmatch(name):
-        return Base(Path(name).name or "a local model", None, None)
-    return Base(name, name, revision if isinstance(revision, str) else None)
+        return PublicBase(Path(name).name or "a local model", None, None)
+    return PublicBase(name, name, revision if isinstance(revision, str) else None)
 
 
 def _head(
-    base: Base,
+    base: PublicBase,
     licence: JsonMap,
     manifest: JsonMap,
     recipe: JsonMap,
@@ -235,7 +235,7 @@ def _sources(recipe: JsonMap) -> list[str]:
     return list(dict.fromkeys(str(one.get("path")) for one in maps(found)))
 
 
-def _about(base: Base, recipe: JsonMap, manifest: JsonMap, *, adapter: bool) -> str:
+def _about(base: PublicBase, recipe: JsonMap, manifest: JsonMap, *, adapter: bool) -> str:
     what = "LoRA adapter for" if adapter else "Merged LoRA fine-tune of" if recipe.get("lora") else "Full fine-tune of"
     at = f" at commit `{base.commit}`" if base.commit is not None else ""
     named = f"[{base.repo}](https://huggingface.co/{base.repo})" if base.repo is not None else str(_cell(base.name))

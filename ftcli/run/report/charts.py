@@ -86,7 +86,7 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ChartLook:
     """How a chart is drawn.
 
     Attributes:
@@ -108,9 +108,11 @@ class Look:
     note: str = ""
 
 
-def line_chart(title: str, series: Sequence[Series], look: Look | None = None, levels: Iterable[Level] = ()) -> Markup:
+def line_chart(
+    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Iterable[Level] = ()
+) -> Markup:
     """A chart with its title and legend; empty when no series has a single value."""
-    look = look or Look()
+    look = look or ChartLook()
     shown = [one for one in series if one.finite]
     if not shown:
         return Markup()
@@ -133,7 +135,7 @@ def _all_positive(series: Sequence[Series], levels: Sequence[Level]) -> bool:
     return min(values) > 0
 
 
-def _legend(series: Sequence[Series], look: Look, levels: Sequence[Level]) -> Markup:
+def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[Level]) -> Markup:
     keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
     keys += [tag("span", tag("i", class_="level"), level.name) for level in levels]
     if any(_is_smoothed(one) for one in series):
@@ -143,7 +145,7 @@ def _legend(series: Sequence[Series], look: Look, levels: Sequence[Level]) -> Ma
     return tag("span", *keys, class_="legend") if keys else Markup()
 
 
-def _drawing(title: str, series: Sequence[Series], look: Look, levels: Sequence[Level], *, log: bool) -> Markup:
+def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Sequence[Level], *, log: bool) -> Markup:
     axes = _axes(series, look, levels, log=log)
     body = [
         _grid(axes),
@@ -162,7 +164,7 @@ def _drawing(title: str, series: Sequence[Series], look: Look, levels: Sequence[
     return tag("svg", *body, viewBox=size, role="img", aria_label=label, class_="log" if log else "linear")
 
 
-def _axes(series: Sequence[Series], look: Look, levels: Sequence[Level], *, log: bool) -> Axes:
+def _axes(series: Sequence[Series], look: ChartLook, levels: Sequence[Level], *, log: bool) -> Axes:
     steps = [*(step for one in series for step, _ in one.points), *(look.steps or ())]
     values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
     if not log:

@@ -11,7 +11,7 @@ from ftcli import __version__
 from ftcli.run.atomic import storage_errors, utc_now, write_text
 from ftcli.run.comparison import CURVES, Comparison
 from ftcli.run.history import RunSummary
-from ftcli.run.report.charts import Look, Series, line_chart
+from ftcli.run.report.charts import ChartLook, Series, line_chart
 from ftcli.run.report.page import POLICY, style, template
 from ftcli.run.report.scales import number
 from ftcli.units import gib
@@ -65,7 +65,7 @@ def _charts(comparison: Comparison) -> list[Markup]:
     charts = []
     for metric, curves in comparison.curves.items():
         series = [Series(name, points) for name, points in zip(comparison.names, curves, strict=True)]
-        chart = line_chart(CURVES[metric], series, Look(log=metric.endswith("loss")))
+        chart = line_chart(CURVES[metric], series, ChartLook(log=metric.endswith("loss")))
         charts += [chart] if chart else []
     return charts
 

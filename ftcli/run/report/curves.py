@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import Level, Look, Series, line_chart
+from ftcli.run.report.charts import ChartLook, Level, Series, line_chart
 from ftcli.run.report.values import as_words, map_in, maps, number_or_none, percent
 from ftcli.units import GIB
 
@@ -140,7 +140,7 @@ def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> Drawn:
         resumed: Steps at which processes went on.
     """
     steps = [int(line["step"]) for line in lines]
-    look = Look(marks=[step for step in resumed if step], steps=(min(steps), max(steps)) if steps else None)
+    look = ChartLook(marks=[step for step in resumed if step], steps=(min(steps), max(steps)) if steps else None)
     main, lesser = (
         [drawn for chart in some if (drawn := _drawn(chart, lines, look))] for some in _charts(lines, evaluation)
     )
@@ -198,7 +198,7 @@ def _held_out_scores(lines: Lines, base: JsonMap) -> list[Chart]:
     ]
 
 
-def _drawn(chart: Chart, lines: Lines, look: Look) -> Markup:
+def _drawn(chart: Chart, lines: Lines, look: ChartLook) -> Markup:
     series = [_series(lines, curve, chart.unit) for curve in chart.curves]
     if all(len(one.finite) < 2 for one in series):
         return Markup()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ftcli.errors import FtcliError
 from ftcli.run.directory import RunDirectory
-from ftcli.run.report.page import Live, write_report
+from ftcli.run.report.page import LiveProgress, write_report
 
 #: At most this often, and at most this share of the time.
 _SECONDS_BETWEEN = 4.0
@@ -25,7 +25,7 @@ class LiveReport:
     clock: Callable[[], float] = time.monotonic
     _due: float = 0.0
 
-    def update(self, live: Live, *, urgent: bool = False) -> bool:
+    def update(self, live: LiveProgress, *, urgent: bool = False) -> bool:
         """Writes the page when it is due, or when ``urgent``; says whether it did.
 
         A page that cannot be written or drawn is left as it was: the one at the run's end tells why.

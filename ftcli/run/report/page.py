@@ -34,7 +34,7 @@ REFRESH_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveProgress:
     """Where a run that is going on is: ``step`` of ``total``, and how long the rest will take, where that is known."""
 
     step: int
@@ -48,7 +48,7 @@ class Live:
         return f"step {self.step:,} of {self.total:,}{left}"
 
 
-def write_report(run: RunDirectory, live: Live | None = None) -> None:
+def write_report(run: RunDirectory, live: LiveProgress | None = None) -> None:
     """Build report.html from the files of the run; missing or damaged ones are left out and named on the page.
 
     Args:
@@ -61,7 +61,7 @@ def write_report(run: RunDirectory, live: Live | None = None) -> None:
         write_text(run.report_path, render_report(run, live))
 
 
-def render_report(run: RunDirectory, live: Live | None = None) -> str:
+def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     """The page as text."""
     troubles: list[str] = []
     metrics = _metrics(run, troubles)

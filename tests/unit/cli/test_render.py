@@ -21,8 +21,8 @@ from ftcli.pipeline.bench_result import (
     ArithmeticBound,
     BenchResult,
     Measured,
-    Predicted,
-    Profiled,
+    PredictedMemory,
+    ProfiledStep,
     StoredRate,
     TimedTokens,
     Timing,
@@ -195,7 +195,7 @@ def test_evaluation_has_a_column_for_each_model() -> None:
 def bench_result(tokens_per_second: float, step_ms: float, share: float | None = None, **known: Any) -> BenchResult:
     timing = Timing(5, known.get("first_step_only", False), tokens_per_second, step_ms, 1.0, 1.0, 1.0, 3 * 2**30)
     computing = TimedTokens(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
-    profiled = Profiled(None, None)
+    profiled = ProfiledStep(None, None)
     return BenchResult(
         recipe="r.yaml",
         mode="training",
@@ -210,7 +210,7 @@ def bench_result(tokens_per_second: float, step_ms: float, share: float | None =
         uncheckpointed_layers=0,
         measured=Measured(timing, computing, DeviceMemory(), 1.0, profiled, "kernels: off", None, "on", None),
         stored=StoredRate(),
-        predicted=known.get("predicted", Predicted()),
+        predicted=known.get("predicted", PredictedMemory()),
         bound=ArithmeticBound(1.0, 1.0, share),
     )
 
@@ -225,9 +225,9 @@ def test_bench_begins_with_the_numbers_that_count() -> None:
 
 
 def test_the_peak_stands_beside_the_prediction_of_the_same_thing() -> None:
-    shown = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30))).split("\n")[2]
+    shown = bench_text(bench_result(1.0, 1.0, predicted=PredictedMemory(5 * 2**30))).split("\n")[2]
     assert shown == "3.00 GiB resident at the peak, 5.00 GiB predicted"
-    on_gpu = bench_text(bench_result(1.0, 1.0, predicted=Predicted(5 * 2**30, 4 * 2**30))).split("\n")[2]
+    on_gpu = bench_text(bench_result(1.0, 1.0, predicted=PredictedMemory(5 * 2**30, 4 * 2**30))).split("\n")[2]
     assert on_gpu.startswith("3.00 GiB allocated at the peak, 4.00 GiB predicted; 5.00 GiB with")
     assert "GiB predicted" not in bench_text(bench_result(1.0, 1.0))
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ftcli.config import DataConfig, GenerateConfig
 from ftcli.data.asked import room_of_task
 from ftcli.data.budget import Budget
-from ftcli.data.look import Looking
+from ftcli.data.look import RowSurvey
 from ftcli.data.prepare import prepare
 from ftcli.errors import FtcliError
 from ftcli.reporting import SilentReporter
@@ -39,8 +39,8 @@ def data_of(folder: Path, *rows: Any, **options: Any) -> DataConfig:
     return DataConfig.model_validate({"train": [str(path)], "max_seq_len": 100, **options})
 
 
-def look(data: DataConfig, tokenizer: PreTrainedTokenizerBase, budget: Budget, cache: Path) -> Looking:
-    looking = Looking(data, tokenizer, budget, cache_dir=cache, reporter=SilentReporter())
+def look(data: DataConfig, tokenizer: PreTrainedTokenizerBase, budget: Budget, cache: Path) -> RowSurvey:
+    looking = RowSurvey(data, tokenizer, budget, cache_dir=cache, reporter=SilentReporter())
     looking.rows("data.train", data.train, STOPS)
     return looking
 
@@ -76,11 +76,11 @@ def test_what_was_seen_to_be_wrong_is_refused_though_the_budget_is_spent(
 def test_prompts_stop_as_well(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     data = data_of(tmp_path, *[{"prompt": "q", "answer": "a"}] * 50, {"prompt": 3, "answer": "a"})
     for questions, rows in ((1, 0), (20, 19)):
-        looking = Looking(data, bytes_tokenizer, Counted(questions), cache_dir=None, reporter=SilentReporter())
+        looking = RowSurvey(data, bytes_tokenizer, Counted(questions), cache_dir=None, reporter=SilentReporter())
         looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
         looking.raise_failures()
         assert [(one.rows, one.whole) for one in looking.found] == [(rows, False)]
-    looking = Looking(data, bytes_tokenizer, Budget(1e6), cache_dir=None, reporter=SilentReporter())
+    looking = RowSurvey(data, bytes_tokenizer, Budget(1e6), cache_dir=None, reporter=SilentReporter())
     looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
     with pytest.raises(FtcliError, match="FT412"):
         looking.raise_failures()

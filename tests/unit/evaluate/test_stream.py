@@ -15,7 +15,7 @@ from ftcli.assets import asset
 from ftcli.config import GenerateConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.generate import generate
-from ftcli.evaluate.stream import Completed, Detokenizer, StreamSettings, stream
+from ftcli.evaluate.stream import CompletionEnd, Detokenizer, StreamSettings, stream
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.stopping import TextUntilStop
 from ftcli.reporting import SilentReporter
@@ -34,14 +34,14 @@ def loaded() -> tuple[Any, Any]:
 
 def streamed(
     loaded: tuple[Any, Any], sampling: StreamSettings, stops: tuple[int, ...] | None = None, max_length: int = 64
-) -> tuple[list[str], Completed]:
+) -> tuple[list[str], CompletionEnd]:
     model, tokenizer = loaded
     stops = (tokenizer.eos_token_id,) if stops is None else stops
     pieces = stream(model, tokenizer, PROMPT, sampling, plan=PLAN, device=CPU, stops=stops, max_length=max_length)
     return taken(pieces)
 
 
-def taken(pieces: Generator[str, None, Completed]) -> tuple[list[str], Completed]:
+def taken(pieces: Generator[str, None, CompletionEnd]) -> tuple[list[str], CompletionEnd]:
     found = []
     while True:
         try:
@@ -71,11 +71,13 @@ def test_why_it_ended(loaded: tuple[Any, Any]) -> None:
     with torch.no_grad():
         ids = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt")["input_ids"]
         first = int(model(input_ids=ids).logits[0, -1].argmax())
-    assert streamed(loaded, StreamSettings(8), stops=(first,)) == ([], Completed(1, "stop"))
+    assert streamed(loaded, StreamSettings(8), stops=(first,)) == ([], CompletionEnd(1, "stop"))
     other = next(number for number in range(tokenizer.vocab_size) if number != first)
-    assert streamed(loaded, StreamSettings(1), stops=(other,))[1] == Completed(1, "max_new_tokens")
+    assert streamed(loaded, StreamSettings(1), stops=(other,))[1] == CompletionEnd(1, "max_new_tokens")
     length = prompt_length(tokenizer)
-    assert streamed(loaded, StreamSettings(8), stops=(other,), max_length=length + 1)[1] == Completed(1, "max_seq_len")
+    assert streamed(loaded, StreamSettings(8), stops=(other,), max_length=length + 1)[1] == CompletionEnd(
+        1, "max_seq_len"
+    )
 
 
 def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, Any]) -> None:
@@ -86,7 +88,7 @@ def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, An
         model, tokenizer, PROMPT, StreamSettings(30), plan=PLAN, device=CPU, stops=(), max_length=length, slides=True
     )
     found, done = taken(pieces)
-    assert done == Completed(30, "max_new_tokens")
+    assert done == CompletionEnd(30, "max_new_tokens")
     made: list[int] = []
     seen = list(ids)
     while len(made) < 30:
@@ -108,7 +110,7 @@ def test_a_window_that_slides_goes_on_from_its_last_tokens(loaded: tuple[Any, An
         max_length=len(ids) // 2,
         slides=True,
     )
-    assert taken(longer)[1] == Completed(4, "max_new_tokens")
+    assert taken(longer)[1] == CompletionEnd(4, "max_new_tokens")
 
 
 def test_a_stop_string_ends_it_and_no_part_of_it_is_told(loaded: tuple[Any, Any]) -> None:

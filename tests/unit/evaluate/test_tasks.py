@@ -10,13 +10,13 @@ import pytest
 
 from ftcli.config import TaskConfig
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.tasks import Answered, JudgedRow, TaskResult, judge
+from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.judges import open_judge
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
 
 
-def scored(task: TaskConfig, answered: Answered) -> TaskResult:
+def scored(task: TaskConfig, answered: AnsweredTask) -> TaskResult:
     """The task's result, with the judge that it names."""
     return judge(task, answered, open_judge(task))
 
@@ -41,16 +41,16 @@ def scored(task: TaskConfig, answered: Answered) -> TaskResult:
 ])  # fmt: skip
 def test_built_in_judges(task: dict[str, Any], completion: str, reference: str | None, right: bool) -> None:
     asked = Prompt(Row("tasks.jsonl", 1, {}), None, "q", reference)
-    assert scored(TaskConfig(**task), Answered([asked], ["q"], [completion])).score == float(right)
+    assert scored(TaskConfig(**task), AnsweredTask([asked], ["q"], [completion])).score == float(right)
 
 
-def answered(*completions: str) -> Answered:
+def answered(*completions: str) -> AnsweredTask:
     """Rows with a column ``level`` whose answers are 1, 2, 3, ..."""
     prompts = [
         Prompt(Row("tasks.jsonl", i, {"prompt": f"q{i}", "level": i}), None, f"q{i}", str(i))
         for i in range(1, len(completions) + 1)
     ]
-    return Answered(prompts, [f"<q{i}>" for i in range(1, len(completions) + 1)], completions)
+    return AnsweredTask(prompts, [f"<q{i}>" for i in range(1, len(completions) + 1)], completions)
 
 
 def test_the_score_is_the_mean_and_samples_are_kept() -> None:

@@ -20,7 +20,7 @@ from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import from_file
 from ftcli.model.bitnet import BitLinear, TernaryLinear
 from ftcli.model.checkpoint import read_config
-from ftcli.model.streamed import Holding, load_quantized
+from ftcli.model.streamed import ModelStorage, load_quantized
 from ftcli.tables.gguf import architecture_of
 from tests.small_models import build
 from tests.unit.export.conftest import Heard, Trained, tokenizer, write_run
@@ -121,7 +121,7 @@ def folder_of(made: Trained, result: Any, kind: str, folder: Path, said: dict[st
 
 
 def loaded(folder: Path, *, trained: bool) -> Any:
-    holding = Holding(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
+    holding = ModelStorage(QuantizationConfig(method="bitnet"), torch.float32, torch.device("cpu"), trained=trained)
     config = read_config(str(folder), revision=None, offline=True)
     return load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
 

@@ -19,7 +19,7 @@ from ftcli.model.bitnet import BitLinear, TernaryLinear, set_share
 from ftcli.model.bitnet_files import already_ternary
 from ftcli.model.checkpoint import read_config
 from ftcli.model.quantized import check_weights, quantized_layers
-from ftcli.model.streamed import Holding, load_quantized
+from ftcli.model.streamed import ModelStorage, load_quantized
 from tests import small_models
 
 SETTINGS = QuantizationConfig(method="bitnet")
@@ -27,7 +27,7 @@ IDS = torch.randint(8, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 def built(folder: Path, *, trained: bool) -> Any:
-    holding = Holding(SETTINGS, torch.float32, torch.device("cpu"), trained=trained)
+    holding = ModelStorage(SETTINGS, torch.float32, torch.device("cpu"), trained=trained)
     config = read_config(str(folder), revision=None, offline=True)
     model = load_quantized(str(folder), config, holding, "sdpa", revision=None, offline=True)
     if trained:
@@ -261,7 +261,7 @@ def test_ternary_values_that_were_written_out_are_kept_and_not_shrunk(
     masters.save_pretrained(tmp_path / "again")  # as masters, whose values may all be of one size as well
     again = built(tmp_path / "again", trained=True)
     assert all(float(again.get_submodule(name).ternary.scale) == float(t.scale) for name, t in wanted.items())
-    warming = Holding(SETTINGS.model_copy(update={"lambda_warmup_steps": 5}), torch.float32, torch.device("cpu"))
+    warming = ModelStorage(SETTINGS.model_copy(update={"lambda_warmup_steps": 5}), torch.float32, torch.device("cpu"))
     config = read_config(str(tmp_path), revision=None, offline=True)
     with pytest.raises(FtcliError, match="FT340"):
         load_quantized(str(tmp_path), config, replace(warming, trained=True), "sdpa", revision=None, offline=True)

@@ -11,7 +11,7 @@ from ftcli.config.load import LoadedRecipe, load_recipe
 from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.pipeline.bench_bound import predicted_memory
-from ftcli.pipeline.bench_result import Predicted
+from ftcli.pipeline.bench_result import PredictedMemory
 from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.options import BenchOptions
 from ftcli.preflight.checks.context import Command
@@ -51,7 +51,7 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
     assert "evaluation" not in memory.phases
     assert memory.parts["gradients"] == memory.parts["adapters"]  # one micro-batch a step
     found = predicted_memory(report_of(loaded, options, "h200"), options)
-    assert found == Predicted(memory.total_bytes, memory.allocated_bytes)
+    assert found == PredictedMemory(memory.total_bytes, memory.allocated_bytes)
 
 
 def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe) -> None:
@@ -82,4 +82,4 @@ def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     assert on_cpu.predicted_peak_bytes is not None
     assert on_cpu.predicted_allocated_bytes is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
-    assert predicted_memory(report_of(loaded, options, "h200"), fewer) == Predicted()
+    assert predicted_memory(report_of(loaded, options, "h200"), fewer) == PredictedMemory()

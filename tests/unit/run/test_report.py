@@ -18,8 +18,8 @@ from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
-from ftcli.run.report import Live, render_report, write_report
-from ftcli.run.report.charts import HEIGHT, WIDTH, Level, Look, Series, line_chart
+from ftcli.run.report import LiveProgress, render_report, write_report
+from ftcli.run.report.charts import HEIGHT, WIDTH, ChartLook, Level, Series, line_chart
 from ftcli.run.report.markup import tag
 from ftcli.run.report.scales import log_ticks, number, round_ticks, smoothed, thinned
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
@@ -218,7 +218,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 def test_all_points_lie_inside_the_drawing() -> None:
     points = [(step, (-1.0) ** step * step**3) for step in range(1, 100)]
-    chart = line_chart("x", [Series("a", points), Series("b", [(5, 1.0)])], Look(marks=[50, 1000]))
+    chart = line_chart("x", [Series("a", points), Series("b", [(5, 1.0)])], ChartLook(marks=[50, 1000]))
     assert chart
     for pair in re.findall(r"(-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'points="([^"]+)"', chart))):
         assert 0 <= float(pair[0]) <= WIDTH
@@ -248,7 +248,7 @@ def test_the_bold_curve_does_not_lag_and_says_what_it_is() -> None:
 
 def test_log_scale_is_a_switch_where_all_values_are_above_zero() -> None:
     falling = Series("training", [(i, 6.0 * 0.8**i) for i in range(1, 40)])
-    chart = line_chart("Loss", [falling], Look(log=True))
+    chart = line_chart("Loss", [falling], ChartLook(log=True))
     page = Page(chart)
     assert [a.get("type") for name, a in page.elements if name == "input"] == ["checkbox"]
     labels = [a.get("for") for name, a in page.elements if name == "label"]
@@ -260,7 +260,7 @@ def test_log_scale_is_a_switch_where_all_values_are_above_zero() -> None:
     ys = [float(pair.split(",")[1]) for pair in line.split()]
     steps = [b - a for a, b in itertools.pairwise(ys)]
     assert max(steps) - min(steps) < 0.25, "an exponential is a straight line"
-    assert "checkbox" not in line_chart("Loss", [Series("a", [(1, 1.0), (2, 0.0)])], Look(log=True))
+    assert "checkbox" not in line_chart("Loss", [Series("a", [(1, 1.0), (2, 0.0)])], ChartLook(log=True))
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.1, 8), (1e-9, 1), (3, 3), (0.2, 0.4), (1, 1000), (5e-324, 1e300)])
@@ -281,7 +281,7 @@ def test_the_base_model_is_a_line_and_held_out_points_can_be_seen() -> None:
 
 
 def test_the_report_of_a_run_that_goes_on_says_where_it_is_and_loads_itself_again(run: RunDirectory) -> None:
-    text = render_report(run, Live(45, 100, 185.0))
+    text = render_report(run, LiveProgress(45, 100, 185.0))
     page = Page(text)
     refresh = [a["content"] for name, a in page.elements if name == "meta" and a.get("http-equiv") == "refresh"]
     assert refresh == ["5"]

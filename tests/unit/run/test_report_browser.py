@@ -20,7 +20,7 @@ from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory, open_run
 from ftcli.run.manifest import Activations, Fingerprint, build_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
-from ftcli.run.report import Live, write_report
+from ftcli.run.report import LiveProgress, write_report
 from ftcli.run.results import AnsweredRow, EvalScores, Evaluation, TaskScore, write_evaluation
 from tests.unit.run.test_report import HOSTILE
 
@@ -184,7 +184,7 @@ def test_the_switch_changes_the_scale_and_works_from_the_keyboard(browser: Brows
 
 def test_a_page_loads_itself_again_until_the_run_is_over(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", rewards=False)
-    write_report(run, Live(10, 60, 30.0))
+    write_report(run, LiveProgress(10, 60, 30.0))
     page = run.report_path
     page.write_text(page.read_text().replace('http-equiv="refresh" content="5"', 'http-equiv="refresh" content="1"'))
     browser.open(page, width=1280)

@@ -13,7 +13,7 @@ from ftcli.run.atomic import write_json
 from ftcli.run.completions import Completions, ScoredCompletion
 from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import MetricsWriter
-from ftcli.run.report import Live, LiveReport, live, render_report
+from ftcli.run.report import LiveProgress, LiveReport, live, render_report
 from ftcli.run.report.curves import curves
 from ftcli.run.report.facts import key_facts
 from ftcli.run.report.samples import SHOWN_ROWS, compared, sampled, samples
@@ -193,19 +193,19 @@ def test_the_live_report_is_rewritten_now_and_then_and_never_ends_a_run(
     directory = RunDirectory(tmp_path)
     now = itertools.count(0.0, 0.5)
     report = LiveReport(directory, clock=lambda: next(now))
-    assert report.update(Live(1, 10))
-    assert not report.update(Live(2, 10))
+    assert report.update(LiveProgress(1, 10))
+    assert not report.update(LiveProgress(2, 10))
     assert "step 1 of 10" in directory.report_path.read_text()
-    assert report.update(Live(3, 10), urgent=True)
+    assert report.update(LiveProgress(3, 10), urgent=True)
     assert "step 3 of 10" in directory.report_path.read_text()
-    written = sum(report.update(Live(step, 1000)) for step in range(200))
+    written = sum(report.update(LiveProgress(step, 1000)) for step in range(200))
     assert 2 <= written <= 20, "a page that takes half a second to write is not written all the time"
 
     def fails(*_: Any) -> None:
         raise FtcliError.single("FT724", "full", exit_code=3)
 
     monkeypatch.setattr(live, "write_report", fails)
-    assert not report.update(Live(4, 10), urgent=True)
+    assert not report.update(LiveProgress(4, 10), urgent=True)
     assert "step 4" not in directory.report_path.read_text()
 
 

@@ -25,7 +25,7 @@ from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
 from ftcli.trainers.grpo import GrpoTrainer, without_spread
 from ftcli.trainers.parity import allowed, check_parity
-from ftcli.trainers.policy import Scored
+from ftcli.trainers.policy import ScoredDocuments
 from ftcli.trainers.spans import Spans
 from tests.pairs import all_pairs
 from tests.quantised import load
@@ -199,7 +199,7 @@ def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
     documents: list[int] = []
     scores = GrpoTrainer._scores
 
-    def counting(self: GrpoTrainer, model: Any, scored: Scored) -> Any:
+    def counting(self: GrpoTrainer, model: Any, scored: ScoredDocuments) -> Any:
         documents.append(len(scored.documents))
         return scores(self, model, scored)
 
@@ -334,7 +334,7 @@ def test_groups_without_spread_are_found() -> None:
 def test_a_completion_without_a_prompt_is_scored_from_its_second_token() -> None:
     ids = torch.arange(8).view(1, 8) + 5
     mask = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 0]])
-    scored = Scored.of(ids, mask, 4, [False])
+    scored = ScoredDocuments.of(ids, mask, 4, [False])
     assert scored.where.tolist() == [[False, True, True, False]]
     for layout in ("padded", "unpadded"):
         made = scored.batch(Batches(layout, "a test"), 0)  # type: ignore[arg-type]
