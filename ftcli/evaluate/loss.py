@@ -18,7 +18,8 @@ from ftcli.evaluate.batching import in_batches
 from ftcli.evaluate.share import Sums, summed_in_step, summed_over_ranks
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import compute_context, loss_of, root_of
+from ftcli.model.backbone import compute_context, root_of
+from ftcli.model.loss import loss_of
 from ftcli.model.passes import tried
 from ftcli.model.rows import put_away
 from ftcli.reporting import Reporter

@@ -57,7 +57,7 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(1, S, vocab_size) float32, as :func:`ftcli.model.backbone.next_token_loss` understands the head."""
+    """(1, S, vocab_size) float32, as :func:`ftcli.model.loss.next_token_loss` understands the head."""
     head = head_of(model)
     hidden = hidden_states(model, {"input_ids": ids}).tensor
     if hidden.shape[-1] != head.weight.shape[1]:

@@ -18,7 +18,8 @@ from ftcli.data.collate import PaddingCollator, Unpadded, unpadded_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.batches import Batches
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import head_of, hidden_states, next_token_log_probs, supervised_positions
+from ftcli.model.backbone import head_of, hidden_states
+from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.rows.row import Row
 
 if TYPE_CHECKING:

@@ -20,18 +20,10 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.precision import DtypePlan
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import (
-    SUPERVISED,
-    base_of,
-    compute_context,
-    forward_loss,
-    head_of,
-    next_tokens,
-    root_of,
-    target_positions,
-)
+from ftcli.model.backbone import base_of, compute_context, head_of, root_of
 from ftcli.model.checkpointing import use_checkpointing
 from ftcli.model.host_embedding import use_host_embedding
+from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
 from ftcli.model.tied import use_tied_embedding
 from ftcli.preflight.memory.terms import BACKWARD
 from ftcli.reporting import Reporter

@@ -24,7 +24,7 @@ from ftcli.data.collate import PaddingCollator, packed_batch
 from ftcli.data.pack import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import forward_loss
+from ftcli.model.loss import forward_loss
 from ftcli.rows.row import Row
 
 MODEL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}

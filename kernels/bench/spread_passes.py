@@ -30,9 +30,10 @@ from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.opening import open_generator
 from ftcli.generation.requests import GenerationRequest
-from ftcli.model.backbone import base_of, decoder_layers, loss_of
+from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.load import load_model
 from ftcli.model.lora import apply_lora
+from ftcli.model.loss import loss_of
 from ftcli.model.parts import RankWeights
 from ftcli.model.passes import tried
 from ftcli.model.patch import patch

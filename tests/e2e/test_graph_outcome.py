@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ftcli.model import graphs
-from ftcli.model.backbone import forward_loss
 from ftcli.model.graphs import GraphRunner
+from ftcli.model.loss import forward_loss
 from ftcli.model.stack import DecoderStack, StackCall
 from ftcli.trainers.sft import SftTrainer
 from tests.e2e.conftest import User

@@ -136,7 +136,7 @@ def held_before() -> Iterator[int]:
 
 def measured(model: Any, case: Case) -> dict[str, int]:
     """Peak allocated bytes of each phase of a second step, when the optimizer's state exists."""
-    from ftcli.model.backbone import forward_loss
+    from ftcli.model.loss import forward_loss
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     ids = torch.randint(3, 1000, (case.rows, case.seq_len), device="cuda")

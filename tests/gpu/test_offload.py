@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
-from ftcli.model.backbone import base_of, forward_loss
+from ftcli.model.backbone import base_of
 from ftcli.model.checkpointing import use_checkpointing
+from ftcli.model.loss import forward_loss
 from ftcli.model.offload import Offload
 from ftcli.model.patch import patch
 from ftcli.tables.policies import PolicyName

@@ -10,7 +10,8 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from ftcli.model.backbone import HiddenStates, forward_loss, head_of, hidden_states, next_token_loss
+from ftcli.model.backbone import HiddenStates, head_of, hidden_states
+from ftcli.model.loss import forward_loss, next_token_loss
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -24,7 +24,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ftcli.model.attention import attention_forward
-from ftcli.model.backbone import base_of, head_of, hidden_states, next_token_loss
+from ftcli.model.backbone import base_of, head_of, hidden_states
+from ftcli.model.loss import next_token_loss
 from ftcli.model.masks import mask_for
 from ftcli.model.patch import patch
 from tests.pairs import all_pairs

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.backbone import HiddenStates, head_of, hidden_states, next_token_log_probs
+from ftcli.model.backbone import HiddenStates, head_of, hidden_states
+from ftcli.model.loss import next_token_log_probs
 from tests.quantised import load
 from tests.small_models import MULTIMODAL, TEXT, VOCABULARY, build
 

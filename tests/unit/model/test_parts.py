@@ -14,10 +14,11 @@ from ftcli.config.origins import Origins
 from ftcli.config.tree import MapNode
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import DtypePlan
-from ftcli.model.backbone import decoder_layers, forward_loss
+from ftcli.model.backbone import decoder_layers
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.joint import join_shared
 from ftcli.model.load import load_model
+from ftcli.model.loss import forward_loss
 from ftcli.model.parts import WHOLE, RankWeights, is_part, rank_weights_of, whole_layers
 from ftcli.model.quantized import as_told, can_be_told
 

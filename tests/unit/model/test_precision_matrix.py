@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 
 from ftcli.config import QuantizationConfig
-from ftcli.model.backbone import base_of, compute_context, forward_loss
+from ftcli.model.backbone import base_of, compute_context
+from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.quantized import QuantizedLinear
 from tests.quantised import quantize_linears

@@ -18,7 +18,8 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
-from ftcli.model.backbone import forward_loss, hidden_states
+from ftcli.model.backbone import hidden_states
+from ftcli.model.loss import forward_loss
 from ftcli.rows.row import Row
 from ftcli.trainers.isolation import check_isolation
 

@@ -23,7 +23,8 @@ from ftcli.facts.batches import Batches
 from ftcli.facts.precision import DtypePlan
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model import attention
-from ftcli.model.backbone import base_of, forward_loss
+from ftcli.model.backbone import base_of
+from ftcli.model.loss import forward_loss
 from ftcli.model.masks import CallMask, Documents, mask_for
 from ftcli.model.patch import patch
 from ftcli.reporting import SilentReporter
