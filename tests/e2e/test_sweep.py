@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from tests.e2e import drill
-from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.conftest import NARROW, RECIPE, merged
 from tests.e2e.drill import Server
 
-LONG = {"train": {"max_steps": 400}, "checkpoint": {"every_steps": 5}}
+LONG = {"train": {"max_steps": 2000}, "checkpoint": {"every_steps": 5}, "data": {"eval": []}}
 WORDS = ["sweep", "r.yaml", "--set", "train.learning_rate=1e-3,5e-3", "--offline", "--json"]
 FIRST = Path("runs/r/train.learning_rate=0.001")
 
@@ -51,7 +51,7 @@ def ended(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path, drill_server: Server) -> None:
-    values = merged(RECIPE, LONG)
+    values = merged({**RECIPE, "model": NARROW}, LONG)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
     process = started(drill_server, tmp_path)
     deadline = time.monotonic() + 300

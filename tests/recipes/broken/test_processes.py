@@ -67,7 +67,7 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "Commands:" in done.stdout
     assert done.stderr.strip() == "[]"
-    assert min(timed(["--help"], tmp_path)[1] for _ in range(3)) < 0.3
+    assert any(timed(["--help"], tmp_path)[1] < 0.3 for _ in range(3))
 
 
 def test_bad_recipe_is_refused_without_torch(tmp_path: Path) -> None:
