@@ -52,13 +52,13 @@ def test_eval_sets_the_run_beside_the_base(user: User, trained: str) -> None:
     assert tasks == [row for row in written["samples"] if row["task"]] != []
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_eval_loss_does_not_depend_on_the_batch(user: User, batch: int) -> None:
-    recipe = user.recipe(eval={"per_device_eval_batch_size": batch})
-    reference = user.recipe("whole", eval={"per_device_eval_batch_size": 6})
-    assert user.done("eval", recipe)["base"]["loss"] == pytest.approx(
-        user.done("eval", reference)["base"]["loss"], rel=1e-5
+def test_eval_loss_does_not_depend_on_the_batch(user: User) -> None:
+    recipe = user.recipe()
+    whole, *others = (
+        user.done("eval", recipe, "--set", f"eval.per_device_eval_batch_size={batch}")["base"]["loss"]
+        for batch in (6, 1, 2, 5)
     )
+    assert others == pytest.approx([whole] * 3, rel=1e-5)
 
 
 def test_eval_with_every_kind_of_judge(user: User) -> None:
@@ -377,10 +377,10 @@ def test_a_sample_of_more_rows_than_can_be_counted(user: User) -> None:
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_the_umask_decides_who_reads_a_result(user: User, mask: int, mode: int) -> None:
+def test_the_umask_decides_who_reads_a_result(narrow: User, mask: int, mode: int) -> None:
     before = os.umask(mask)
     try:
-        user.done("train", user.recipe(train={"max_steps": 1}))
+        narrow.done("train", narrow.recipe(train={"max_steps": 1}))
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (user.folder / "r" / "adapter").iterdir()} == {mode}
+    assert {path.stat().st_mode & 0o777 for path in (narrow.folder / "r" / "adapter").iterdir()} == {mode}
