@@ -6,7 +6,6 @@ What comes in is pickled by the process that starts this one. What goes out is J
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib.util
 import inspect
@@ -84,6 +83,8 @@ def _called(function: Any, arguments: dict[str, Any], count: int, alarm: float |
             _set_alarm(alarm)
             result = function(**arguments)
             if inspect.iscoroutine(result):
+                import asyncio  # half of what a process takes to start, and few functions need it
+
                 result = asyncio.run(result)
             return _checked(result, count)
         finally:
