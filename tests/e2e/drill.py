@@ -123,7 +123,9 @@ class Server:
         }
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # read when libraries are imported
         quiet["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-        quiet["FTCLI_CACHE"] = str(folder / "cache")
+        #: Where rows stay tokenized for all commands that are given it, in place of a cache of their own.
+        self.cache = str(folder / "cache")
+        quiet["FTCLI_CACHE"] = self.cache
         command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("drill_server.py")), self.socket]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment | quiet, text=True

@@ -47,9 +47,10 @@ def start_ranks(
     environment: Mapping[str, str] | None = None,
     command: str = "train",
     hosts: int = 1,
+    cache: Path | None = None,
 ) -> Ranks:
     """Starts the command as ``count`` ranks, some of them prepared, as ftcli does, or as the launcher does that has
-    set ``environment``; as if they were on several ``hosts``.
+    set ``environment``; as if they were on several ``hosts``; with a ``cache`` of their own.
     """
     folder = drills.folder / f"ranks-{sum(1 for _ in drills.folder.glob('ranks-*'))}"
     folder.mkdir()
@@ -61,6 +62,7 @@ def start_ranks(
             "LOCAL_RANK": str(rank % (count // hosts)),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count // hosts),
+            "FTCLI_CACHE": drills.server.cache if cache is None else str(cache),
         }
         started.append(
             drills.server.start(

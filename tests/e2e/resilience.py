@@ -50,7 +50,11 @@ class Drills:
         if key not in self.server.references:
             folder = Path(self.server.socket).parent / f"whole-{len(self.server.references)}"
             folder.mkdir()
-            Drills(folder, self.server).run(Drills(folder, self.server).recipe("whole", **change), command=command)
+            recipe = Drills(folder, self.server).recipe("whole", **change)
+            words, environment = (command, recipe, "--offline"), {"FTCLI_CACHE": self.server.cache}
+            drill = self.server.start(*words, cwd=folder, environment=environment)
+            assert drill.wait() == 0, drill.said
+            assert "Traceback" not in drill.said
             self.server.references[key] = folder / "whole"
         return self.server.references[key]
 

@@ -22,12 +22,16 @@ SPREAD: dict[str, Any] = {
     "model": {"kernels": "reference"},
     "launch": {"engine": "fsdp"},
     "train": {"max_steps": 4, "lr_scheduler_type": "constant"},
-    "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 3},
+    "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 1, "generate": {"max_new_tokens": 2}},
     "checkpoint": {"every_steps": 2},
 }
+SAMPLED: dict[str, Any] = merged(SPREAD, {"eval": {"samples": 3, "generate": {"max_new_tokens": 4}}})
+#: Where it is not asked what the model says.
+SILENT: dict[str, Any] = merged(SPREAD, {"eval": {"samples": 0}})
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
+NF4_AGAIN: dict[str, Any] = merged(NF4, {"train": {"gradient_checkpointing": True}})
 
 
 def require_close(folder: Path, other: Path) -> None:
@@ -42,7 +46,7 @@ def require_close(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(merged(NF4, {"train": {"gradient_checkpointing": True}}), id="nf4, layers again"),
+        pytest.param(NF4_AGAIN, id="nf4, layers again"),
         pytest.param(
             {"quantization": {"method": "fp8"}, "train": {"gradient_checkpointing": "selective"}},
             id="fp8, selective",
@@ -52,7 +56,7 @@ def require_close(folder: Path, other: Path) -> None:
     ],
 )
 def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: dict[str, Any], drills: Drills) -> None:
-    recipe = merged(SPREAD, change)
+    recipe = merged(SAMPLED, change)
     alone = drills.whole(**merged(recipe, TWICE))
     run_ranks(drills, drills.recipe("two", **recipe), 2)
     assert drills.metrics("two") == drills.metrics(alone)
@@ -65,36 +69,21 @@ def test_two_ranks_are_one_process_that_accumulates_twice_bit_for_bit(change: di
 
 def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Drills) -> None:
     scarce = {0: (("scarce", "generation", 1),), 1: (("scarce", "evaluation", 1),)}
-    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=scarce)
+    recipe = merged(SAMPLED, NF4_AGAIN)
+    ranks = start_ranks(drills, drills.recipe("r", **recipe), 2, prepared=scarce)
     assert ranks.ended() == [0, 0], ranks.said
     for what in ("evaluation", "generation"):
         assert f"out of memory in {what} with 2 rows at a time: going on with 1" in ranks.said
-    alone = drills.whole(**merged(merged(SPREAD, NF4), TWICE))
+    alone = drills.whole(**merged(recipe, TWICE))
     found, wanted = (json.loads((run / "eval.json").read_text()) for run in (drills.folder / "r", alone))
     assert found["samples"] == wanted["samples"]
     assert found["run"]["loss"] == pytest.approx(wanted["run"]["loss"], rel=1e-6)
     require_same_weights(drills.folder / "r" / "adapter", alone / "adapter")
 
 
-def test_a_signal_between_batches_of_an_evaluation_stops_all_ranks_there(drills: Drills) -> None:
-    recipe = drills.recipe("r", **merged(merged(SPREAD, FULL), {"eval": {"samples": 1}}))
-    # The evaluation before training has two rounds of batches, and that after step 2 begins with the third.
-    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", "ftcli.evaluate.loss:tried", 3),)})
-    ranks.drills[1].until_reached()
-    ranks.drills[1].signal(signal.SIGTERM)
-    ranks.drills[1].release()
-    assert ranks.ended() == [75, 75], ranks.said
-    assert drills.checkpoints("r") == ["step-00000002"]
-    run_ranks(drills, recipe, 2)
-    whole = drills.recipe("whole", **merged(merged(SPREAD, FULL), {"eval": {"samples": 1}}))
-    run_ranks(drills, whole, 2)
-    assert drills.metrics("r") == drills.metrics("whole")
-    require_same_weights(drills.folder / "r" / "model", drills.folder / "whole" / "model")
-
-
 def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> None:
     scarce = {1: (("scarce", "evaluation", 0),)}
-    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=scarce)
+    ranks = start_ranks(drills, drills.recipe("r", **SILENT), 2, prepared=scarce)
     assert ranks.ended() == [5, 5], ranks.said
     assert "error[FT761]: rank 1: " in ranks.said
     assert "one row alone does not fit into memory in evaluation" in ranks.said
@@ -111,7 +100,8 @@ def accumulating(count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("change", "accumulated"), [(NF4, 1), (FULL, 2)], ids=["adapters", "full"])
 def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated: int, drills: Drills) -> None:
-    recipe = merged(merged(SPREAD, change), {"eval": {"samples": 1}})
+    three = {"train": {"max_steps": 3}, "eval": {"every_steps": 3}}  # in the third, two ranks have no batch
+    recipe = merged(merged(SPREAD, change), three)
     alone = drills.whole(**merged(recipe, accumulating(4 * accumulated)))
     asked = merged(recipe, COPIES) if change is FULL else recipe  # on two hosts there is one on each
     hosts = 1 if change is FULL else 2
@@ -120,9 +110,9 @@ def test_copies_that_are_spread_are_one_run(change: dict[str, Any], accumulated:
     require_close_run(drills, "four", alone)
 
 
-@pytest.mark.parametrize("change", [NF4, FULL], ids=["adapters", "full"])
+@pytest.mark.parametrize("change", [merged(NF4, {"train": {"max_steps": 3}}), FULL], ids=["adapters", "full"])
 def test_ranks_that_share_rows_share_weights_too(change: dict[str, Any], drills: Drills) -> None:
-    recipe = merged(merged(SPREAD, change), {"eval": {"samples": 1}})
+    recipe = merged(SPREAD, change)
     run_ranks(drills, drills.recipe("four", **merged(recipe, {"launch": {"context_parallel_size": 2}})), 4)
     require_close_run(drills, "four", drills.whole(**merged(recipe, TWICE)))
 
@@ -138,7 +128,7 @@ def require_close_run(drills: Drills, name: str, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_fine_tune_goes_on_with_another_number_of_ranks(drills: Drills) -> None:
+def test_a_full_fine_tune_that_a_signal_stops_in_an_evaluation_goes_on_on_two_ranks_and_on_one(drills: Drills) -> None:
     change = merged(SPREAD, FULL)
     alone = drills.whole(**merged(change, TWICE))
     whole, recipe = drills.recipe("whole", **change), drills.recipe("r", **change)
@@ -147,12 +137,13 @@ def test_a_full_fine_tune_goes_on_with_another_number_of_ranks(drills: Drills) -
     for line, other in zip(drills.metrics("whole"), drills.metrics(alone), strict=True):
         assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-5)
         assert line.get("eval_loss", 0) == pytest.approx(other.get("eval_loss", 0), rel=1e-5)
-    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", STEP, 3),)})
+    # The evaluation before training has two rounds of batches, and that after step 2 begins with the third.
+    ranks = start_ranks(drills, recipe, 2, prepared={1: (("pause", "ftcli.evaluate.loss:tried", 3),)})
     ranks.drills[1].until_reached()
-    ranks.drills[1].signal(signal.SIGTERM)
+    ranks.drills[1].signal(signal.SIGTERM)  # one of them is told, between two batches: all stop there
     ranks.drills[1].release()
     assert ranks.ended() == [75, 75], ranks.said
-    assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
+    assert drills.checkpoints("r") == ["step-00000002"]
     again = drills.folder / "again"
     (drills.folder / "r").rename(again)
     for name in ("two", "one"):  # from one checkpoint both ways
@@ -182,7 +173,7 @@ def _copied(run: Path, to: Path) -> None:
 def test_what_fails_on_one_rank_ends_all_of_them(
     prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
 ) -> None:
-    recipe = drills.recipe("r", **merged(merged(SPREAD, NF4), {"checkpoint": {"every_steps": 3}}))
+    recipe = drills.recipe("r", **merged(SILENT, {"checkpoint": {"every_steps": 3}}))
     ranks = start_ranks(drills, recipe, 2, prepared={1: (prepared,)})
     assert ranks.ended(30)[0] == status, ranks.said
     for word in words:
@@ -192,11 +183,11 @@ def test_what_fails_on_one_rank_ends_all_of_them(
         assert drills.checkpoints("r") == ["step-00000002"]
 
 
-@pytest.mark.parametrize(("change", "count"), [(NF4, 2), (FULL, 4)], ids=["adapters", "full"])
+@pytest.mark.parametrize(("change", "count"), [({}, 2), (FULL, 3)], ids=["adapters", "full"])
 def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
     change: dict[str, Any], count: int, drills: Drills
 ) -> None:
-    recipe = drills.recipe("r", **merged(SPREAD, change))
+    recipe = drills.recipe("r", **merged(SILENT, change))
     ranks = start_ranks(drills, recipe, count, prepared={1: (("pause", STEP, 4),)})
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
@@ -214,7 +205,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
 
 def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
     prepared = {0: (("impatient", 4.0),), 1: (("pause", STEP, 3),)}
-    ranks = start_ranks(drills, drills.recipe("r", **merged(SPREAD, NF4)), 2, prepared=prepared)
+    ranks = start_ranks(drills, drills.recipe("r", **SILENT), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
     assert ranks.drills[0].wait(30) == 75, ranks.said
@@ -228,7 +219,7 @@ def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Dr
     "change", [pytest.param(NF4, id="adapters", marks=pytest.mark.long), pytest.param(FULL, id="full")]
 )
 def test_four_ranks_that_are_stopped_go_on_as_two_and_as_one(change: dict[str, Any], drills: Drills) -> None:
-    whole = merged(merged(SPREAD, change), {"eval": {"samples": 1}, "train": {"max_steps": 6}})
+    whole = merged(merged(SPREAD, change), {"train": {"max_steps": 5}})
     alone, recipe = drills.whole(**merged(whole, accumulating(4))), drills.recipe("r", **whole)
     ranks = start_ranks(drills, recipe, 4, prepared={0: (("pause", SAVE, 1),)})
     ranks.drills[0].until_reached()  # it writes, and the others have given their parts
