@@ -37,6 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     result = yield
     _settle()
+    gc.set_threshold(50_000, 20, 20)  # within a test there is seldom garbage worth a search: after each there is one
     gc.enable()
     return result
 
