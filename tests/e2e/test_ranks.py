@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.ranks import run_ranks, start_ranks
-from tests.e2e.resilience import SAVE, STEP, Drills, require_same_weights
+from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
 
 #: 40 rows are ten batches: four ranks take three steps an epoch, and two of them have no batch left in the third.
 CHANGE: dict[str, Any] = {
@@ -21,6 +21,7 @@ CHANGE: dict[str, Any] = {
     "checkpoint": {"every_steps": 2},
 }
 FOUR = {**CHANGE, "train": {**CHANGE["train"], "gradient_accumulation_steps": 4}}
+UNTESTED = {**CHANGE, **NO_EVAL, "eval": {}}
 TWO = {**CHANGE, "train": {**CHANGE["train"], "gradient_accumulation_steps": 2}}
 
 
@@ -98,7 +99,7 @@ def test_a_run_on_two_ranks_that_is_interrupted_is_the_same_run(drills: Drills) 
 def test_what_fails_on_one_rank_ends_all_of_them_with_its_exit_code(
     rank: int, prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
 ) -> None:
-    ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared={rank: (prepared,)})
+    ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared={rank: (prepared,)})
     assert ranks.ended(30)[0] == status, ranks.said
     for word in words:
         assert word in ranks.said
@@ -110,7 +111,7 @@ def test_what_fails_on_one_rank_ends_all_of_them_with_its_exit_code(
 
 
 def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) -> None:
-    ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared={1: (("pause", STEP, 4),)})
+    ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared={1: (("pause", STEP, 4),)})
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
@@ -124,7 +125,7 @@ def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) 
 
 
 def test_a_signal_while_a_checkpoint_is_written_ends_all_ranks_after_it(drills: Drills) -> None:
-    ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared={0: (("pause", SAVE, 1),)})
+    ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared={0: (("pause", SAVE, 1),)})
     ranks.drills[0].until_reached()
     (ranks.folder / "signal").write_text("SIGTERM")  # which the launcher passes on so that it cannot count twice
     for drill in ranks.drills:
@@ -137,7 +138,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_all_ranks_after_it(drills: 
 
 def test_a_rank_that_hangs_is_named_while_it_is_waited_for_and_given_up_in_the_end(drills: Drills) -> None:
     prepared = {0: (("impatient", 4.0),), 1: (("pause", STEP, 3),)}
-    ranks = start_ranks(drills, drills.recipe("r", **CHANGE), 2, prepared=prepared)
+    ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
     began = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.ranks import start_ranks
-from tests.e2e.resilience import STEP, Drills
+from tests.e2e.resilience import NO_EVAL, STEP, Drills
 
 CHANGE: dict[str, Any] = {
     "model": {"kernels": "reference"},
@@ -43,7 +43,9 @@ def test_two_ranks_that_share_rows_are_one_process_also_when_interrupted(drills:
 
 
 def test_a_rank_that_is_killed_in_an_exchange_ends_the_other(drills: Drills) -> None:
-    ranks = start_ranks(drills, drills.recipe("r", **SHARED), 2, prepared={1: (("pause", STEP, 3),)})
+    ranks = start_ranks(
+        drills, drills.recipe("r", **{**SHARED, **NO_EVAL, "eval": {}}), 2, prepared={1: (("pause", STEP, 3),)}
+    )
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
     (ranks.folder / "lost-1").write_text("SIGKILL")  # as its launcher says

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import merged
 from tests.e2e.ranks import run_ranks, start_ranks
-from tests.e2e.resilience import SAVE, STEP, Drills, require_same_weights
+from tests.e2e.resilience import NO_EVAL, SAVE, STEP, Drills, require_same_weights
 
 #: 6 held-out rows are three batches: in the last round one of two ranks has none.
 SPREAD: dict[str, Any] = {
@@ -26,8 +26,8 @@ SPREAD: dict[str, Any] = {
     "checkpoint": {"every_steps": 2},
 }
 SAMPLED: dict[str, Any] = merged(SPREAD, {"eval": {"samples": 3, "generate": {"max_new_tokens": 4}}})
-#: Where it is not asked what the model says.
-SILENT: dict[str, Any] = merged(SPREAD, {"eval": {"samples": 0}})
+#: Where nothing is asked of evaluation.
+UNTESTED: dict[str, Any] = {**SPREAD, **NO_EVAL, "eval": {}}
 TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 FULL: dict[str, Any] = {"lora": None, "train": {"learning_rate": 1e-4}}
 NF4: dict[str, Any] = {"quantization": {"method": "nf4"}}
@@ -83,7 +83,7 @@ def test_batches_that_do_not_fit_one_rank_are_halved_on_all_of_them(drills: Dril
 
 def test_a_row_that_does_not_fit_one_rank_ends_all_of_them(drills: Drills) -> None:
     scarce = {1: (("scarce", "evaluation", 0),)}
-    ranks = start_ranks(drills, drills.recipe("r", **SILENT), 2, prepared=scarce)
+    ranks = start_ranks(drills, drills.recipe("r", **SPREAD), 2, prepared=scarce)
     assert ranks.ended() == [5, 5], ranks.said
     assert "error[FT761]: rank 1: " in ranks.said
     assert "one row alone does not fit into memory in evaluation" in ranks.said
@@ -173,7 +173,7 @@ def _copied(run: Path, to: Path) -> None:
 def test_what_fails_on_one_rank_ends_all_of_them(
     prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
 ) -> None:
-    recipe = drills.recipe("r", **merged(SILENT, {"checkpoint": {"every_steps": 3}}))
+    recipe = drills.recipe("r", **merged(UNTESTED, {"checkpoint": {"every_steps": 3}}))
     ranks = start_ranks(drills, recipe, 2, prepared={1: (prepared,)})
     assert ranks.ended(30)[0] == status, ranks.said
     for word in words:
@@ -187,7 +187,7 @@ def test_what_fails_on_one_rank_ends_all_of_them(
 def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
     change: dict[str, Any], count: int, drills: Drills
 ) -> None:
-    recipe = drills.recipe("r", **merged(SILENT, change))
+    recipe = drills.recipe("r", **merged(UNTESTED, change))
     ranks = start_ranks(drills, recipe, count, prepared={1: (("pause", STEP, 4),)})
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
 
 def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
     prepared = {0: (("impatient", 4.0),), 1: (("pause", STEP, 3),)}
-    ranks = start_ranks(drills, drills.recipe("r", **SILENT), 2, prepared=prepared)
+    ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
     assert ranks.drills[0].wait(30) == 75, ranks.said
