@@ -156,7 +156,9 @@ def test_on_our_layers(family: str, kernels: str) -> None:
         pytest.skip("the heads of these small models are too small for the kernel")
     model = model_of(family, kernels)
     assert attention.is_ours(base_of(model))
-    require_same_step(model, rows(MIXED), 3)
+    # What a second micro-batch changes, the kernel shows with one family with windows and one without.
+    one = kernels == "interpreted" and family not in ("gemma2", "llama")
+    require_same_step(model, rows(MIXED[:3] if one else MIXED), 3)
 
 
 @pytest.mark.parametrize("kernels", ["off", "reference", "interpreted"])
