@@ -179,8 +179,8 @@ def test_a_model_from_scratch_beats_the_frequencies_of_bytes_and_goes_on_bit_for
                 "overlong": "truncate",
                 "loss_on": "all",
             },
-            train={"max_steps": 36, "per_device_train_batch_size": 16, "learning_rate": 6e-3, "warmup_steps": 5},
-            checkpoint={"every_steps": 34},
+            train={"max_steps": 40, "per_device_train_batch_size": 6, "learning_rate": 5e-3, "warmup_steps": 5},
+            checkpoint={"every_steps": 38},
         )
     )
     result = user.done("train", recipe)
@@ -240,14 +240,15 @@ def test_what_is_trained_is_what_is_saved_under_every_optimizer(user: User, opti
     data = {"eval": [{"path": "bundled:smoke-eval", "max_rows": 2}]}
     change = {**SCRATCH, "data": data, "checkpoint": {"every_steps": None}}
     found = {}
-    for name, wanted in (("plain", "adamw_torch"), ("run", optim)):
+    runs = {"run": optim} if optim == "muon" else {"plain": "adamw_torch", "run": optim}
+    for name, wanted in runs.items():
         recipe = without_lora(
             user.recipe(name, **change, train={"max_steps": 3, "learning_rate": 1e-2, "optim": wanted})
         )
         found[name] = user.done("train", recipe)["eval"]["loss"]
     again = user.done("eval", recipe, "--run", str(user.folder / "run"))["run"]
     assert again["loss"] == pytest.approx(found["run"], abs=1e-5)
-    if optim == "adamw_torch_fused":
+    if "plain" in runs:  # fused or not, AdamW takes the same steps
         assert user.losses("run") == pytest.approx(user.losses("plain"), abs=1e-3)
 
 
