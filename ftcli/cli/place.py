@@ -85,8 +85,3 @@ def gpus_of_host() -> int | None:
         return len(os.listdir("/proc/driver/nvidia/gpus"))  # noqa: PTH208 - only the number matters
     except OSError:
         return None
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ftcli.cli import options
-from ftcli.cli.place import cores, gpus_of_host, refuse_copies
+from ftcli.cli.place import gpus_of_host, refuse_copies
 from ftcli.cli.request import Ended
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
@@ -33,6 +33,7 @@ def run_as_ranks(
             where srun has started several copies of the command.
     """
     from ftcli.cli import children
+    from ftcli.facts.device import usable_cores
 
     refuse_copies(os.environ, session.place)
     if session.place is not None:
@@ -48,10 +49,10 @@ def run_as_ranks(
         return loaded
     if gpus is None and _count():
         devices = children.devices(str(wanted), os.environ, _count)
-    elif gpus is None and wanted > max(2, cores()):
+    elif gpus is None and wanted > max(2, usable_cores()):
         raise FtcliError.single(
             "FT516",
-            f"launch.num_processes {wanted:,}: there is no GPU here, and {cores()} CPU cores",
+            f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
             exit_code=ExitCode.PREFLIGHT,
             origin=loaded.origins.at("launch.num_processes"),
             help="use as many processes as there are cores at most",

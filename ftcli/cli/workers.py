@@ -18,9 +18,10 @@ from pathlib import Path
 from types import FrameType
 
 from ftcli.cli.children import PASSED_ON, obeying
-from ftcli.cli.place import FOLDER, cores
+from ftcli.cli.place import FOLDER
 from ftcli.cli.request import Ended
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.device import usable_cores
 from ftcli.ranks import SIGNAL_NAME, lost_name
 from ftcli.run.signals import SignalName
 
@@ -124,7 +125,7 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // count))),
     }
     return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
 

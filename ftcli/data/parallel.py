@@ -7,7 +7,6 @@ and the worker ends.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,11 +31,6 @@ class Encodes(Protocol):
     def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes a few rows."""
         ...
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_all(

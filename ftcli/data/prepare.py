@@ -21,9 +21,10 @@ from ftcli.data.ledger import (
     rendered_apart,
     skipped_finding,
 )
-from ftcli.data.parallel import CHUNK_ROWS, cores, encode_all
+from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.facts.device import usable_cores
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.layouts import layout_of
@@ -282,10 +283,10 @@ class SourceReader:
         if self._budget is not None:
             return 1
         if self._data.num_proc is not None:
-            if self._data.num_proc > cores():
-                self.reporter.info(f"data.num_proc: {cores()} processes, one for each processor that there is")
-            return min(self._data.num_proc, cores())
-        return cores() if _bytes(source) >= LARGE_BYTES and source.max_rows is None else 1
+            if self._data.num_proc > usable_cores():
+                self.reporter.info(f"data.num_proc: {usable_cores()} processes, one for each processor that there is")
+            return min(self._data.num_proc, usable_cores())
+        return usable_cores() if _bytes(source) >= LARGE_BYTES and source.max_rows is None else 1
 
 
 def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:

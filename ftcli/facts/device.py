@@ -197,10 +197,15 @@ def cpu_device() -> DeviceFacts:
         capability=None,
         memory_bytes=total,
         shared_memory_bytes=None,
-        multiprocessors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        multiprocessors=usable_cores(),
         free_bytes=free,
         probed=True,
     )
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _published(driver_name: str) -> DeviceFacts | None:

@@ -6,10 +6,10 @@ in time a wrong answer. So it is switched off, and the package works in processe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ftcli.facts.device import usable_cores
 from ftcli.judges.process import FunctionSource, Worker, ask_each
 from ftcli.judges.verdicts import Failed, Scorer, Verdict
 from ftcli.plain import JsonObject
@@ -35,7 +35,7 @@ class _MathVerify:
         self._workers: list[Worker] = []
 
     def __call__(self, completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        wanted = min(os.cpu_count() or 1, _MOST_WORKERS, len(completions))
+        wanted = min(usable_cores(), _MOST_WORKERS, len(completions))
         source = FunctionSource(_SCRIPT, "equal", _ADDRESS_SPACE)
         self._workers += [Worker(source) for _ in range(wanted - len(self._workers))]
         calls = [{"completion": text, "answer": answer} for text, answer in zip(completions, answers, strict=True)]

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from ftcli.facts.device import usable_cores
 from ftcli.judges.verdicts import Scorer, Verdict
 
 #: What a completion's code is, where it is fenced; else all of it.
@@ -32,7 +33,7 @@ def python_tests(timeout: float = 5.0, memory_mb: int = 512) -> Scorer:
     """
 
     def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        with ThreadPoolExecutor(max(os.cpu_count() or 1, 1)) as threads:
+        with ThreadPoolExecutor(usable_cores()) as threads:
             passed = threads.map(partial(_passes, seconds=timeout, memory_mb=memory_mb), completions, answers)
             return [float(each) for each in passed]
 

@@ -65,7 +65,7 @@ def test_a_machine_without_gpus_takes_no_more_processes_than_cores(
     started: list[object], recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ranks, "_count", lambda: 0)
-    monkeypatch.setattr(ranks, "cores", lambda: 8)
+    monkeypatch.setattr("ftcli.facts.device.usable_cores", lambda: 8)
     assert main(["train", recipe, "--set", "launch.num_processes=1000000"]) == 3
     assert (
         "error[FT516]: launch.num_processes 1,000,000: there is no GPU here, and 8 CPU cores" in capsys.readouterr().err

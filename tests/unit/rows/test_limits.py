@@ -226,8 +226,8 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path) -> None:
 
     from ftcli.assets import asset
     from ftcli.config import DataConfig
-    from ftcli.data.parallel import cores
     from ftcli.data.prepare import prepare
+    from ftcli.facts.device import usable_cores
     from ftcli.reporting import SilentReporter
 
     class Told(SilentReporter):
@@ -243,4 +243,4 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path) -> None:
     data = DataConfig.model_validate({"train": [str(path)], "num_proc": 10**9})
     tokenizer = AutoTokenizer.from_pretrained(str(asset("tokenizers", "bytes")))
     assert len(prepare(data.train, data, tokenizer, (1,), reporter=told).sequences) == 1
-    assert told.lines == [f"data.num_proc: {cores()} processes, one for each processor that there is"]
+    assert told.lines == [f"data.num_proc: {usable_cores()} processes, one for each processor that there is"]
