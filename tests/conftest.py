@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
+    from tests.clean_fork import Fork
     from tests.e2e.drill import Server
 
 # Without a GPU, tests/ops runs the Triton kernels in Triton's interpreter, which Triton decides at its import.
@@ -29,6 +30,21 @@ if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK | os.X_OK):
     _state = os.statvfs(_MEMORY)
     if _state.f_bavail * _state.f_frsize >= _ROOM and not _state.f_flag & os.ST_NOEXEC:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+
+_FORK: pytest.StashKey[Fork] = pytest.StashKey()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A worker of several, which will import everything, forks the process that loads exports again before it does.
+
+    Where single folders were asked for, their conftest.py may have imported more than that process may have.
+    """
+    if hasattr(session.config, "workerinput") and not [name for name in sys.modules if name.startswith("ftcli.")]:
+        from tests import clean_fork
+
+        session.config.stash[_FORK] = clean_fork.Fork()
+        session.config.add_cleanup(session.config.stash[_FORK].close)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,11 +107,14 @@ def quick_interpreter() -> Iterator[pytest.MonkeyPatch | None]:
 
 
 @pytest.fixture(scope="session")
-def clean_process() -> Iterator[CleanProcess]:
+def clean_process(pytestconfig: pytest.Config) -> Iterator[CleanProcess]:
     """A process that loads exports again, for all tests of this run: it has imported everything once."""
     from ftcli.export.clean.process import CleanProcess
+    from tests.clean_fork import adopt
 
     with CleanProcess() as process:
+        if _FORK in pytestconfig.stash:
+            adopt(process, pytestconfig.stash[_FORK])
         yield process
 
 
