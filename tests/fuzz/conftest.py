@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz.budget import SECONDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ftcli.export.clean.process import CleanProcess
+    from ftcli.export.clean.request import ReloadAnswer, ReloadRequest
 
 _UNHURRIED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("short", derandomize=True, database=None, deadline=None, suppress_health_check=_UNHURRIED)
@@ -28,3 +39,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     while time.monotonic() < until:
         pyfuncitem.obj(**given)
     return True
+
+
+@dataclass(frozen=True)
+class _FromAnywhere:
+    """A process that loads exports again, for commands in another folder than the one it was started in."""
+
+    process: CleanProcess
+
+    def start(self) -> None:
+        self.process.start()
+
+    def ask(self, request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
+        config = request.config and str(Path(request.config).absolute())
+        return self.process.ask(replace(request, folder=str(Path(request.folder).absolute()), config=config), sent)
+
+
+@pytest.fixture(scope="module")
+def shared_reload(clean_process: CleanProcess) -> Iterator[None]:
+    """Exports of all examples ask the process of all tests, and leave it running: it has imported everything once."""
+    clean_process.start()  # here, and not within the bounds of a fuzzed command
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftcli.export.writing.CleanProcess", lambda: nullcontext(_FromAnywhere(clean_process)))
+        yield

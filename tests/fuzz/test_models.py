@@ -45,7 +45,7 @@ _OF_CONFIG = (
 
 
 @pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
+def root(shared_reload: None) -> Iterator[Path]:
     """A folder with a whole model, ``whole``, and a run of it, ``kept``, once everything is imported."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

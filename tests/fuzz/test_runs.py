@@ -34,7 +34,7 @@ _COMMANDS = (
 
 
 @pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
+def root(shared_reload: None) -> Iterator[Path]:
     """A folder with a finished run, ``whole``, of three steps with a checkpoint each."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
