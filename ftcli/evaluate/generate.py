@@ -54,7 +54,7 @@ def generate(
     if not prompts:
         return []
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
-    kept = complete(
+    generated = complete(
         model,
         ids,
         config,
@@ -66,7 +66,7 @@ def generate(
         stopping=StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer),
         max_length=max_length,
     )
-    return [cut(str(text), config.stop_strings) for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+    return [cut(str(text), config.stop_strings) for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
 
 def complete(
@@ -99,11 +99,11 @@ def complete(
     seed = int(torch.randint(2**62, ())) if config.do_sample else 0
     asked = _Asked(model, plan, device, pad, _sampling(model, config), stopping, reporter)
     window = Window(config.max_new_tokens, max_length, sliding=config.overflow == "sliding")
-    kept: list[list[int]] = [[] for _ in prompts]
+    generated: list[list[int]] = [[] for _ in prompts]
     going, cut, turn = list(range(len(prompts))), 0, 0
 
     def request(at: int) -> GenerationRequest:
-        seen, limit = window.next([*prompts[at], *kept[at]], len(kept[at]))
+        seen, limit = window.next([*prompts[at], *generated[at]], len(generated[at]))
         return GenerationRequest(seen, limit, (row_seed(seed + turn, at),))
 
     with answering(model), reporter.progress(len(prompts), "generating") as progress:
@@ -111,14 +111,14 @@ def complete(
             done = _complete(asked, [request(at) for at in going], min(batch_size, len(going)), progress)
             limited = []
             for at, found in zip(going, done, strict=True):
-                kept[at] += found.tokens
-                if found.ended == "limit" and len(kept[at]) < config.max_new_tokens:
+                generated[at] += found.tokens
+                if found.ended == "limit" and len(generated[at]) < config.max_new_tokens:
                     limited.append(at)
             going, turn = (limited, turn + 1) if window.slides else ([], turn)
             cut = len(limited)
     if cut and not window.slides:
         reporter.warn(f"{cut:,} of {len(prompts):,} answers were ended by data.max_seq_len {max_length}")
-    return kept
+    return generated
 
 
 @contextmanager

@@ -69,10 +69,10 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
         asked = ReloadRequest("adapter", str(folder), config=config, texts=TEXTS, embeddings=plain is not source)
         answer = source.reload(asked, {})
     # PEFT holds them in the base's float32, which every stored dtype fits into: going back to it loses nothing.
-    held = {name.removeprefix(TENSOR): tensor for name, tensor in answer.tensors.items() if name.startswith(TENSOR)}
+    loaded = {name.removeprefix(TENSOR): tensor for name, tensor in answer.tensors.items() if name.startswith(TENSOR)}
     if asked.embeddings:  # PEFT then tells the base's, too, whether the adapter brings them or not
-        held = {name: tensor for name, tensor in held.items() if name in wanted}
-    found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in held.items()}
+        loaded = {name: tensor for name, tensor in loaded.items() if name in wanted}
+    found = {name: tensor.to(wanted[name].dtype) if name in wanted else tensor for name, tensor in loaded.items()}
     problems = list(answer.problems) or compare_tensors(found, wanted)
     problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
     stated = read_adapter_config(folder)

@@ -258,8 +258,8 @@ def _compare_weights(
     try:
         files = {key: file for path in sorted(folder.glob("*.safetensors")) for key, file in _entries(path)}
         problems: list[str] = []
-        kept = {name: key for key, name in _kept(plan, base, rounded, changes).items()}
-        expected = {*rounded.names, *kept.values(), *(rounded.scale_key(key) for key in rounded.names)}
+        not_rounded = {name: key for key, name in _not_rounded(plan, base, rounded, changes).items()}
+        expected = {*rounded.names, *not_rounded.values(), *(rounded.scale_key(key) for key in rounded.names)}
         problems += [f"{key} is missing" for key in sorted(expected - set(files))]
         problems += [f"{key} is not the model's" for key in sorted(set(files) - expected)]
         if problems:
@@ -268,7 +268,7 @@ def _compare_weights(
             scale = files[rounded.scale_key(key)].read(rounded.scale_key(key))
             problem = _unlike(files[key].read(key), scale, _wanted(base, changes, name).float())
             problems += [f"{key} {problem}"] if problem else []
-        for name, key in kept.items():
+        for name, key in not_rounded.items():
             exact = name not in changes or changes[name].whole is not None
             dtype = plan.rounding.of(name, base.of(name))
             problem = difference(files[key].read(key), _wanted(base, changes, name), dtype, exact=exact)
@@ -283,7 +283,7 @@ def _entries(path: Path) -> Iterator[tuple[str, TensorFile]]:
     return ((key, file) for key in file.entries)
 
 
-def _kept(
+def _not_rounded(
     plan: ModelPlan, base: StoredWeights, rounded: RoundedTensors, changes: Mapping[str, Update]
 ) -> dict[str, str]:
     """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
@@ -296,7 +296,7 @@ def _keys(
     plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, Update]
 ) -> dict[str, str]:
     """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
-    found = {name: key for key, name in {**_kept(plan, base, rounded, changes), **rounded.names}.items()}
+    found = {name: key for key, name in {**_not_rounded(plan, base, rounded, changes), **rounded.names}.items()}
     found |= {f"{name}_scale": rounded.scale_key(key) for key, name in rounded.names.items()}
     return found | {name: found[other] for name, other in base.ties.items() if name not in found}
 

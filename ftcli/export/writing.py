@@ -115,8 +115,8 @@ def export_run(
         raise _no_adapter(found)
     _require_rounded(found, formats)
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
-    kept = {} if force else {name: _kept(found, name, reporter) for name in wanted}
-    made = [name for name in wanted if kept.get(name) is None]
+    unchanged = {} if force else {name: _unchanged(found, name, reporter) for name in wanted}
+    made = [name for name in wanted if unchanged.get(name) is None]
     for name in skipped:
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
@@ -129,7 +129,7 @@ def export_run(
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
         whole = replace(found, folder=whole.folder, vocabulary=whole.vocabulary)
-        return [kept.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
+        return [unchanged.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
@@ -206,7 +206,7 @@ def _require_replaceable(target: Path) -> None:
     )
 
 
-def _kept(source: ExportSource, name: str, reporter: Reporter) -> ExportResult | None:
+def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportResult | None:
     """An earlier export of the same weights and settings, whole; None where there is none.
 
     Raises FtcliError FT743 for one of something else.

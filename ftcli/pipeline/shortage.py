@@ -30,11 +30,11 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
 
     What the failed frames hold is dropped (:func:`let_go`), so that there is memory to build the message.
     """
-    held = _held({})
+    allocated = _allocated({})
     let_go(error)
     evaluation: tuple[Phase, ...] = (EVALUATION,)
     found = savings(report.setup.on(report.device), evaluation) if where.endswith("evaluating") else ()
-    return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
+    return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 
 def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport, error: BaseException) -> FtcliError:
@@ -45,10 +45,10 @@ def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport,
     step = trainer.state.global_step
     doing = trainer.phase
     where = _where(doing, step, trainer.batch_shape, trainer.rows_of_batch())
-    held = _held(_parts(trainer))
+    allocated = _allocated(_parts(trainer))
     let_go(error)
     found = savings(report.setup.on(report.device), _estimated(doing))
-    return _error(f"out of memory {where}: {_asked(error)}{held}", found, report)
+    return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 
 def _where(doing: Doing, step: int, batch_shape: tuple[int, ...] | None, rows: str) -> str:
@@ -71,8 +71,8 @@ def _estimated(doing: Doing) -> tuple[Phase, ...]:
 def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
     """The same error, saying in which checkpoint the steps that were finished are."""
     first, *others = error.findings
-    kept = f"The steps so far are saved: `--resume {checkpoint}` continues from them, and allows such a change"
-    help = f"{first.help}. {kept}" if first.help else kept
+    saved = f"The steps so far are saved: `--resume {checkpoint}` continues from them, and allows such a change"
+    help = f"{first.help}. {saved}" if first.help else saved
     return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
 
 
@@ -117,7 +117,7 @@ def _asked(error: BaseException) -> str:
     return "" if asked is None else f"{_size(asked)} more were asked for; "
 
 
-def _held(parts: Mapping[str, int]) -> str:
+def _allocated(parts: Mapping[str, int]) -> str:
     """What is allocated, and how much of it each part takes. The rest is activations and temporaries."""
     import torch
 

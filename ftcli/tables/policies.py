@@ -23,7 +23,8 @@ class Policy:
             an H200, 2026-11-21. Later runs in docs/performance.md are within 0.02 of these.
         time_off_kernels: The same on transformers' own layers. 1.42 was measured with two other tools; what copying to
             the host adds to it was not measured.
-        held: Code: ``(LayerBytes, Offloaded) -> Held``, the bytes that a layer keeps, works with and sends to the host.
+        held: Code: ``(LayerBytes, Offloaded) -> HeldBytes``: the bytes that a layer keeps, works with and sends to
+            the host.
         apply: Code: ``(layers, Offloaded) -> object``, sets the policy on a model's decoder layers; None where
             transformers' own setting does, or where there is nothing to set.
         by_transformers: It is transformers' own ``gradient_checkpointing``.

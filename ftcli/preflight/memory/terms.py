@@ -115,11 +115,11 @@ def terms(setup: Setup, settled: MemoryDecisions) -> Iterator[Term]:
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := setup.method_memory.generation) is not None:
         needed = generation(setup, batch)
-        kept = always if settled.generator != "each step" else (GENERATION,)
+        phases = always if settled.generator != "each step" else (GENERATION,)
         yield Term("generation", needed.pass_bytes + _dequantized(setup, settled), (GENERATION,))
-        yield Term("key-value cache", needed.cache_bytes, kept, lasting=True)
+        yield Term("key-value cache", needed.cache_bytes, phases, lasting=True)
         if settled.generator == "merged":
-            yield Term("merged weights", needed.copy_bytes, kept, lasting=True)
+            yield Term("merged weights", needed.copy_bytes, phases, lasting=True)
     if EVALUATION in always:
         yield Term("evaluation", _evaluation(setup, settled), (EVALUATION,))
 
@@ -177,9 +177,9 @@ def _what_a_step_allocates(setup: Setup, settled: MemoryDecisions) -> Iterator[T
     dense = _dequantized(setup, settled)
     # What layers allocate inside CUDA graphs is in nobody else's hands again.
     backward: tuple[Phase, ...] = phases_of(setup) if setup.wholly_graphed else (BACKWARD,)
-    kept: tuple[Phase, ...] = phases_of(setup) if setup.wholly_graphed else (FORWARD, BACKWARD)
+    phases: tuple[Phase, ...] = phases_of(setup) if setup.wholly_graphed else (FORWARD, BACKWARD)
     activations = _kept(setup, layer, whole) + _shared(setup)
-    yield Term("activations", activations, kept)
+    yield Term("activations", activations, phases)
     if setup.graphed and not setup.wholly_graphed:
         yield Term("graph pool", graph_pool(setup, settled), phases_of(setup), lasting=True)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
