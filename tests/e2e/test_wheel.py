@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_file_and_no_other_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"ftcli", "ftkernels"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_ftcli_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     where = "import ftcli, ftkernels; print(ftcli.__file__, ftkernels.__file__)"
     for file in run([installed / "python", "-c", where], tmp_path).stdout.split():
