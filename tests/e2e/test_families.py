@@ -223,7 +223,7 @@ def test_every_family_in_every_format(model_type: str, user: User, tmp_path: Pat
     # Beside a config.json of Qwen2's, transformers takes the tokenizer of bytes for Qwen2's, and adds a token.
     model = {"name_or_path": str(tmp_path / "base"), "dtype": "float32", "tokenizer": "bytes"}
     export = {"formats": formats, "gguf": {"types": ["f32"]}}
-    # After steps of two rows mamba's logits are those of fp8's rounding: 0.56 of their size apart, where 0.5 is allowed.
+    # After steps of two rows fp8's rounding moves mamba's logits by 0.56 of their size, where 0.5 is allowed.
     train = {"max_steps": 2, "learning_rate": 1e-2}
     through_train_eval_and_export(model_type, user, tmp_path, model=model, train=train, export=export)
     for name in formats:
