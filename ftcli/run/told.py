@@ -70,5 +70,7 @@ def killed(place: Place) -> RankLost | None:
         return None
     for rank in range(place.size):
         with contextlib.suppress(OSError):
-            return RankLost([rank], f"was killed by {(place.folder / lost_name(rank)).read_text(encoding='utf-8')}")
+            by = (place.folder / lost_name(rank)).read_text(encoding="utf-8")
+            if by:  # else the launcher is just writing it
+                return RankLost([rank], f"was killed by {by}")
     return None
