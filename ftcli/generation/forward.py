@@ -16,7 +16,7 @@ from ftcli.facts.generation import CacheShape
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.cache import Cache, Decode, Prefill
 from ftcli.model import attention
-from ftcli.model.adapted import UNPACKED, LayerPacks, Prepared
+from ftcli.model.adapted import UNPACKED, LayerPacks, PreparedGroup
 from ftcli.model.backbone import base_of, decoder_layers, head_of, hidden_states, root_of
 from ftcli.model.fused import FusedDecoderLayer
 
@@ -139,7 +139,7 @@ class _PackedAdapters:
     def held(self) -> Iterator[None]:
         """A block in which the layers take them, as they are now."""
         self._packs.refresh()
-        found = [Prepared(packed) for packed in self._packs.packs]
+        found = [PreparedGroup(packed) for packed in self._packs.packs]
         try:
             for at, layer in enumerate(self._layers):
                 layer.packs = LayerPacks(*found[4 * at : 4 * at + 4])

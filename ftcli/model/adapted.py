@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ftkernels.projection import FrozenWeight, Packed, Projection
-from ftkernels.side_stream import Late
+from ftkernels.side_stream import DeferredStream
 from torch import Tensor, nn
 
 from ftcli.facts.execution import DORA
@@ -14,29 +14,29 @@ from ftcli.model.joint import JoinedLinear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
 
-class Prepared(NamedTuple):
+class PreparedGroup(NamedTuple):
     """What is made already for the projections of a group: their adapters, packed, or copies of their trained weights
-    in the dtype of the products, one for each. Without, they are made in each call. ``late``: where the gradients of
-    adapters may be made.
+    in the dtype of the products, one for each. Without, they are made in each call. ``deferred``: where the gradients
+    of adapters may be made.
     """
 
     packed: Packed | None = None
     copies: tuple[Tensor, ...] = ()
-    late: Late | None = None
+    deferred: DeferredStream | None = None
 
 
 class LayerPacks(NamedTuple):
     """What is prepared for each group of a layer."""
 
-    qkv: Prepared = Prepared()
-    o: Prepared = Prepared()
-    gate_up: Prepared = Prepared()
-    down: Prepared = Prepared()
+    qkv: PreparedGroup = PreparedGroup()
+    o: PreparedGroup = PreparedGroup()
+    gate_up: PreparedGroup = PreparedGroup()
+    down: PreparedGroup = PreparedGroup()
 
 
 #: Each group prepares its own.
 UNPACKED = LayerPacks()
-_NOTHING = Prepared()
+_NOTHING = PreparedGroup()
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
@@ -63,19 +63,19 @@ def why_not_fused(layer: nn.Module) -> str | None:
     return None
 
 
-def projections_of(layers: Sequence[Any], prepared: Prepared = _NOTHING) -> list[Projection]:
+def projections_of(layers: Sequence[Any], prepared: PreparedGroup = _NOTHING) -> list[Projection]:
     """:func:`projection_of` each layer of a group."""
     copies = prepared.copies or (None,) * len(layers)
     pairs = zip(layers, copies, strict=True)
-    return [projection_of(layer, prepared.packed, copy, prepared.late) for layer, copy in pairs]
+    return [projection_of(layer, prepared.packed, copy, prepared.deferred) for layer, copy in pairs]
 
 
 def projection_of(
-    layer: Any, packed: Packed | None = None, copy: Tensor | None = None, late: Late | None = None
+    layer: Any, packed: Packed | None = None, copy: Tensor | None = None, deferred: DeferredStream | None = None
 ) -> Projection:
     """The layer's weight, bias and active adapter; without the adapter while it is disabled or merged.
 
-    ``packed``, ``copy`` and ``late`` are of :class:`Prepared`: the copy of its own weight.
+    ``packed``, ``copy`` and ``deferred`` are of :class:`PreparedGroup`: the copy of its own weight.
     """
     base = getattr(layer, "base_layer", layer)
     weight = _frozen(base)
@@ -93,7 +93,7 @@ def projection_of(
         scaling=float(layer.scaling[name]),
         dropout=dropout.p if isinstance(dropout, nn.Dropout) and layer.training else 0.0,
         packed=packed,
-        late=late,
+        deferred=deferred,
     )
 
 

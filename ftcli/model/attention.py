@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from ftkernels.attention import Kept
+from ftkernels.attention import KeptOutput
 from ftkernels.attention import attention as run_kernels
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import BackendName, dtype_name, gpu_of, interpreting
@@ -67,7 +67,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     kernels: BackendName = "auto",
-    kept: Kept | None = None,
+    kept: KeptOutput | None = None,
     documents: Documents | None = None,
     cached: Cached | None = None,
     **kwargs: Any,

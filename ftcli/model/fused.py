@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from ftkernels.attention import Kept
+from ftkernels.attention import KeptOutput
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
 from ftkernels.lora_qkv import lora_qkv
@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ftcli.facts.shape import SHARED_INPUTS
 from ftcli.model.adapted import UNPACKED, LayerPacks, projections_of
-from ftcli.model.stack import DecoderStack, Turn
+from ftcli.model.stack import DecoderStack, LayerCall
 from ftcli.tables.families import Family, family_of
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         return self.compute(hidden_states, attention_mask, position_embeddings, self.packs, **kwargs)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As any module's; while its stack is collecting, the layer hands its turn on (:mod:`ftcli.model.stack`)."""
+        """As any module's; while its stack is collecting, the layer hands its call on (:mod:`ftcli.model.stack`)."""
         if self.stack is None or not self.stack.collects:
             return super().__call__(hidden_states, *args, **kwargs)
         mask, documents = kwargs["attention_mask"], kwargs["documents"]
-        return self.stack.take(self, hidden_states, Turn(documents.within(mask), kwargs["position_embeddings"]))
+        return self.stack.take(self, hidden_states, LayerCall(documents.within(mask), kwargs["position_embeddings"]))
 
     @property
     def drops(self) -> bool:
@@ -148,7 +148,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
             return self._mlp_half(attend(hidden_states), packs)
         if self.offloaded == "layers":
             return self.offload.checkpoint(lambda z: self._mlp_half(attend(z), packs), hidden_states)
-        kwargs["kept"] = Kept(self.offload.keep)
+        kwargs["kept"] = KeptOutput(self.offload.keep)
         hidden_states = self.offload.checkpoint(attend, hidden_states)
         with self.offload.saving(hidden_states):
             return self._mlp_half(hidden_states, packs)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from ftcli.model.gradients import Gradients
-from ftcli.model.stack import DecoderStack, StackCall, Turn
+from ftcli.model.stack import DecoderStack, LayerCall, StackCall
 from ftcli.reporting import Reporter
 
 #: Shapes that are captured at most. Each graph takes some MiB of its own; further shapes run without.
@@ -86,7 +86,7 @@ class _Captured:
     out: Tensor
     d_out: Tensor
     d_hidden: Tensor | None
-    turns: tuple[Turn, ...]
+    layer_calls: tuple[LayerCall, ...]
 
 
 class GraphRunner:
@@ -184,7 +184,7 @@ class GraphRunner:
             self._gradients = Gradients.zeros_like(self._trained)
         hidden, out, d_out = (self._buffer(name, call.hidden) for name in ("hidden", "out", "d_out"))
         d_hidden = self._buffer("d_hidden", call.hidden) if call.hidden.requires_grad else None
-        turns = _fixed(call.turns)
+        layer_calls = _fixed(call.layer_calls)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         leaf = hidden.detach().requires_grad_(call.hidden.requires_grad)
         # Autograd remembers on which stream a weight was first used. In an earlier graph that is alive still, that was
@@ -193,16 +193,16 @@ class GraphRunner:
         with _cacheless_autocast():
             with pool.records(forward):
                 weights = dict(zip(self._names, leaves, strict=True))
-                result = functional_call(self._layers, weights, (StackCall(leaf, turns),))
+                result = functional_call(self._layers, weights, (StackCall(leaf, layer_calls),))
                 out.copy_(result.detach())
             with pool.records(backward):
                 inputs = leaves if d_hidden is None else [*leaves, leaf]
-                with self._stack.late.deferring(hidden.device):
+                with self._stack.deferred.deferring(hidden.device):
                     gradients = torch.autograd.grad(result, inputs, d_out)
                 self._gradients.write(gradients[: len(leaves)])
                 if d_hidden is not None:
                     d_hidden.copy_(gradients[-1])
-        return _Captured(forward, backward, hidden, out, d_out, d_hidden, turns)
+        return _Captured(forward, backward, hidden, out, d_out, d_hidden, layer_calls)
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         """The beginning of a buffer that holds the largest shape. Graphs of all shapes use the same ones."""
@@ -291,38 +291,40 @@ def _cacheless_autocast() -> torch.autocast:
 
 def _key(call: StackCall) -> _Key:
     """What decides which kernels run, and with which shapes."""
-    turn = call.turns[0]
-    known = turn.mask.known
+    layer_call = call.layer_calls[0]
+    known = layer_call.mask.known
     documents = known is None or known.document_starts is not None
-    return call.hidden.shape, turn.rotation[0].shape, documents, call.hidden.requires_grad
+    return call.hidden.shape, layer_call.rotation[0].shape, documents, call.hidden.requires_grad
 
 
-def _distinct(turns: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
+def _distinct(layer_calls: Sequence[LayerCall]) -> Iterator[tuple[int, LayerCall]]:
     """Each pair of a mask and a rotation once, with the number of a layer that has it."""
     seen: set[tuple[int, int]] = set()
-    for index, turn in enumerate(turns):
-        pair = (id(turn.mask), id(turn.rotation[0]))
+    for index, layer_call in enumerate(layer_calls):
+        pair = (id(layer_call.mask), id(layer_call.rotation[0]))
         if pair not in seen:
             seen.add(pair)
-            yield index, turn
+            yield index, layer_call
 
 
-def _fixed(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The turns with rotations, and with masks' ranges, that graphs find in the same place in every replay."""
-    rotations = {id(cos): (cos.clone(), sin.clone()) for cos, sin in (turn.rotation for turn in turns)}
-    for _, turn in _distinct(turns):
-        _ = turn.mask.ranges  # made once, before the capture, and kept by the mask
-    return tuple(replace(turn, rotation=rotations[id(turn.rotation[0])]) for turn in turns)
+def _fixed(layer_calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
+    """The calls with rotations, and with masks' ranges, that graphs find in the same place in every replay."""
+    rotations = {
+        id(cos): (cos.clone(), sin.clone()) for cos, sin in (layer_call.rotation for layer_call in layer_calls)
+    }
+    for _, layer_call in _distinct(layer_calls):
+        _ = layer_call.mask.ranges  # made once, before the capture, and kept by the mask
+    return tuple(replace(layer_call, rotation=rotations[id(layer_call.rotation[0])]) for layer_call in layer_calls)
 
 
 def _copy_in(captured: _Captured, call: StackCall) -> None:
     captured.hidden.copy_(call.hidden.detach())
-    for index, turn in _distinct(call.turns):
-        fixed = captured.turns[index]
-        for into, given in zip(fixed.rotation, turn.rotation, strict=True):
+    for index, layer_call in _distinct(call.layer_calls):
+        fixed = captured.layer_calls[index]
+        for into, given in zip(fixed.rotation, layer_call.rotation, strict=True):
             into.copy_(given)
-        if turn.mask.known is None or turn.mask.known.document_starts is not None:
-            for into, given in zip(_tensors(fixed.mask.ranges), _tensors(turn.mask.ranges), strict=True):
+        if layer_call.mask.known is None or layer_call.mask.known.document_starts is not None:
+            for into, given in zip(_tensors(fixed.mask.ranges), _tensors(layer_call.mask.ranges), strict=True):
                 into.copy_(given)
 
 

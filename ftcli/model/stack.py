@@ -1,7 +1,7 @@
 """The decoder layers of a model as one function of hidden states.
 
 transformers' own forward passes through its list of layers one at a time, in Python. What is to run as a whole, as a
-CUDA graph does, needs them all at once. So while a stack is collecting, each layer hands its turn on, and the last one
+CUDA graph does, needs them all at once. So while a stack is collecting, each layer hands its call on, and the last one
 has the stack run them all; nothing of transformers' is replaced.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from ftkernels.adapter_packs import AdapterPacks
-from ftkernels.side_stream import Late
+from ftkernels.side_stream import DeferredStream
 from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftcli.model.adapted import LayerPacks, Prepared
+from ftcli.model.adapted import LayerPacks, PreparedGroup
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.masks import CallMask
 
@@ -33,7 +33,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LayerCall:
     """What a layer is called with besides hidden states: its mask, and (cos, sin), each (B or 1, S, R).
 
     Layers of one type share theirs.
@@ -45,10 +45,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class StackCall:
-    """One call of the layers: what the first one reads, (B, S, H), and each layer's turn."""
+    """One call of the layers: what the first one reads, (B, S, H), and what each layer is called with."""
 
     hidden: Tensor
-    turns: tuple[Turn, ...]
+    layer_calls: tuple[LayerCall, ...]
 
 
 class Runner(Protocol):
@@ -73,39 +73,39 @@ class DecoderStack:
         self._adapters = AdapterPacks(groups, dtype or torch.float32)
         self._copies = WeightCopies(groups, dtype or torch.float32)
         #: Where a backward pass whose gradients are read at its end alone makes those of the adapters.
-        self.late = Late()
+        self.deferred = DeferredStream()
         pairs = zip(self._adapters.packs, self._copies.copies, strict=True)
-        found = [Prepared(packed, copies, self.late) for packed, copies in pairs]
-        found = found or [Prepared()] * (4 * len(self.layers))
+        found = [PreparedGroup(packed, copies, self.deferred) for packed, copies in pairs]
+        found = found or [PreparedGroup()] * (4 * len(self.layers))
         self._packs = [LayerPacks(*found[at : at + 4]) for at in range(0, len(found), 4)]
         self.runner: Runner | None = None
         self.drops = any(layer.drops for layer in self.layers)
-        self._turns: list[Turn] | None = None
+        self._layer_calls: list[LayerCall] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, the layers hand their turns on, for one forward pass of the model without a cache."""
-        self._turns = []
+        """Inside, the layers hand their calls on, for one forward pass of the model without a cache."""
+        self._layer_calls = []
         try:
             yield
         finally:
-            self._turns = None
+            self._layer_calls = None
 
     @property
     def collects(self) -> bool:
-        """Whether layers hand their turn on."""
-        return self._turns is not None
+        """Whether layers hand their calls on."""
+        return self._layer_calls is not None
 
-    def take(self, layer: FusedDecoderLayer, hidden: Tensor, turn: Turn) -> Tensor:
-        """A layer's turn: ``hidden`` as it came; from the last layer what all of them make of it, (B, S, H)."""
-        assert self._turns is not None
-        if layer is not self.layers[len(self._turns)]:
+    def take(self, layer: FusedDecoderLayer, hidden: Tensor, layer_call: LayerCall) -> Tensor:
+        """A layer hands its call on: ``hidden`` as it came; from the last layer what all make of it, (B, S, H)."""
+        assert self._layer_calls is not None
+        if layer is not self.layers[len(self._layer_calls)]:
             raise RuntimeError("the layers of a stack were called out of order")
-        self._turns.append(turn)
-        if len(self._turns) < len(self.layers):
+        self._layer_calls.append(layer_call)
+        if len(self._layer_calls) < len(self.layers):
             return hidden
-        call = StackCall(hidden, tuple(self._turns))
-        self._turns = None
+        call = StackCall(hidden, tuple(self._layer_calls))
+        self._layer_calls = None
         return (self.runner or self.run)(call)
 
     @property
@@ -124,8 +124,8 @@ class DecoderStack:
         self._adapters.refresh()
         self._copies.refresh()
         hidden = call.hidden
-        for layer, turn, packs in zip(self.layers, call.turns, self._packs, strict=True):
-            given = (hidden, turn.mask, turn.rotation, packs)
+        for layer, layer_call, packs in zip(self.layers, call.layer_calls, self._packs, strict=True):
+            given = (hidden, layer_call.mask, layer_call.rotation, packs)
             if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
                 hidden = checkpoint(layer.compute, *given, use_reentrant=False, preserve_rng_state=self.drops)
             else:

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.optimizer import StateDict
 
 
-class Group(TypedDict):
+class ParameterGroup(TypedDict):
     """A parameter group: what optimizers take, and whether its parameters are hidden matrices."""
 
     params: Sequence[Tensor]
@@ -32,7 +32,7 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Group], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+        self, params: Iterable[ParameterGroup], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
     ) -> None:
         groups = [dict(group) for group in params if group["params"]]
         self._parts: dict[str, Optimizer] = {}

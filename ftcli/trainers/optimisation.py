@@ -21,7 +21,7 @@ from ftcli.model.initial import initial_of, load_over
 from ftcli.model.rows import own
 from ftcli.tables import code_of, optimizers, schedules
 from ftcli.trainers.adamw import AdamW
-from ftcli.trainers.muon import Group
+from ftcli.trainers.muon import ParameterGroup
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -103,7 +103,7 @@ class OptimisationMixin:
         """The norm of all gradients, from that of those which this process has."""
         return norm
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ParameterGroup]:
         """The trained parameters in groups, of which none is empty; those with the recipe's learning rate come first.
 
         Under LoRA+ matrices B, and with them what has one dimension, have a higher rate
@@ -123,7 +123,7 @@ class OptimisationMixin:
                 hidden = by_kind and parameter.dim() == 2 and id(parameter) not in outer
                 groups.setdefault((fast, hidden, name in decays), []).append(parameter)
         return [
-            Group(
+            ParameterGroup(
                 params=found,
                 lr=self.args.learning_rate * (ratio if fast and ratio is not None else 1.0),
                 weight_decay=self.settings.weight_decay if decay else 0.0,

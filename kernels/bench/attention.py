@@ -26,7 +26,7 @@ from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
 from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles
 from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import Problem, padded_size
+from ftkernels.attention_launch import AttentionSettings, padded_size
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import gpu_of
 from torch import Tensor
@@ -53,9 +53,9 @@ class Case:
     size: int
     softcap: float
 
-    def problem(self, dtype: torch.dtype) -> Problem:
+    def settings(self, dtype: torch.dtype) -> AttentionSettings:
         """What the kernels compile in."""
-        return Problem(self.size**-0.5, self.softcap, self.size, self.heads // self.kv_heads, dtype)
+        return AttentionSettings(self.size**-0.5, self.softcap, self.size, self.heads // self.kv_heads, dtype)
 
 
 CASES = {
@@ -112,7 +112,7 @@ class Bench:
         # As projections leave them: (B, S, H, D), seen as (B, H, S, D).
         self.q, self.k, self.v = (torch.randn(s, device=device, dtype=dtype).transpose(1, 2) for s in shapes)
         self.d_out = torch.randn(shapes[0], device=device, dtype=dtype).transpose(1, 2)
-        self.problem = case.problem(dtype)
+        self.settings = case.settings(dtype)
         self.tiles = choose_tiles(gpu_of(torch.device(device)), dtype, padded_size(case.size))
 
     def ranges(self, window: int | None) -> TokenRanges:
@@ -121,16 +121,16 @@ class Bench:
 
     def kernels(self, ranges: TokenRanges) -> dict[str, Callable[[AttentionTile], tuple[Tensor | None, ...]]]:
         """Kernel name -> function of a tile that launches it and returns what it computes."""
-        out, lse = attention_forward(self.q, self.k, self.v, ranges, self.problem, self.tiles.forward)
+        out, lse = attention_forward(self.q, self.k, self.v, ranges, self.settings, self.tiles.forward)
         saved = (self.q, self.k, self.v, out, lse)
-        _, delta = query_backward(saved, self.d_out, ranges, self.problem, self.tiles.d_query)
+        _, delta = query_backward(saved, self.d_out, ranges, self.settings, self.tiles.d_query)
 
         def keys(*, dk: bool, dv: bool) -> Callable[[AttentionTile], tuple[Tensor | None, ...]]:
-            return lambda t: key_backward(saved, self.d_out, delta, ranges, self.problem, t, want_dk=dk, want_dv=dv)
+            return lambda t: key_backward(saved, self.d_out, delta, ranges, self.settings, t, want_dk=dk, want_dv=dv)
 
         return {
-            "fwd": lambda t: attention_forward(self.q, self.k, self.v, ranges, self.problem, t)[:1],
-            "dq": lambda t: query_backward(saved, self.d_out, ranges, self.problem, t)[:1],
+            "fwd": lambda t: attention_forward(self.q, self.k, self.v, ranges, self.settings, t)[:1],
+            "dq": lambda t: query_backward(saved, self.d_out, ranges, self.settings, t)[:1],
             "dk": keys(dk=True, dv=False),
             "dv": keys(dk=False, dv=True),
             "dkv": keys(dk=True, dv=True),
@@ -143,9 +143,9 @@ class Bench:
 
     def exact(self, ranges: TokenRanges) -> dict[str, tuple[Tensor | None, ...]]:
         """Each kernel's results for the first key head of the first row, by the plain-torch reference in float32."""
-        group = self.problem.group
+        group = self.settings.group
         leaves = [x[:1, :h].detach().float().requires_grad_() for x, h in ((self.q, group), (self.k, 1), (self.v, 1))]
-        out = attention_reference(*leaves, ranges, scale=self.problem.scale, softcap=self.problem.softcap)
+        out = attention_reference(*leaves, ranges, scale=self.settings.scale, softcap=self.settings.softcap)
         dq, dk, dv = torch.autograd.grad(out, leaves, self.d_out[:1, :group].float())
         return {"fwd": (out.detach(),), "dq": (dq,), "dk": (dk, None), "dv": (None, dv), "dkv": (dk, dv)}
 
@@ -257,7 +257,7 @@ def measure_torch(bench: Bench, *, flex: bool) -> dict[str, Any]:
     """torch's own attention under a causal mask, forward and backward: SDPA without softcap, FlexAttention with it."""
     case, functions = bench.case, {}
     functions["sdpa (no softcap)"] = lambda q, k, v: F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=bench.problem.scale, enable_gqa=True
+        q, k, v, is_causal=True, scale=bench.settings.scale, enable_gqa=True
     )
     if flex:
         functions["flex"] = flex_function(case, bench.device)

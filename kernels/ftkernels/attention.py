@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ftkernels.attention_backward import attention_backward
 from ftkernels.attention_config import AttentionTiles, choose_attention_backend, choose_tiles
 from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import Problem, loadable, padded_size, takes_descriptor
+from ftkernels.attention_launch import AttentionSettings, loadable, padded_size, takes_descriptor
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import BackendName, accumulate_dtype, gpu_of, without_autocast
 
@@ -38,7 +38,7 @@ def attention(
     softcap: float = 0.0,
     backend: BackendName = "auto",
     tiles: AttentionTiles | None = None,
-    kept: Kept | None = None,
+    kept: KeptOutput | None = None,
 ) -> Tensor:
     """Attention of ``q`` over ``k`` and ``v``; the module docstring has the formula.
 
@@ -51,7 +51,7 @@ def attention(
         softcap: bound of the scores, 0 for none; Gemma-2 has 50.
         backend: see ``ftkernels.attention_config.choose_attention``.
         tiles: instead of the table's tiles, for tuning and tests.
-        kept: spares the second forward of a checkpoint this computation; see ``Kept``. Only the kernels use it.
+        kept: spares the second forward of a checkpoint this computation; see ``KeptOutput``. Only the kernels use it.
 
     Returns:
         (B, Hq, Sq, D) in q's dtype, laid out so that ``.transpose(1, 2).reshape(B, Sq, Hq * D)`` is a view. Under
@@ -69,10 +69,10 @@ def attention(
     if not choose_attention_backend(q.device, gpu, q.dtype, q.shape[3], backend).is_triton:
         with without_autocast(q):
             return attention_reference(q, k, v, ranges, scale=scale, softcap=softcap)
-    problem = Problem(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
+    settings = AttentionSettings(float(scale), float(softcap), q.shape[3], q.shape[1] // k.shape[1], q.dtype)
     tiles = tiles or choose_tiles(gpu, q.dtype, padded_size(q.shape[3]))
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        loadable(q), loadable(k), loadable(v), ranges, problem, tiles, kept
+        loadable(q), loadable(k), loadable(v), ranges, settings, tiles, kept
     )
     return out
 
@@ -105,7 +105,7 @@ def attention_reference(
     return out.to(q.dtype).contiguous().transpose(1, 2)
 
 
-class Kept:
+class KeptOutput:
     """The output of one call of attention, kept for the second forward that an activation checkpoint makes.
 
     The same inputs give the same bits, so the second forward takes the output instead of computing it. Each output can
@@ -143,20 +143,20 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         ranges: TokenRanges,
-        problem: Problem,
+        settings: AttentionSettings,
         tiles: AttentionTiles,
-        kept: Kept | None,
+        kept: KeptOutput | None,
     ) -> Any:
         known = None if kept is None else kept.take()
         if known is None:
             forward_tiles = tiles if takes_descriptor(q, k, v) else tiles.without_tma()
-            out, lse = attention_forward(q, k, v, ranges, problem, forward_tiles.forward)
+            out, lse = attention_forward(q, k, v, ranges, settings, forward_tiles.forward)
             if kept is not None:
                 kept.put(out, lse)
         else:
             out, lse = known
         ctx.save_for_backward(q, k, v, out, lse, ranges.key_lo, ranges.key_hi, ranges.query_lo, ranges.query_hi)
-        ctx.problem, ctx.tiles = problem, tiles
+        ctx.settings, ctx.tiles = settings, tiles
         return out
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Attention(torch.autograd.Function):
         d_out = loadable(d_out)
         tiles = ctx.tiles if takes_descriptor(q, k, v, d_out) else ctx.tiles.without_tma()
         wanted = ctx.needs_input_grad[:3]
-        grads = attention_backward((q, k, v, out, lse), d_out, TokenRanges(*bounds), ctx.problem, tiles, wanted)
+        grads = attention_backward((q, k, v, out, lse), d_out, TokenRanges(*bounds), ctx.settings, tiles, wanted)
         return *grads, None, None, None, None
 
 

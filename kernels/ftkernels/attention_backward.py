@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.attention_config import AttentionTile, AttentionTiles
-from ftkernels.attention_launch import Problem, common_constants, strides, tile_source, token_major_like
+from ftkernels.attention_launch import AttentionSettings, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
 from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
 from ftkernels.device import on_device_of, rounded
@@ -228,7 +228,7 @@ def query_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     d_out: Tensor,
     ranges: TokenRanges,
-    problem: Problem,
+    settings: AttentionSettings,
     tile: AttentionTile,
 ) -> tuple[Tensor, Tensor]:
     """(dq, delta) from ``saved`` = (q, k, v, out, lse): dq as q, delta (B, Hq, Sq) float32."""
@@ -255,7 +255,7 @@ def query_backward(
                 heads,
                 q_len,
                 k.shape[2],
-                **common_constants(problem, tile),
+                **common_constants(settings, tile),
             )
     return rounded(dq, q.dtype), delta
 
@@ -265,7 +265,7 @@ def key_backward(
     d_out: Tensor,
     delta: Tensor,
     ranges: TokenRanges,
-    problem: Problem,
+    settings: AttentionSettings,
     tile: AttentionTile,
     *,
     want_dk: bool,
@@ -298,7 +298,7 @@ def key_backward(
                 k_len,
                 WANT_DK=want_dk,
                 WANT_DV=want_dv,
-                **common_constants(problem, tile),
+                **common_constants(settings, tile),
             )
     return None if dk is None else rounded(dk, k.dtype), None if dv is None else rounded(dv, v.dtype)
 
@@ -307,7 +307,7 @@ def attention_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     d_out: Tensor,
     ranges: TokenRanges,
-    problem: Problem,
+    settings: AttentionSettings,
     tiles: AttentionTiles,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -316,12 +316,12 @@ def attention_backward(
     dq = dk = dv = None
     delta = saved[4]  # read by nobody until dk wants it
     if want_dq or want_dk:
-        dq, delta = query_backward(saved, d_out, ranges, problem, tiles.d_query)
+        dq, delta = query_backward(saved, d_out, ranges, settings, tiles.d_query)
     if want_dk and want_dv and tiles.d_key_value is not None:
-        dk, dv = key_backward(saved, d_out, delta, ranges, problem, tiles.d_key_value, want_dk=True, want_dv=True)
+        dk, dv = key_backward(saved, d_out, delta, ranges, settings, tiles.d_key_value, want_dk=True, want_dv=True)
         return dq if want_dq else None, dk, dv
     if want_dv:
-        _, dv = key_backward(saved, d_out, delta, ranges, problem, tiles.d_value, want_dk=False, want_dv=True)
+        _, dv = key_backward(saved, d_out, delta, ranges, settings, tiles.d_value, want_dk=False, want_dv=True)
     if want_dk:
-        dk, _ = key_backward(saved, d_out, delta, ranges, problem, tiles.d_key, want_dk=True, want_dv=False)
+        dk, _ = key_backward(saved, d_out, delta, ranges, settings, tiles.d_key, want_dk=True, want_dv=False)
     return dq if want_dq else None, dk, dv

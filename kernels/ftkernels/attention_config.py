@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ftkernels.device import BackendName, Choice, choose_backend, dtype_name
+from ftkernels.device import BackendChoice, BackendName, choose_backend, dtype_name
 from ftkernels.limits import Generation, Gpu, attention_generation, why_no_attention
 
 
@@ -49,7 +49,7 @@ class AttentionTiles:
 
 def choose_attention_backend(
     device: torch.device, gpu: Gpu, dtype: torch.dtype, head_size: int, backend: BackendName = "auto"
-) -> Choice:
+) -> BackendChoice:
     """Triton kernels or plain torch for attention on ``device``, and why: a function of its arguments alone.
 
     Args:
@@ -66,7 +66,7 @@ def choose_attention_backend(
         return choice
     if backend == "triton":
         raise ValueError(f"backend='triton' was asked for, but {refusal}")
-    return Choice("torch", refusal)
+    return BackendChoice("torch", refusal)
 
 
 def choose_tiles(gpu: Gpu, dtype: torch.dtype, block_size: int) -> AttentionTiles:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.attention_config import AttentionTile
-from ftkernels.attention_launch import Problem, common_constants, strides, tile_source, token_major_like
+from ftkernels.attention_launch import AttentionSettings, common_constants, strides, tile_source, token_major_like
 from ftkernels.attention_mask import TokenRanges
 from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, store_tile, visited_tile
 from ftkernels.device import on_device_of, rounded
@@ -121,7 +121,7 @@ def _forward_kernel(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, problem: Problem, tile: AttentionTile
+    q: Tensor, k: Tensor, v: Tensor, ranges: TokenRanges, settings: AttentionSettings, tile: AttentionTile
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) without autograd: out (B, Hq, Sq, D), a view of a contiguous (B, Sq, Hq, D) in q's dtype; lse
     (B, Hq, Sq) float32 in base 2, -inf for a query that sees nothing.
@@ -129,7 +129,7 @@ def attention_forward(
     batch, heads, q_len, _ = q.shape
     out = token_major_like(q)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
-    fixed = 0.0 < problem.softcap <= _LARGEST_FIXED_CAP and q.dtype != torch.float16
+    fixed = 0.0 < settings.softcap <= _LARGEST_FIXED_CAP and q.dtype != torch.float16
     if out.numel():
         with on_device_of(q):
             _forward_kernel[(triton.cdiv(q_len, tile.queries) * batch * heads,)](
@@ -147,6 +147,6 @@ def attention_forward(
                 q_len,
                 k.shape[2],
                 FIXED_MAX=fixed,
-                **common_constants(problem, tile),
+                **common_constants(settings, tile),
             )
     return rounded(out, q.dtype), lse

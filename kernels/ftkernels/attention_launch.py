@@ -18,7 +18,7 @@ _MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AttentionSettings:
     """What does not change between the forward and the backward of one call, and is compiled into the kernels."""
 
     scale: float
@@ -33,18 +33,18 @@ def padded_size(head_size: int) -> int:
     return max(16, int(triton.next_power_of_2(head_size)))
 
 
-def common_constants(problem: Problem, tile: AttentionTile) -> dict[str, Any]:
+def common_constants(settings: AttentionSettings, tile: AttentionTile) -> dict[str, Any]:
     """The constexpr arguments, and the launch options, that all kernels take."""
     return {
-        "GROUP": problem.group,
-        "SCALE": problem.scale,
-        "SOFTCAP": problem.softcap,
-        "FAST_TANH": problem.dtype != torch.float32 and not interpreting(),
-        "D": problem.head_size,
-        "BLOCK_D": padded_size(problem.head_size),
+        "GROUP": settings.group,
+        "SCALE": settings.scale,
+        "SOFTCAP": settings.softcap,
+        "FAST_TANH": settings.dtype != torch.float32 and not interpreting(),
+        "D": settings.head_size,
+        "BLOCK_D": padded_size(settings.head_size),
         "QUERIES": tile.queries,
         "KEYS": tile.keys,
-        "CD": triton_store_dtype(problem.dtype),
+        "CD": triton_store_dtype(settings.dtype),
         "PRECISION": "ieee",
         "TMA": tile.tma,
         "num_warps": tile.warps,

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """What runs (``triton`` or ``torch``) and the reason, as one clause that a report can print."""
 
     name: Literal["triton", "torch"]
@@ -53,7 +53,7 @@ def interpreting() -> bool:
     return not isinstance(tl.sum, triton.JITFunction)
 
 
-def choose_backend(device: torch.device | str, backend: BackendName = "auto") -> Choice:
+def choose_backend(device: torch.device | str, backend: BackendName = "auto") -> BackendChoice:
     """Pick the implementation for tensors on ``device``.
 
     ``backend="torch"`` always means plain torch; ``"triton"`` insists on the kernels.
@@ -65,15 +65,15 @@ def choose_backend(device: torch.device | str, backend: BackendName = "auto") ->
     if backend not in ("auto", "triton", "torch"):
         raise ValueError(f"backend must be 'auto', 'triton' or 'torch', got {backend!r}")
     if backend == "torch":
-        return Choice("torch", "plain torch was asked for")
+        return BackendChoice("torch", "plain torch was asked for")
     if kind == "cuda":
-        return Choice("triton", "tensors on a CUDA device")
+        return BackendChoice("triton", "tensors on a CUDA device")
     if backend == "triton" and kind == "cpu" and interpreting():
-        return Choice("triton", "asked for, in Triton's interpreter")
+        return BackendChoice("triton", "asked for, in Triton's interpreter")
     reason = f"tensors on {kind}: Triton kernels need a CUDA device"
     if backend == "triton":
         raise ValueError(f"backend='triton' was asked for, but {reason}")
-    return Choice("torch", reason)
+    return BackendChoice("torch", reason)
 
 
 def fuses_products(device: torch.device, dtype: torch.dtype) -> bool:

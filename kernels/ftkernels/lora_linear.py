@@ -23,7 +23,7 @@ from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import Early
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
 from ftkernels.lowrank_add import lowrank_add
-from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack
+from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack
 from ftkernels.projection import (
     Norm,
     Projection,
@@ -89,7 +89,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
+        plan: GroupPlan,
         early: Early | None,
         z: Tensor,
         residual: Tensor | None,
@@ -113,7 +113,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        plan: Plan = ctx.plan
+        plan: GroupPlan = ctx.plan
         _, _, wants_z, wants_residual, *wants = ctx.needs_input_grad
         entered = None
         with without_autocast(dy):
@@ -142,7 +142,9 @@ class _LoraLinear(torch.autograd.Function):
         return None, None, d_z, dy.to(ctx.residual_dtype) if wants_residual else None, d_norm, *grads.both
 
 
-def _form(plan: Plan, z: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:
+def _form(
+    plan: GroupPlan, z: Tensor, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:
     """(x (M, I), rstd, packed adapters, xa): all that backward needs and that takes no base product."""
     x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
     packed = pack(plan, z.device)

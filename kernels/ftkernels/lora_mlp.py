@@ -44,7 +44,7 @@ from ftkernels.lowrank import (
     weight_grads,
 )
 from ftkernels.lowrank_add import lowrank_add
-from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan, pack_a, pack_b
+from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_a, pack_b
 from ftkernels.projection import (
     Norm,
     Projection,
@@ -54,7 +54,7 @@ from ftkernels.projection import (
     weight_tensors,
 )
 from ftkernels.row_sums import RowSums
-from ftkernels.side_stream import Side
+from ftkernels.side_stream import SideStream
 
 ResidualMode = Literal["none", "add", "return"]
 Save = Literal["gate_up", "gate_up_once", "input"]
@@ -150,8 +150,8 @@ class _Spec:
     and what is saved; ``early`` holds z when that is the input. ``handed``: what a trained down's gradient needs.
     """
 
-    inner: Plan
-    outer: Plan
+    inner: GroupPlan
+    outer: GroupPlan
     activation: Activation
     fused: bool
     save: Save
@@ -319,7 +319,7 @@ def _unit_backward(
             d_both, h = glu_backward_torch(dh, gate, up, spec.activation)
     grads: list[Tensor | None] = [None, None]
     if want_a and h is not None and dha is not None:
-        later = Side(dh.device, outer.late)
+        later = SideStream(dh.device, outer.deferred)
         with nullcontext() if later.waits else later.work():
             a_grads(outer, RowSums(dha, None), h, None, grads, [True])
         later.join(grads[0], reads=(dha, h))
@@ -335,7 +335,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        outer: Plan,
+        outer: GroupPlan,
         handed: _Handed | None,
         h: Tensor,
         ha: Tensor | None,
@@ -343,7 +343,7 @@ class _Down(torch.autograd.Function):
         *_: Tensor | None,
     ) -> Tensor:
         with without_autocast(h):
-            side = Side(h.device)
+            side = SideStream(h.device)
             y = base_forward(outer, h)
             with side.work():
                 b = pack_b(outer, h.device)
@@ -357,13 +357,13 @@ class _Down(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        outer: Plan = ctx.outer
+        outer: GroupPlan = ctx.outer
         _, _, _, _, wants_residual, wants_b, wants_bias = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, None]
         dha = None
         with without_autocast(dy):
             low = dy.to(outer.dtype)
-            side, later = Side(dy.device), Side(dy.device, outer.late)
+            side, later = SideStream(dy.device), SideStream(dy.device, outer.deferred)
             dh = base_backward(outer, low, None)
             if ctx.b is not None:
                 with side.work():

@@ -26,7 +26,7 @@ from ftkernels.device import BackendName, without_autocast
 from ftkernels.limits import NormForm
 from ftkernels.lowrank import enter_base, group_backward, products
 from ftkernels.lowrank_add import lowrank_add
-from ftkernels.lowrank_plan import Packed, Plan, adapter_tensors, make_plan
+from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan
 from ftkernels.projection import (
     Norm,
     Projection,
@@ -110,7 +110,7 @@ def lora_qkv(
 
 
 def _in_one_kernel(
-    plan: Plan, head_dim: int, head_norms: tuple[Norm, Norm] | None, rope: tuple[Tensor, Tensor] | None
+    plan: GroupPlan, head_dim: int, head_norms: tuple[Norm, Norm] | None, rope: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Whether the epilogue is one kernel, or none. Ranks too large for it, heads rotated in part, or norms without a
     rotation, are operations of their own.
@@ -171,7 +171,7 @@ def lora_qkv_reference(
 class _Spec:
     """One call: the plan of the projections, the head size, and eps and form of the norms by head."""
 
-    plan: Plan
+    plan: GroupPlan
     head_dim: int
     eps: float
     form: NormForm
@@ -269,7 +269,7 @@ class _LoraQkv(torch.autograd.Function):
 
 
 def _filled(
-    plan: Plan, grads: tuple[Tensor | None, ...], batch: int, seq_len: int, head_dim: int
+    plan: GroupPlan, grads: tuple[Tensor | None, ...], batch: int, seq_len: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three gradients, zeros for outputs that were not used."""
     some = next(g for g in grads if g is not None)

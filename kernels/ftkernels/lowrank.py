@@ -36,14 +36,14 @@ from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
 from ftkernels.limits import WIDEST_NORM_ROW
-from ftkernels.lowrank_plan import Packed, Plan, pack
+from ftkernels.lowrank_plan import GroupPlan, Packed, pack
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import dense, gradient_dtype, joint_matrix, multiplies, weight_tensors
 from ftkernels.row_sums import RowSums, row_sums
-from ftkernels.side_stream import Side
+from ftkernels.side_stream import SideStream
 
 
-def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def enter(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
     if norm_weight is None or plan.norm_form is None:
         return x.to(plan.dtype), None
@@ -53,7 +53,7 @@ def enter(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Te
     return norm_forward_torch(x, norm_weight, plan.eps, plan.norm_form, plan.dtype)
 
 
-def enter_base(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Fp8Rows | None]:
+def enter_base(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor | None, Fp8Rows | None]:
     """``enter``, and the input quantised by rows for an fp8 product, or None.
 
     The norm's kernel holds each row anyway, so quantising it there is free. Elsewhere the product quantises its input.
@@ -67,7 +67,7 @@ def enter_base(plan: Plan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tenso
     return y, rstd, Fp8Rows(q.to(E4M3), scale)
 
 
-def project(plan: Plan, packed: Packed, x: Tensor) -> Tensor | None:
+def project(plan: GroupPlan, packed: Packed, x: Tensor) -> Tensor | None:
     """xa (M, P * K), or None without adapters; dropout is applied to each adapter's own copy of ``x``."""
     if packed.a is None:
         return None
@@ -80,7 +80,7 @@ def project(plan: Plan, packed: Packed, x: Tensor) -> Tensor | None:
     return xa
 
 
-def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
+def _dropped(plan: GroupPlan, index: int, x: Tensor) -> Tensor:
     """``x`` through the dropout of projection ``index``: the same mask every time it is asked for."""
     seed = plan.seeds[index]
     if seed is None:
@@ -91,7 +91,7 @@ def _dropped(plan: Plan, index: int, x: Tensor) -> Tensor:
     return mask.mul_(x).div_(keep)
 
 
-def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
+def base_forward(plan: GroupPlan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     """The projections side by side, without their adapters, (M, sum O).
 
     One GEMM where the weights are neighbours in memory or are dequantised into neighbours for this call. Weights with
@@ -120,7 +120,7 @@ def base_forward(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> Tensor:
     return _add_biases(plan, y)
 
 
-def _add_biases(plan: Plan, y: Tensor) -> Tensor:
+def _add_biases(plan: GroupPlan, y: Tensor) -> Tensor:
     """Each projection's bias onto its columns of ``y``, in place."""
     for p, columns in zip(plan.projections, plan.columns(), strict=True):
         if p.bias is not None:
@@ -128,7 +128,7 @@ def _add_biases(plan: Plan, y: Tensor) -> Tensor:
     return y
 
 
-def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
+def base_backward(plan: GroupPlan, dy: Tensor, dx: Tensor | None) -> Tensor:
     """``dx + dy @ W`` over all projections, in place on ``dx`` where one is given. dy: (M, sum O)."""
     weights = [p.operand(plan.dtype) for p in plan.projections]
     if plan.fp8 is not None:
@@ -149,9 +149,9 @@ def base_backward(plan: Plan, dy: Tensor, dx: Tensor | None) -> Tensor:
     return dx
 
 
-def products(plan: Plan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[Tensor, Packed, Tensor | None]:
+def products(plan: GroupPlan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[Tensor, Packed, Tensor | None]:
     """(base output (M, sum O), packed adapters, xa (M, P * K) or None): the adapters' side beside the base GEMM."""
-    side = Side(x.device)
+    side = SideStream(x.device)
     y = base_forward(plan, x, rows)
     with side.work():
         packed = pack(plan, x.device)
@@ -184,7 +184,7 @@ class GroupGrads:
 
 
 def group_backward(
-    plan: Plan,
+    plan: GroupPlan,
     packed: Packed,
     *,
     x: Tensor,
@@ -215,7 +215,7 @@ def group_backward(
         sums = row_sums(dxa, None if plan.drops else rstd, plan.dtype, triton_kernel=plan.triton)
         if (wants[0] or wants[1]) and not comes_second:
             dx = adapter_dx(plan, packed.a, sums.low)
-    side = Side(dy.device, plan.late)
+    side = SideStream(dy.device, plan.deferred)
     if wants[0] or wants[1]:
         dx = base_backward(plan, dy, dx)
         if comes_second and sums is not None and packed.a is not None:
@@ -240,7 +240,7 @@ def group_backward(
     return GroupGrads(dx, d_norm_weight, adapters, weights)
 
 
-def weight_grads(plan: Plan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
+def weight_grads(plan: GroupPlan, dy: Tensor, x: Tensor, wants: Sequence[bool]) -> list[Tensor | None]:
     """[dW, db] of every projection, in the dtypes that their gradients are kept in.
 
     dy: (M, sum O); x: (M, I), what they read. One product where all weights are wanted, whose rows are theirs. A
@@ -272,13 +272,13 @@ def _dtype(trained: Tensor | None) -> torch.dtype:
     return gradient_dtype(trained)
 
 
-def adapter_input_grad(plan: Plan, b: Tensor, dy: Tensor) -> Tensor:
+def adapter_input_grad(plan: GroupPlan, b: Tensor, dy: Tensor) -> Tensor:
     """dxa (M, P * K) float32: ``dy_p @ B_p`` for every projection."""
     parts = [mm_accurate(dy[:, c], b[c]) for c in plan.columns()]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def adapter_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
+def adapter_dx(plan: GroupPlan, a: Tensor, dxa: Tensor) -> Tensor:
     """The adapters' share of dx, through their dropout."""
     if not plan.drops:
         return torch.mm(dxa, a)
@@ -291,7 +291,7 @@ def adapter_dx(plan: Plan, a: Tensor, dxa: Tensor) -> Tensor:
     return total
 
 
-def b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None], wants: Sequence[bool]) -> None:
+def b_grads(plan: GroupPlan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None], wants: Sequence[bool]) -> None:
     """dB of every projection from one product over all of them; the off-diagonal blocks are thrown away."""
     if xa is None or not any(wants):
         return
@@ -304,7 +304,7 @@ def b_grads(plan: Plan, dy: Tensor, xa: Tensor | None, out: list[Tensor | None],
 
 
 def a_grads(
-    plan: Plan,
+    plan: GroupPlan,
     dxa: RowSums,
     x: Tensor,
     norm_weight: Tensor | None,

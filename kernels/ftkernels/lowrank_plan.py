@@ -25,7 +25,7 @@ from ftkernels.fp8 import Fp8Weight, joined_fp8
 from ftkernels.gemm import compute_dtype
 from ftkernels.limits import LARGEST_FUSED_RANK, NormForm, packed_rank
 from ftkernels.projection import Norm, Packed, Projection
-from ftkernels.side_stream import Late
+from ftkernels.side_stream import DeferredStream
 
 
 def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
@@ -34,7 +34,7 @@ def adapter_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GroupPlan:
     """What does not change between forward and backward of a group, tensors that autograd must see excepted.
 
     ``fused``: the low-rank terms ride in the elementwise kernels; else they are GEMMs of their own. ``fp8``: the
@@ -57,9 +57,9 @@ class Plan:
         return sum(p.out_features for p in self.projections)
 
     @property
-    def late(self) -> Late | None:
+    def deferred(self) -> DeferredStream | None:
         """Where the gradients of the group's adapters may be made."""
-        return self.projections[0].late
+        return self.projections[0].deferred
 
     @property
     def drops(self) -> bool:
@@ -78,13 +78,13 @@ class Plan:
         return slice(index * self.rank, (index + 1) * self.rank)
 
 
-def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, backend: BackendName) -> Plan:
+def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, backend: BackendName) -> GroupPlan:
     """Decide dtype, implementation and dropout seeds of one call. Dropout draws from torch's CPU generator."""
     weights = [p.weight if isinstance(p.weight, Tensor) else None for p in projections]
     dtype = compute_dtype(x.device.type, x, *weights)
     triton = choose_backend(x.device, backend).is_triton
     rank = packed_rank(max(p.rank for p in projections))
-    return Plan(
+    return GroupPlan(
         projections=tuple(projections),
         dtype=dtype,
         rank=rank,
@@ -99,12 +99,12 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
     )
 
 
-def pack(plan: Plan, device: torch.device) -> Packed:
+def pack(plan: GroupPlan, device: torch.device) -> Packed:
     """The adapters in the packed layout of the module docstring: as the caller has packed them, or copied into it."""
     return _given(plan) or Packed(pack_a(plan, device), pack_b(plan, device))
 
 
-def _given(plan: Plan) -> Packed | None:
+def _given(plan: GroupPlan) -> Packed | None:
     """What the caller has packed, where it is of this group, in the dtype of its products, and of its rank."""
     packs = [p.packed for p in plan.projections if p.a is not None]
     given = packs[0] if packs else None
@@ -115,7 +115,7 @@ def _given(plan: Plan) -> Packed | None:
     return given if given.b.dtype == plan.dtype and given.b.shape == (plan.out_features, plan.rank) else None
 
 
-def pack_a(plan: Plan, device: torch.device) -> Tensor | None:
+def pack_a(plan: GroupPlan, device: torch.device) -> Tensor | None:
     """Every A, times its scaling, (P * K, I): rounded once, one launch each."""
     if not plan.rank:
         return None
@@ -130,7 +130,7 @@ def pack_a(plan: Plan, device: torch.device) -> Tensor | None:
     return a
 
 
-def pack_b(plan: Plan, device: torch.device) -> Tensor | None:
+def pack_b(plan: GroupPlan, device: torch.device) -> Tensor | None:
     """Every B above the next, (sum O, K)."""
     if not plan.rank:
         return None
@@ -143,6 +143,6 @@ def pack_b(plan: Plan, device: torch.device) -> Tensor | None:
     return b
 
 
-def _packing(plan: Plan) -> Callable[..., Tensor]:
+def _packing(plan: GroupPlan) -> Callable[..., Tensor]:
     """Zeros where ranks are padded, else memory that will be overwritten throughout."""
     return torch.empty if all(p.rank == plan.rank for p in plan.projections) else torch.zeros

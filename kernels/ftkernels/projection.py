@@ -15,7 +15,7 @@ from torch import Tensor
 from ftkernels.gemm import compute_dtype
 from ftkernels.limits import NormForm
 from ftkernels.rms_norm import rms_norm_reference
-from ftkernels.side_stream import Late
+from ftkernels.side_stream import DeferredStream
 
 
 class FrozenWeight(Protocol):
@@ -89,7 +89,7 @@ class Projection:
         dropout: probability that an element of the adapter's input is dropped; 0 when not training.
         packed: the adapters of the group that this layer is in, packed already (``ftkernels.adapter_packs``): every
             layer of the group has the same. None packs them in each call.
-        late: where the gradients of adapters may be made, of the group that this layer is in.
+        deferred: where the gradients of adapters may be made, of the group that this layer is in.
         copy: (O, I), a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None
             casts it in each call.
     """
@@ -102,7 +102,7 @@ class Projection:
     dropout: float = 0.0
     packed: Packed | None = None
     copy: Tensor | None = None
-    late: Late | None = None
+    deferred: DeferredStream | None = None
 
     def operand(self, dtype: torch.dtype) -> Tensor | FrozenWeight:
         """What products in ``dtype`` read: the weight, or its copy where that has the dtype."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.device import BackendName, Choice, accumulate_dtype, choose_backend
+from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend
 from ftkernels.limits import WIDEST_NORM_ROW, NormForm
 from ftkernels.norm_parts import norm_backward, norm_forward
 
@@ -83,10 +83,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, form: NormForm 
     return weight * n.to(x.dtype)
 
 
-def norm_backend(x: Tensor, backend: BackendName = "auto") -> Choice:
+def norm_backend(x: Tensor, backend: BackendName = "auto") -> BackendChoice:
     """Which implementation the norms take for ``x``, and why."""
     if x.shape[-1] > WIDEST_NORM_ROW:
-        return Choice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_NORM_ROW}")
+        return BackendChoice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_NORM_ROW}")
     return choose_backend(x.device, backend)
 
 

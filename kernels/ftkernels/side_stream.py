@@ -25,11 +25,11 @@ def _stream(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)
 
 
-class Late:
+class DeferredStream:
     """A third stream for products that nobody reads before a whole backward pass is over: gradients of adapters.
 
     On the side stream the next group's product would wait for them, and for the last of them nothing large is left to
-    run beside. Here they run beside whatever comes next. Off, and then ``Side`` is all there is, unless inside
+    run beside. Here they run beside whatever comes next. Off, and then ``SideStream`` is all there is, unless inside
     ``deferring``: whoever opens that block must not read a gradient before it ends. Tensors that the products read are
     held until the group after has been launched, and the main stream waits for the products of the group before.
     """
@@ -69,31 +69,31 @@ class Late:
         self._made += [tensor for tensor in made if tensor is not None]
 
 
-class Side:
+class SideStream:
     """A fork of the current CUDA stream at the point of construction. On other devices all work simply runs in order.
 
-    side = Side(x.device)
+    side = SideStream(x.device)
     y = torch.mm(x, w)          # large; goes first, so that the small ones fill what it leaves
     with side.work():
         xa = torch.mm(x, a)     # waits for what came before the fork, not for the first product
     side.join(xa)               # from here on the main stream may use xa
 
-    With ``late``, while that is on, work runs on its stream, and ``join`` waits for nothing.
+    With ``deferred``, while that is on, work runs on its stream, and ``join`` waits for nothing.
     """
 
-    def __init__(self, device: torch.device, late: Late | None = None) -> None:
+    def __init__(self, device: torch.device, deferred: DeferredStream | None = None) -> None:
         self._main: torch.cuda.Stream | None = None
         self._used = False
-        self._late = late if late is not None and late.on else None
+        self._deferred = deferred if deferred is not None and deferred.on else None
         if device.type == "cuda":
             self._main = torch.cuda.current_stream(device)
-            self._side = _stream(self._main.device_index) if self._late is None else self._late.stream
+            self._side = _stream(self._main.device_index) if self._deferred is None else self._deferred.stream
             self._fork = self._main.record_event()
 
     @property
     def waits(self) -> bool:
         """Whether ``join`` makes the main stream wait."""
-        return self._late is None
+        return self._deferred is None
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -112,8 +112,8 @@ class Side:
         Without any work on the side there is nothing to wait for; a stream that is being captured must not, either.
         ``reads``: what the work on the side reads, where the caller will not keep it.
         """
-        if self._main is not None and self._used and self._late is not None:
-            self._late.hold(self._main, made, reads)
+        if self._main is not None and self._used and self._deferred is not None:
+            self._deferred.hold(self._main, made, reads)
         elif self._main is not None and self._used:
             self._main.wait_stream(self._side)
             for tensor in made:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.attention import Kept, attention
+from ftkernels.attention import KeptOutput, attention
 from ftkernels.attention_mask import AttentionMask
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,7 @@ def _leaves(device: str) -> list[Tensor]:
     return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
 
 
-def _layer(kept: Kept | None) -> Callable[..., Tensor]:
+def _layer(kept: KeptOutput | None) -> Callable[..., Tensor]:
     """Attention between two operations that keep something for backward, as in a decoder layer."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_the_second_forward_runs_no_attention_and_gives_the_same_bits(device: st
 
         return fetch
 
-    out = checkpoint(_layer(Kept(keep)), *leaves, use_reentrant=False)
+    out = checkpoint(_layer(KeptOutput(keep)), *leaves, use_reentrant=False)
     assert len(launches) == 1
     found = torch.autograd.grad(out.sum(), leaves)
     assert len(launches) == len(taken) == 1
@@ -71,7 +71,7 @@ def test_the_second_forward_runs_no_attention_and_gives_the_same_bits(device: st
 
 def test_a_second_backward_computes_it_again(device: str, launches: list[None]) -> None:
     leaves = _leaves(device)
-    out = checkpoint(_layer(Kept(lambda tensor: lambda: tensor)), *leaves, use_reentrant=False)
+    out = checkpoint(_layer(KeptOutput(lambda tensor: lambda: tensor)), *leaves, use_reentrant=False)
     first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
     assert len(launches) == 1
     again = torch.autograd.grad(out.sum(), leaves)
@@ -82,6 +82,6 @@ def test_a_second_backward_computes_it_again(device: str, launches: list[None]) 
 def test_without_a_checkpoint_it_changes_nothing(device: str, launches: list[None]) -> None:
     leaves = _leaves(device)
     wanted = torch.autograd.grad(_layer(None)(*leaves).sum(), leaves)
-    found = torch.autograd.grad(_layer(Kept(lambda tensor: lambda: tensor))(*leaves).sum(), leaves)
+    found = torch.autograd.grad(_layer(KeptOutput(lambda tensor: lambda: tensor))(*leaves).sum(), leaves)
     assert len(launches) == 2
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

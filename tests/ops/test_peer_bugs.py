@@ -12,7 +12,7 @@ from ftkernels.attention import attention_reference
 from ftkernels.attention_backward import key_backward, query_backward
 from ftkernels.attention_config import AttentionTile, choose_tiles
 from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import Problem
+from ftkernels.attention_launch import AttentionSettings
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.device import gpu_of
 from ftkernels.glu import glu_reference
@@ -40,19 +40,19 @@ def test_fla_984_988_1262_attention_is_right_at_every_tile_and_number_of_warps(s
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     exact = attention_reference(*leaves, mask, scale=scale, softcap=softcap)
     wanted = torch.autograd.grad(exact, leaves, d_out.double())
-    ranges, problem = mask.ranges(320, 320, "cuda"), Problem(scale, softcap, size, 2, BF16)
+    ranges, settings = mask.ranges(320, 320, "cuda"), AttentionSettings(scale, softcap, size, 2, BF16)
     tiles = choose_tiles(gpu_of(torch.device("cuda")), BF16, size)
-    out, lse = attention_forward(q, k, v, ranges, problem, tiles.forward)
+    out, lse = attention_forward(q, k, v, ranges, settings, tiles.forward)
     saved = (q, k, v, out, lse)
-    _, delta = query_backward(saved, d_out, ranges, problem, tiles.d_query)
+    _, delta = query_backward(saved, d_out, ranges, settings, tiles.d_query)
     for warps in (4, 8):
         for queries, keys in ((32, 64), (64, 32), (64, 64)):
             for tma in (False, True):
                 tile = AttentionTile(queries, keys, warps, 2, tma=tma)
-                found = attention_forward(q, k, v, ranges, problem, tile)[0]
-                dq = query_backward(saved, d_out, ranges, problem, tile)[0]
-                dk, _ = key_backward(saved, d_out, delta, ranges, problem, tile, want_dk=True, want_dv=False)
-                _, dv = key_backward(saved, d_out, delta, ranges, problem, tile, want_dk=False, want_dv=True)
+                found = attention_forward(q, k, v, ranges, settings, tile)[0]
+                dq = query_backward(saved, d_out, ranges, settings, tile)[0]
+                dk, _ = key_backward(saved, d_out, delta, ranges, settings, tile, want_dk=True, want_dv=False)
+                _, dv = key_backward(saved, d_out, delta, ranges, settings, tile, want_dk=False, want_dv=True)
                 assert dk is not None
                 assert dv is not None
                 errors = [_apart(a, b) for a, b in zip((found, dq, dk, dv), (exact.detach(), *wanted), strict=True)]

@@ -126,8 +126,8 @@ def test_the_last_layer_runs_them_all_at_once() -> None:
     stack.runner = runner
     hidden_states(model, {"input_ids": batches()["whole rows"]["input_ids"]}, stack)
     (call,) = calls
-    assert len(call.turns) == len(list(decoder_layers(base_of(model))))
-    assert len({id(turn.mask) for turn in call.turns}) == 1
+    assert len(call.layer_calls) == len(list(decoder_layers(base_of(model))))
+    assert len({id(layer_call.mask) for layer_call in call.layer_calls}) == 1
     assert not stack.collects
 
 
