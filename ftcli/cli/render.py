@@ -134,7 +134,7 @@ def clean(text: str) -> str:
     return "".join(char if unicodedata.category(char) not in ("Cc", "Cf") else " " for char in text)
 
 
-def visible(text: str) -> str:
+def terminal_text(text: str) -> str:
     """What a model wrote, its lines kept: characters that would steer a terminal, or turn the direction of what is
     read, are shown as escapes. The two joiners stay: emoji and several scripts are written with them."""
     return "".join(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TextIO
 
-from ftcli.cli.render import Style, findings_text, visible
+from ftcli.cli.render import Style, findings_text, terminal_text
 from ftcli.cli.streams import unfailing
 from ftcli.errors import ExitCode, FtcliError
 
@@ -55,7 +55,7 @@ def talk(chat: Chat, reporter: Reporter, out: TextIO, style: Style, read: Callab
             _turn(chat, line, reporter, out, style)
 
 
-def show(pieces: Generator[str, None, ChatAnswer], out: TextIO | None) -> ChatAnswer:
+def write_pieces(pieces: Generator[str, None, ChatAnswer], out: TextIO | None) -> ChatAnswer:
     """Takes all pieces and writes them, where ``out`` is there, with a line break after the last, however it ends."""
     begun = False
     try:
@@ -68,7 +68,7 @@ def show(pieces: Generator[str, None, ChatAnswer], out: TextIO | None) -> ChatAn
                 return answer
             if out is not None:
                 begun = True
-                out.write(visible(piece))
+                out.write(terminal_text(piece))
                 out.flush()
     finally:
         if out is not None and begun:
@@ -79,7 +79,7 @@ def show(pieces: Generator[str, None, ChatAnswer], out: TextIO | None) -> ChatAn
 def _turn(chat: Chat, line: str, reporter: Reporter, out: TextIO, style: Style) -> None:
     pieces = chat.ask(line)
     try:
-        answer = show(pieces, out)
+        answer = write_pieces(pieces, out)
     except KeyboardInterrupt as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # the second one, while the first was being obeyed
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.ternary import PER_BYTE, pack
+from ftkernels.ternary import PER_BYTE, pack_ternary
 from torch import Tensor, nn
 
 from ftcli.config import QuantizationConfig
@@ -37,7 +37,7 @@ from ftcli.export.verify import (
     same_greedy,
 )
 from ftcli.facts.model import read_facts
-from ftcli.facts.quantization import stores_masters
+from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
 from ftcli.model.checkpoint import read_config
 from ftcli.model.load import stop_token_ids
@@ -95,7 +95,7 @@ def _packed(model: PreTrainedModel, layers: dict[str, BitLinear], *, divides: bo
         if layer.out_features % PER_BYTE:
             raise _unpackable(f"{name} has {layer.out_features} rows, and four are packed in a byte")
         scale = layer.ternary.scale.reshape(1)
-        tensors[f"{name}.weight"] = pack(layer.ternary.data)
+        tensors[f"{name}.weight"] = pack_ternary(layer.ternary.data)
         tensors[f"{name}.weight_scale"] = 1.0 / scale if divides else scale.clone()
     return tensors
 
@@ -183,7 +183,7 @@ def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[st
 
 
 def _require_masters(source: ExportSource) -> None:
-    if source.kind != "model" or not stores_masters(_config(source.folder)):
+    if source.kind != "model" or not stores_ternary_masters(_config(source.folder)):
         raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
 
 

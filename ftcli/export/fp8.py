@@ -88,7 +88,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     if source.base.init == "random" and source.kind == "adapter":
         raise random_base(source)
     if source.verify:
-        require_library()
+        require_compressed_tensors()
     plan = plan_model(source, offline=offline)
     model = hollow(plain_config(plan.config))
     rounded = _rounded(model, plan.base)
@@ -110,7 +110,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     return _verify(source, folder, plan, rounded, offline=offline, say=say)
 
 
-def require_library() -> None:
+def require_compressed_tensors() -> None:
     """Raises FtcliError FT758 where the package that transformers reads this layout by is not installed."""
     if find_spec(_PACKAGE) is None:
         raise FtcliError.single(
@@ -150,7 +150,7 @@ def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[Output]:
 
     def weight(name: str) -> Tensor:
         merged = exact(name)
-        return quantize(merged, scale_of(merged))
+        return to_float8(merged, scale_of(merged))
 
     for output in outputs(plan.base, plan.adapter, plan.rounding):
         name = rounded.names.get(output.key)
@@ -171,7 +171,7 @@ def scale_of(weight: Tensor) -> Tensor:
     return torch.where(wanted == 0, 1.0, torch.where(held < wanted, up, held))
 
 
-def quantize(weight: Tensor, scale: Tensor) -> Tensor:
+def to_float8(weight: Tensor, scale: Tensor) -> Tensor:
     """``weight`` (O, I) float32 over its scale, in float8_e4m3fn."""
     return (weight / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 

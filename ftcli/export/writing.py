@@ -19,7 +19,7 @@ from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, 
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.export.vocabulary import with_its_vocabulary
-from ftcli.facts.quantization import stores_masters
+from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
@@ -274,7 +274,7 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
     unfit = [name for name in formats if not exports.row(name).masters]
     if source.kind != "model" or not unfit:
         return
-    if stores_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
+    if stores_ternary_masters(read_config(str(source.folder), revision=None, offline=True).to_dict()):
         raise FtcliError.single(
             "FT740",
             f"the weights of {source.folder.parent} are rounded in every product, and {unfit[0]} would hold what they "

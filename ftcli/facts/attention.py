@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ftkernels.limits import Gpu, version, why_no_attention
+from ftkernels.limits import Gpu, capability_text, why_no_attention
 
 #: ``eager`` is plain torch with all scores; the others but ``triton`` are torch's scaled dot product attention.
 Backend = Literal["cudnn", "flash", "sdpa", "triton", "eager"]
@@ -108,4 +108,4 @@ def _dense_backend(capability: tuple[int, int] | None, call: AttentionCall) -> A
         return AttentionChoice("cudnn", "dense causal attention on capability 9.0 or more")
     if capability >= (8, 0):
         return AttentionChoice("flash", "dense causal attention on capability 8.x")
-    return AttentionChoice("sdpa", f"capability {version(capability)} has no flash attention")
+    return AttentionChoice("sdpa", f"capability {capability_text(capability)} has no flash attention")

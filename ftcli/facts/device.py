@@ -77,6 +77,11 @@ class DeviceFacts:
         """Memory that a run may use: what is free, or all of a device that was only named."""
         return self.free_bytes if self.free_bytes is not None else self.memory_bytes
 
+    @property
+    def gpu(self) -> Gpu:
+        """The device as :mod:`ftkernels.limits` describes one."""
+        return Gpu(self.capability, self.shared_memory_bytes or 0)
+
     def of_each(self, processes: int) -> DeviceFacts:
         """What each of so many processes has of this machine: a GPU of its own, and its share of the RAM."""
         if processes == 1:
@@ -86,11 +91,6 @@ class DeviceFacts:
             return replace(self, host_free_bytes=host)
         free, total = (None if size is None else size // processes for size in (self.free_bytes, self.memory_bytes))
         return replace(self, free_bytes=free, memory_bytes=total, host_free_bytes=host)
-
-
-def gpu_of(device: DeviceFacts) -> Gpu:
-    """The device as :mod:`ftkernels.limits` describes one."""
-    return Gpu(device.capability, device.shared_memory_bytes or 0)
 
 
 def _gpu(

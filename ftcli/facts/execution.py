@@ -17,7 +17,7 @@ from ftcli.config import ModelConfig, Recipe
 from ftcli.config.model import Kernels
 from ftcli.facts.attention import AttentionCall, AttentionChoice, choose_attention
 from ftcli.facts.batches import Batches, choose_batches
-from ftcli.facts.device import DeviceFacts, gpu_of
+from ftcli.facts.device import DeviceFacts
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.quantization import why_dequantized
@@ -91,7 +91,7 @@ def why_no_kernels(device: DeviceFacts) -> str | None:
 
 
 def _cuda_gpu(device: DeviceFacts) -> Gpu | None:
-    return gpu_of(device) if device.kind == "cuda" else None
+    return device.gpu if device.kind == "cuda" else None
 
 
 def _why_no_triton(gpu: Gpu | None) -> str | None:
@@ -256,7 +256,7 @@ def _attention(
     head_dim = 0 if facts.shape is None else facts.shape.head_dim
     softcap = facts.attn_logit_softcapping or 0.0
     mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
-    return choose_attention(gpu_of(device), AttentionCall(plan.compute, head_dim, softcap, windowed, mask))
+    return choose_attention(device.gpu, AttentionCall(plan.compute, head_dim, softcap, windowed, mask))
 
 
 def _attention_parts(
@@ -313,7 +313,7 @@ def _trained_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts, elem
         return ExecutionPart(part, "torch", "model.kernels: reference")
     if packed_rank(rank) > LARGEST_FUSED_RANK:
         return ExecutionPart(part, "torch", f"rank {rank} is above {LARGEST_FUSED_RANK}: products of their own")
-    refusal = why_no_products(gpu_of(device), plan.compute)
+    refusal = why_no_products(device.gpu, plan.compute)
     if refusal is not None:
         return ExecutionPart(part, "torch", f"{refusal}: products of their own")
     return ExecutionPart(part, "triton", "half precision on tensor cores: they ride in the elementwise kernels")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ftkernels.limits import version
+from ftkernels.limits import capability_text
 
 from ftcli.config import Recipe
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
@@ -86,6 +86,6 @@ def _compute(asked: str, device: DeviceFacts) -> tuple[str, str]:
         return asked, "the recipe asks for it"
     if device.kind == "cpu":
         return "float32", "a CPU is fastest and exact in float32"
-    found, needed = version(device.capability or (0, 0)), version(BFLOAT16_CAPABILITY)
+    found, needed = capability_text(device.capability or (0, 0)), capability_text(BFLOAT16_CAPABILITY)
     reason = f"{device.name} has compute capability {found}, and bfloat16 needs {needed}"
     return ("bfloat16" if device.has_bfloat16 else "float32"), reason

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
-from ftkernels.limits import why_no_int8 as no_int8
 
 from ftcli.config import QuantizationConfig
-from ftcli.facts.device import DeviceFacts, gpu_of
+from ftcli.facts.device import DeviceFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
 from ftcli.plain import JsonMap
@@ -95,13 +94,6 @@ def ternary_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     return linear.in_features * linear.out_features + 4
 
 
-def why_no_int8(gpu: Gpu, dtype: str) -> str | None:
-    """Why int8 and ternary values are not multiplied on tensor cores for a result in ``dtype``, or None."""
-    if gpu.capability is None:
-        return "outside CUDA int8 values are multiplied in float32"
-    return no_int8(gpu)
-
-
 def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: DeviceFacts) -> str | None:
     """Why the stored weights are dequantised for each product, as one clause.
 
@@ -113,7 +105,7 @@ def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: D
     if method.products is None:
         return f"there are no products of {quantization.method} weights"
     why_not: Callable[[Gpu, str], str | None] = code_of(method.products.why_not)
-    reason = why_not(gpu_of(device), plan.compute)
+    reason = why_not(device.gpu, plan.compute)
     if reason is not None or device.capability is None or device.probed:
         return reason or device.failed_products
     if method.products.known is None:
@@ -190,7 +182,7 @@ def stores_ternary(config: JsonMap) -> bool:
     return bool(stored.get("quantization_mode", "offline") == "offline")
 
 
-def stores_masters(config: JsonMap) -> bool:
+def stores_ternary_masters(config: JsonMap) -> bool:
     """Whether a config.json says of weights in full precision that they are rounded to ternary values when used."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":

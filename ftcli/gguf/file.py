@@ -65,7 +65,7 @@ class ReadFile:
         return found
 
 
-def require_library() -> None:
+def require_gguf_package() -> None:
     """Raises FtcliError FT758 where the package gguf is not installed."""
     try:
         import gguf  # noqa: F401

@@ -55,7 +55,7 @@ class Cached(Protocol):
         ...
 
 
-def attention_forward(
+def ftcli_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -224,7 +224,7 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(NAME, ftcli_attention_forward)
     AttentionMaskInterface.register(NAME, mask_for)
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.bitlinear import QuantizedRows, bit_linear, mixed_linear, norm_quantize, quantize, round_weight
+from ftkernels.bitlinear import Int8Rows, bit_linear, mixed_linear, norm_quantize, quantize_int8, round_weight
 from ftkernels.device import choose_backend
 from ftkernels.glu import glu
 from ftkernels.limits import Activation
@@ -106,9 +106,9 @@ class BitLinear(TrainedQuantizedLinear):
         super().train(mode)
         return self
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """(..., I) -> (..., O), in autocast's dtype or x's."""
-        if not isinstance(x, QuantizedRows):
+        if not isinstance(x, Int8Rows):
             if self.mixes:
                 x = x if self.rms_norm is None else self.rms_norm(x)
                 return mixed_linear(x, self.weight, self.ternary, self.bias, self.share)
@@ -147,7 +147,7 @@ class RoundingNorm(nn.Module):
         self._between = _Between(norm, tuple(readers), fuses)
         self.train(norm.training)
 
-    def forward(self, x: Tensor) -> Tensor | QuantizedRows:
+    def forward(self, x: Tensor) -> Tensor | Int8Rows:
         """(..., H) -> (..., H); a tensor while the layers that read it mix exact values in."""
         norm, first = self._between.norm, self._between.readers[0]
         if first.mixes:
@@ -155,7 +155,7 @@ class RoundingNorm(nn.Module):
             return normed
         if self._between.fuses:
             return norm_quantize(x, self.weight, norm_eps(norm), backend=first.backend)
-        return quantize(norm(x), backend=first.backend)
+        return quantize_int8(norm(x), backend=first.backend)
 
 
 class RoundedMlp(nn.Module):
@@ -172,7 +172,7 @@ class RoundedMlp(nn.Module):
         self._activation: Activation = activation
         self.train(mlp.training)
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """(..., H) -> (..., H)."""
         layers: Any = self
         gate, up = layers.gate_proj(x), layers.up_proj(x)
@@ -225,10 +225,10 @@ class TernaryLinear(QuantizedLinear):
         return bit_linear(_rows(x, self.rms_norm, "auto"), None, self.frozen_weight(), self.bias)
 
 
-def _rows(x: Tensor, norm: InputNorm | None, backend: BackendName) -> QuantizedRows:
+def _rows(x: Tensor, norm: InputNorm | None, backend: BackendName) -> Int8Rows:
     """(..., I), normed where the layer has a norm, in int8."""
     if norm is None:
-        return quantize(x, backend=backend)
+        return quantize_int8(x, backend=backend)
     return norm_quantize(x, norm.weight, norm.eps, backend=backend)
 
 

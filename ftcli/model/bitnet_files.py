@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from ftkernels.ternary import SMALLEST, Ternary, unpack
+from ftkernels.ternary import SMALLEST, Ternary, unpack_ternary
 from torch import Tensor, nn
 
 from ftcli.model.bitnet import INPUT_NORM_EPS, BitLinear, InputNorm, TernaryLinear
@@ -56,7 +56,7 @@ class PackedTernaryReader:
         """As :class:`ftcli.model.quantize.PackedReader` says."""
         if "weight" not in parts or "weight_scale" not in parts:
             raise ValueError(f"it is stored packed, without its {'weight_scale' if 'weight' in parts else 'weight'}")
-        values, stored = unpack(parts["weight"]), parts["weight_scale"].double()
+        values, stored = unpack_ternary(parts["weight"]), parts["weight_scale"].double()
         if values.shape != (linear.out_features, linear.in_features):
             raise ValueError(f"its packed bytes are of a matrix {tuple(values.shape)}")
         if stored.numel() != 1 or not bool((stored > 0) & torch.isfinite(stored)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import FtcliError, first_line
-from ftcli.gguf.file import ReadFile, require_library
+from ftcli.gguf.file import ReadFile, require_gguf_package
 from ftcli.gguf.names import from_file, names_of
 from ftcli.model.quantized import unreadable_weights
 from ftcli.tables.families import family_of
@@ -39,7 +39,7 @@ def ternary_tensors(path: Path, model: PreTrainedModel, layers: Collection[str])
     architecture = architecture_of(config.model_type, getattr(config, "hidden_act", None) or "silu")
     if family is None or architecture is None:
         raise unreadable_weights(f"{path.name}: ftcli does not know how GGUF holds a model_type {config.model_type}")
-    require_library()
+    require_gguf_package()
     try:
         file = ReadFile(path)
     except (OSError, ValueError, IndexError, KeyError) as error:

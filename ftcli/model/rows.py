@@ -59,7 +59,7 @@ def whole_as(rows: Tensor, like: Tensor, *, wanted: bool) -> Tensor | None:
     return gather_rows(as_spread(rows, like.device_mesh, like.shape, like.stride()), wanted=wanted)
 
 
-def spreads_trained(model: Any) -> bool:
+def trained_is_spread(model: Any) -> bool:
     """Whether what is trained is spread over ranks, and not only what is frozen."""
     return any(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
 

@@ -58,7 +58,7 @@ def timed_tokens(micro_batches: Sequence[Sequence[int]], batches: Batches, stead
     return TimedTokens(real, computed, rate, share, len(set(shapes)), batches.layout, batches.reason)
 
 
-def several_gpus(
+def rates_of_ranks(
     group: RankGroup, alone: float | None, micro_batches: Sequence[Sequence[int]], steady: Sequence[float], peak: int
 ) -> SeveralGpus:
     """All ranks' numbers; the same on each of them."""

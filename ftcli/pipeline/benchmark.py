@@ -18,7 +18,7 @@ from ftcli.pipeline.bench_bound import (
     predicted_memory,
     stored_rate,
 )
-from ftcli.pipeline.bench_rates import several_gpus, timed_batches, timed_tokens, timing, tokens_per_second
+from ftcli.pipeline.bench_rates import rates_of_ranks, timed_batches, timed_tokens, timing, tokens_per_second
 from ftcli.pipeline.bench_result import BenchResult, HostMemory, Measured, ProfiledStep
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
@@ -201,7 +201,7 @@ def _measure(
     several = None
     if group is not None:
         before = tokens_per_second(timed_batches(ordered, batch, options), by_itself.steady) if alone else None
-        several = several_gpus(group, before, micro_batches, together.steady, peak)
+        several = rates_of_ranks(group, before, micro_batches, together.steady, peak)
     return Measured(
         timing=timing(micro_batches, times.first, together.steady, options, peak),
         computing=timed_tokens(micro_batches, batches, together.steady),

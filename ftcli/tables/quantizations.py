@@ -137,13 +137,13 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
             stored_bytes="ftcli.facts.quantization:ternary_bytes",
             products=StoredProducts(
                 capability="ftkernels.limits:PRODUCTS_CAPABILITY",
-                why_not="ftcli.facts.quantization:why_no_int8",
+                why_not="ftkernels.limits:why_no_int8",
                 exact=True,
             ),
             packed_files=PackedFiles(
                 recognise="ftcli.facts.quantization:stores_ternary",
                 read="ftcli.model.bitnet_files:PackedTernaryReader",
-                masters="ftcli.facts.quantization:stores_masters",
+                masters="ftcli.facts.quantization:stores_ternary_masters",
             ),
             training=QuantizedTraining(
                 layer="ftcli.model.bitnet:bit_linear_of",

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ftkernels.fp8 import multiply_rows, quantize_rows
+from ftkernels.fp8 import multiply_rows, quantize_fp8
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.data.tokens import TokenizedRow
@@ -211,7 +211,7 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, repeats: int =
 def measure_fp8_rate(device: torch.device, repeats: int = 10) -> float:
     """The same for operands in e4m3, as ``quantization.method: fp8`` multiplies them; quantising is not timed."""
     m, k, n = MATMUL_CUDA if device.type == "cuda" else MATMUL_CPU
-    left, right = (quantize_rows(torch.randn(shape, device=device)) for shape in ((m, k), (n, k)))
+    left, right = (quantize_fp8(torch.randn(shape, device=device)) for shape in ((m, k), (n, k)))
     product = partial(multiply_rows, left, right, torch.bfloat16)
     seconds = [_timed(product, device) for _ in range(repeats + 3)][3:]
     return 2.0 * m * k * n / statistics.median(seconds)

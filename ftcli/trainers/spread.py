@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ftcli.model.backbone import root_of
-from ftcli.model.rows import copies_of, put_away, spreads_trained, take_rows, whole_as, whole_weights
+from ftcli.model.rows import copies_of, put_away, take_rows, trained_is_spread, whole_as, whole_weights
 from ftcli.model.saved import stored_weights
 from ftcli.trainers.adamw import AdamW
 from ftcli.trainers.checkpoint_state import readable
@@ -40,7 +40,7 @@ class SpreadMixin:
     def spreads(self) -> bool:
         """Whether they are."""
         if self._spreads is None:
-            self._spreads = spreads_trained(self.model)
+            self._spreads = trained_is_spread(self.model)
             self._copies = copies_of(self.model)
         return self._spreads
 

@@ -27,12 +27,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ftkernels.bitlinear import bit_linear, bit_linear_reference, integer_product, quantize, round_weight
-from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_rows_triton
+from ftkernels.bitlinear import bit_linear, bit_linear_reference, integer_product, quantize_int8, round_weight
+from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_int8_triton
 from ftkernels.int8_product import ProductTile, int8_product
 from ftkernels.rms_norm import rms_norm
 from ftkernels.ternary import ternarise
-from ftkernels.ternary_kernels import dequantize_triton
+from ftkernels.ternary_kernels import dequantize_int8_triton
 from timing import Clock
 
 #: (inputs, outputs)
@@ -77,7 +77,7 @@ def line(clock: Clock, rows: int, inner: int, outer: int) -> None:
     masters = torch.randn((outer, inner), device=device) / inner**0.5
     weight, norm = masters.to(torch.bfloat16), torch.ones(inner, device=device, dtype=torch.bfloat16)
     ternary = ternarise(masters)
-    q, step = quantize_rows_triton(x)
+    q, step = quantize_int8_triton(x)
     dy = torch.randn((rows, outer), device=device, dtype=torch.bfloat16)
     leaf, trainable = x.clone().requires_grad_(), masters.clone().requires_grad_()
 
@@ -85,11 +85,11 @@ def line(clock: Clock, rows: int, inner: int, outer: int) -> None:
         return int8_product(q, step, ternary.data, ternary.scale, None, torch.bfloat16)
 
     def forward() -> Tensor:
-        rounded, steps = quantize_rows_triton(x)
+        rounded, steps = quantize_int8_triton(x)
         return int8_product(rounded, steps, ternary.data, ternary.scale, None, torch.bfloat16)
 
     def ours(activations: Tensor, matrix: Tensor) -> Tensor:
-        return bit_linear(quantize(activations), matrix, ternary)
+        return bit_linear(quantize_int8(activations), matrix, ternary)
 
     def fake(activations: Tensor, matrix: Tensor) -> Tensor:
         return bit_linear_reference(activations, matrix, None, ternary)
@@ -99,7 +99,7 @@ def line(clock: Clock, rows: int, inner: int, outer: int) -> None:
             "bf16": lambda: F.linear(x, weight),
             "_int_mm": lambda: torch._int_mm(q, ternary.data.t()),
             "int8": product,
-            "quantise": lambda: quantize_rows_triton(x),
+            "quantise": lambda: quantize_int8_triton(x),
             "norm": lambda: rms_norm(x, norm, 1e-5),
             "norm+quantise": lambda: norm_quantize_triton(x, norm, 1e-5),
             "forward": forward,
@@ -108,7 +108,7 @@ def line(clock: Clock, rows: int, inner: int, outer: int) -> None:
             "eager fake f+b": trained(fake, leaf, trainable, dy),
             "round weights": lambda: round_weight(masters),
             "torch round weights": lambda: ternarise(masters),
-            "int8 to bf16": lambda: dequantize_triton(q, step, torch.bfloat16),
+            "int8 to bf16": lambda: dequantize_int8_triton(q, step, torch.bfloat16),
         }
     )
     exact = integer_product(q[:256], ternary.data) * step[:256, None] * ternary.scale
@@ -128,7 +128,7 @@ def tiles(clock: Clock, rows: int, shapes: tuple[tuple[int, int], ...], wanted: 
     operands = []
     for inner, outer in shapes:
         x, masters = (torch.randn((n, inner), device=clock.device) for n in (rows, outer))
-        q, step = quantize_rows_triton(x)
+        q, step = quantize_int8_triton(x)
         ternary = ternarise(masters)
         operands.append((q, step, ternary.data, ternary.scale, None, torch.bfloat16))
     print(f"tiles, {rows} rows: {', '.join(f'{inner}->{outer}' for inner, outer in shapes)}", flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ftkernels.fp8 import multiply_rows, quantize_rows
+from ftkernels.fp8 import multiply_rows, quantize_fp8
 from shapes import SHAPES
 from timing import Clock
 
@@ -32,7 +32,7 @@ def line(clock: Clock, name: str, rows: int, inner: int, out: int) -> None:
     """Measures (rows, inner) @ (inner, out) and prints a line."""
     x = torch.randn((rows, inner), device=clock.device, dtype=torch.bfloat16)
     w = torch.randn((out, inner), device=clock.device, dtype=torch.bfloat16) / inner**0.5
-    qx, qw = quantize_rows(x), quantize_rows(w)
+    qx, qw = quantize_fp8(x), quantize_fp8(w)
 
     def exact_sums() -> Tensor:
         scales = {"scale_a": qx.scale[:, None], "scale_b": qw.scale[None]}
@@ -42,7 +42,7 @@ def line(clock: Clock, name: str, rows: int, inner: int, out: int) -> None:
         return multiply_rows(qx, qw, torch.bfloat16)
 
     ms = clock.medians(
-        {"bf16": lambda: x @ w.t(), "fast": fast_sums, "exact": exact_sums, "quantise": lambda: quantize_rows(x)}
+        {"bf16": lambda: x @ w.t(), "fast": fast_sums, "exact": exact_sums, "quantise": lambda: quantize_fp8(x)}
     )
     tera = {key: 2.0 * rows * inner * out / value / 1e9 for key, value in ms.items()}
     reference = qx.dequantize(torch.bfloat16) @ qw.dequantize(torch.bfloat16).t()

@@ -110,7 +110,7 @@ def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Cal
     for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
         yield (
             f"rows to int8, {name}",
-            lambda width=width, widest=widest: bitlinear_kernels.quantize_rows_triton(
+            lambda width=width, widest=widest: bitlinear_kernels.quantize_int8_triton(
                 torch.empty((512, width), dtype=dtype), widest=widest
             ),
         )
@@ -119,7 +119,7 @@ def bitnet_cases(dtype: torch.dtype, capability: int) -> Iterator[tuple[str, Cal
         return
     ternary, scale = torch.zeros((inner, hidden), dtype=torch.int8), torch.ones(())
     yield "masters to int8", lambda: ternary_kernels.ternarise_triton(torch.empty((inner, hidden)))
-    yield "int8 dequantised", lambda: ternary_kernels.dequantize_triton(ternary, scale, dtype)
+    yield "int8 dequantised", lambda: ternary_kernels.dequantize_int8_triton(ternary, scale, dtype)
     tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED
@@ -197,7 +197,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
     for name, width, widest in (("narrow", hidden, 32768), ("wide", 2 * inner, 32768), ("twice", 2 * inner, 8192)):
         yield (
             f"quantize rows {name}",
-            lambda width=width, widest=widest: fp8_kernels.quantize_rows_triton(new(rows, width), widest=widest),
+            lambda width=width, widest=widest: fp8_kernels.quantize_fp8_triton(new(rows, width), widest=widest),
         )
     values, scales = new(rows, hidden, of=fp8_kernels.E4M3), new(rows, of=torch.float32)
     yield "norm forward, quantized", lambda: norm_parts.norm_forward(x, w, 1e-5, "llama", quantized=(values, scales))
@@ -278,7 +278,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[str,
     ):
         yield (
             f"nf4 {name}",
-            lambda absmax=absmax, nested=nested: nf4_kernels.dequantize_triton(
+            lambda absmax=absmax, nested=nested: nf4_kernels.dequantize_nf4_triton(
                 weight.data, absmax, weight.table, nested, new(64, hidden), weight.block_size
             ),
         )

@@ -10,9 +10,9 @@ Legend: M rows (tokens), I inputs, O outputs; q, step, t, s as ``ftkernels.terna
 Backward saves q and step, a byte an element, in place of x. Products of backward are taken of operands in y's dtype; dW
 is written in that of the masters.
 
-Quantising is a step of its own (``quantize``), so that layers that read the same x share it and a norm can do it while
-it has the row (``norm_quantize``). What it makes is a ``QuantizedRows``: q, step, and a tensor of x's shape without
-memory of its own, through which autograd passes the gradient of x on.
+Quantising is a step of its own (``quantize_int8``), so that layers that read the same x share it and a norm can do it
+while it has the row (``norm_quantize``). It makes ``Int8Rows``: q, step, and a tensor of x's shape without memory of
+its own, through which autograd passes the gradient of x on.
 
 In conversion the quantised values are mixed with the exact ones: x + share (Q(x) - x), W + share (Q(W) - W). With a
 share below 1 the product is an ordinary one (``mixed_linear``); with 0 it is ``F.linear``'s, bit for bit.
@@ -28,22 +28,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_rows_triton
+from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_int8_triton
 from ftkernels.device import BackendName, choose_backend, gpu_of, without_autocast
 from ftkernels.gemm import mm_accurate
 from ftkernels.int8_product import int8_product
-from ftkernels.limits import why_no_int8
+from ftkernels.limits import why_no_tensor_cores
 from ftkernels.norm_parts import norm_backward
 from ftkernels.rms_norm import norm_backend, rms_norm_reference
-from ftkernels.ternary import Ternary, quantize_rows, ternarise
-from ftkernels.ternary_kernels import dequantize_triton, ternarise_triton
+from ftkernels.ternary import Ternary, quantize_int8_torch, ternarise
+from ftkernels.ternary_kernels import dequantize_int8_triton, ternarise_triton
 
 #: Up to so many inputs the products of int8 and ternary values add up exactly in float32: 128 I < 2^24.
 _EXACT_IN_FLOAT32 = 2**17 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedRows:
+class Int8Rows:
     """Activations (..., I) in int8.
 
     Attributes:
@@ -69,25 +69,25 @@ def round_weight(weight: Tensor, *, backend: BackendName = "auto") -> Ternary:
     return Ternary(*ternarise_triton(weight))
 
 
-def quantize(x: Tensor, *, backend: BackendName = "auto") -> QuantizedRows:
+def quantize_int8(x: Tensor, *, backend: BackendName = "auto") -> Int8Rows:
     """``x`` (..., I), floating, in int8 by rows. Its gradient is that of what it stands for."""
     passage, q, step = _Quantize.apply(x, product_dtype(x), backend)
-    return QuantizedRows(passage, q, step)
+    return Int8Rows(passage, q, step)
 
 
-def norm_quantize(x: Tensor, weight: Tensor, eps: float, *, backend: BackendName = "auto") -> QuantizedRows:
-    """``quantize`` of the RMSNorm of ``x`` (..., I) with ``weight`` (I,), in its llama form (``ftkernels.rms_norm``).
+def norm_quantize(x: Tensor, weight: Tensor, eps: float, *, backend: BackendName = "auto") -> Int8Rows:
+    """``quantize_int8`` of the RMSNorm of ``x`` (..., I) with ``weight`` (I,), llama's form (``ftkernels.rms_norm``).
 
     With the kernels the norm's output is never written: one launch reads x and writes q and step.
     """
     if not norm_backend(x, backend).is_triton:
-        return quantize(rms_norm_reference(x, weight, eps), backend=backend)
+        return quantize_int8(rms_norm_reference(x, weight, eps), backend=backend)
     passage, q, step = _NormQuantize.apply(x, weight, eps, product_dtype(x))
-    return QuantizedRows(passage, q, step)
+    return Int8Rows(passage, q, step)
 
 
 def bit_linear(
-    x: QuantizedRows,
+    x: Int8Rows,
     weight: Tensor | None,
     ternary: Ternary,
     bias: Tensor | None = None,
@@ -115,7 +115,7 @@ def mixed_linear(x: Tensor, weight: Tensor, ternary: Ternary, bias: Tensor | Non
     if share == 0.0:
         return F.linear(x, weight, bias)
     with torch.no_grad():
-        q, step = quantize_rows(x.reshape(-1, x.shape[-1]))
+        q, step = quantize_int8_torch(x.reshape(-1, x.shape[-1]))
         dx = share * ((q * step[:, None]).view(x.shape) - x.float())
         dw = share * (ternary.dequantize(torch.float32) - weight.float())
     return F.linear(x + dx.to(x.dtype), weight + dw.to(weight.dtype), bias)
@@ -124,7 +124,7 @@ def mixed_linear(x: Tensor, weight: Tensor, ternary: Ternary, bias: Tensor | Non
 def bit_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, ternary: Ternary) -> Tensor:
     """The layer as the papers write it, in plain torch and x's dtype: quantised values less what is detached."""
     rows = x.reshape(-1, x.shape[-1])
-    q, step = quantize_rows(rows)
+    q, step = quantize_int8_torch(rows)
     x_q = (q * step[:, None]).to(x.dtype).view(x.shape)
     w_q = ternary.dequantize(weight.dtype)
     return F.linear(x + (x_q - x).detach(), weight + (w_q - weight).detach(), bias)
@@ -142,11 +142,11 @@ def integer_product(q: Tensor, ternary: Tensor) -> Tensor:
     return torch.mm(q.to(dtype), ternary.to(dtype).t())
 
 
-def on_tensor_cores(q: Tensor, dtype: torch.dtype, backend: BackendName) -> bool:
+def int8_on_tensor_cores(q: Tensor, dtype: torch.dtype, backend: BackendName) -> bool:
     """Whether the int8 kernel takes a product: where Triton kernels run and the GPU has such instructions."""
     if not choose_backend(q.device, backend).is_triton or dtype == torch.float64:
         return False
-    return q.numel() > 0 and why_no_int8(gpu_of(q.device)) is None
+    return q.numel() > 0 and why_no_tensor_cores(gpu_of(q.device)) is None
 
 
 def _by_kernels(x: Tensor, backend: BackendName) -> bool:
@@ -156,7 +156,7 @@ def _by_kernels(x: Tensor, backend: BackendName) -> bool:
 def _dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype, backend: BackendName) -> Tensor:
     """``values`` (M, N) int8 times ``scale``, (M,) or (), rounded to ``dtype`` once."""
     if dtype != torch.float64 and _by_kernels(values, backend):
-        return dequantize_triton(values.contiguous(), scale, dtype)
+        return dequantize_int8_triton(values.contiguous(), scale, dtype)
     return (values * (scale[:, None] if scale.dim() else scale)).to(dtype)
 
 
@@ -168,7 +168,7 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, backend: BackendName) -> tuple[Tensor, Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1])
-        q, step = quantize_rows_triton(rows) if _by_kernels(x, backend) else quantize_rows(rows)
+        q, step = quantize_int8_triton(rows) if _by_kernels(x, backend) else quantize_int8_torch(rows)
         ctx.mark_non_differentiable(q, step)
         ctx.x_dtype = x.dtype
         return _passage(x, dtype), q, step
@@ -217,7 +217,7 @@ class _BitLinear(torch.autograd.Function):
         ctx.bias = None if bias is None else bias.dtype
         ctx.backend = backend
         with without_autocast(q):
-            if on_tensor_cores(q, dtype, backend):
+            if int8_on_tensor_cores(q, dtype, backend):
                 out = int8_product(q, step, ternary, scale, bias, dtype)
             else:
                 out = integer_product(q, ternary) * step[:, None] * scale

@@ -115,8 +115,8 @@ def _rows_a_program(width: int) -> tuple[int, int, int]:
     return max(1, 2048 // block), block, 4 if block <= 8192 else block // 1024
 
 
-def quantize_rows_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
-    """``ternary.quantize_rows`` in one launch: the same bits. Rows above ``widest`` are read twice."""
+def quantize_int8_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
+    """``ternary.quantize_int8_torch`` in one launch: the same bits. Rows above ``widest`` are read twice."""
     count, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     q = torch.empty((count, width), dtype=torch.int8, device=x.device)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ftkernels.device import BackendName, choose_backend, dtype_name, gpu_of
-from ftkernels.fp8_kernels import E4M3, quantize_rows_torch, quantize_rows_triton
+from ftkernels.fp8_kernels import E4M3, quantize_fp8_torch, quantize_fp8_triton
 from ftkernels.fp8_trial import why_no_rows_here
 from ftkernels.limits import why_no_fp8
 
@@ -49,7 +49,7 @@ class Fp8Rows:
         return (self.data.to(wide) * self.scale[:, None].to(wide)).to(dtype)
 
 
-def quantize_rows(x: Tensor, backend: BackendName = "auto") -> Fp8Rows:
+def quantize_fp8(x: Tensor, backend: BackendName = "auto") -> Fp8Rows:
     """``x`` (M, N) quantised by rows; one launch on a GPU.
 
     Raises:
@@ -57,7 +57,7 @@ def quantize_rows(x: Tensor, backend: BackendName = "auto") -> Fp8Rows:
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"expected a floating matrix, got {x.dtype} {tuple(x.shape)}")
-    quantize = quantize_rows_triton if choose_backend(x.device, backend).is_triton else quantize_rows_torch
+    quantize = quantize_fp8_triton if choose_backend(x.device, backend).is_triton else quantize_fp8_torch
     return Fp8Rows(*quantize(x))
 
 
@@ -102,7 +102,7 @@ class Fp8Weight:
 
     def product(self, x: Tensor) -> Tensor:
         """``x @ W.T`` with x quantised by rows: (M, I) -> (M, O), in x's dtype."""
-        return self.product_of_rows(quantize_rows(x), x.dtype)
+        return self.product_of_rows(quantize_fp8(x), x.dtype)
 
     def product_of_rows(self, rows: Fp8Rows, dtype: torch.dtype) -> Tensor:
         """``x @ W.T`` of rows that are quantised already: (M, I) -> (M, O), in ``dtype``."""
@@ -110,7 +110,7 @@ class Fp8Weight:
 
     def product_back(self, dy: Tensor) -> Tensor:
         """``dy @ W`` with dy quantised by rows: (M, O) -> (M, I), in dy's dtype."""
-        return multiply_rows(quantize_rows(dy), Fp8Rows(self.transposed, self.transposed_scale), dy.dtype)
+        return multiply_rows(quantize_fp8(dy), Fp8Rows(self.transposed, self.transposed_scale), dy.dtype)
 
 
 def quantize_weight(weight: Tensor) -> Fp8Weight:
@@ -119,7 +119,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
     Raises:
         ValueError: not a floating matrix, or numbers that are not finite.
     """
-    rows = quantize_rows(weight.detach())
+    rows = quantize_fp8(weight.detach())
     if bool(((rows.data.view(torch.uint8) & 0x7F) == 0x7F).any()):  # NaN, by its bits
         raise ValueError("the weight holds numbers that are not finite")
     return _with_transpose(rows)
@@ -127,7 +127,7 @@ def quantize_weight(weight: Tensor) -> Fp8Weight:
 
 def _with_transpose(rows: Fp8Rows) -> Fp8Weight:
     # bfloat16 holds every value times its scale exactly, in half the memory of float32.
-    back = quantize_rows(rows.dequantize(torch.bfloat16).t().contiguous())
+    back = quantize_fp8(rows.dequantize(torch.bfloat16).t().contiguous())
     return Fp8Weight(rows.data, rows.scale, back.data, back.scale)
 
 
@@ -188,9 +188,9 @@ def _follows(first: Fp8Weight, weight: Fp8Weight, rows: int) -> bool:
 def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
     """``a @ b.T``: (M, K), (N, K) -> (M, N) in ``dtype``, with both scales.
 
-    On tensor cores where ``on_tensor_cores`` says so; elsewhere the same quantised numbers multiplied in ``dtype``.
+    On tensor cores where ``fp8_on_tensor_cores`` says so; elsewhere the same quantised numbers multiplied in ``dtype``.
     """
-    if not on_tensor_cores(a.data, b.data, dtype):
+    if not fp8_on_tensor_cores(a.data, b.data, dtype):
         return torch.mm(a.dequantize(dtype), b.dequantize(dtype).t())
     # Fast accumulation (14 bits on Hopper) is 2.4e-3 to 4.9e-3 off, where quantising itself is 3.8e-2 off, and takes
     # 6 to 20% less time.
@@ -199,7 +199,7 @@ def multiply_rows(a: Fp8Rows, b: Fp8Rows, dtype: torch.dtype) -> Tensor:
     )
 
 
-def on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+def fp8_on_tensor_cores(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     """Whether the fp8 instructions serve this product: as ``limits.why_no_fp8``, where they have been tried on the
     machine (``fp8_trial``), and with rows that are aligned.
     """

@@ -80,7 +80,7 @@ def e4m3_store() -> torch.dtype:
     return torch.float32 if interpreting() else E4M3
 
 
-def quantize_rows_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
+def quantize_fp8_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
     """One launch: (e4m3 (M, N), scale (M,) float32) of x (M, N) floating. Rows above ``widest`` are read twice."""
     count, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -103,8 +103,8 @@ def quantize_rows_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tenso
     return q.to(E4M3), scale
 
 
-def quantize_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``quantize_rows_triton`` in plain torch: the same bits."""
+def quantize_fp8_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize_fp8_triton`` in plain torch: the same bits."""
     wide = x.float()
     size = wide.abs()
     finite = size < float("inf")

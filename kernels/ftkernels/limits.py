@@ -91,7 +91,8 @@ def why_no_elementwise(gpu: Gpu) -> str | None:
     """Why the elementwise and row-wise kernels cannot run, or None."""
     if gpu.capability is None or gpu.capability >= ELEMENTWISE_CAPABILITY:
         return None
-    return f"the kernels need compute capability {version(ELEMENTWISE_CAPABILITY)}, not {version(gpu.capability)}"
+    needed, found = capability_text(ELEMENTWISE_CAPABILITY), capability_text(gpu.capability)
+    return f"the kernels need compute capability {needed}, not {found}"
 
 
 def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
@@ -103,9 +104,9 @@ def why_no_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
             f"the attention kernels take head sizes that are multiples of {HEAD_SIZE_MULTIPLE} up to "
             f"{LARGEST_HEAD_SIZE}, not {head_size}"
         )
-    below = _why_no_tensor_cores(gpu)
+    below = why_no_tensor_cores(gpu)
     if below is not None:
-        return f"{below}; the attention kernels need {version(PRODUCTS_CAPABILITY)}"
+        return f"{below}; the attention kernels need {capability_text(PRODUCTS_CAPABILITY)}"
     if attention_generation(gpu) is None:
         needed, available = ATTENTION_SHARED_MEMORY >> 10, gpu.shared_memory_bytes >> 10
         return f"the attention kernels need {needed} KiB of shared memory a block, this GPU has {available} KiB"
@@ -116,9 +117,9 @@ def why_no_decode_attention(gpu: Gpu, dtype: str, head_size: int) -> str | None:
     """Why the kernels that attend to cached keys and values of ``dtype`` cannot run, or None."""
     if gpu.capability is None:
         return None
-    below = _why_no_tensor_cores(gpu)
+    below = why_no_tensor_cores(gpu)
     if below is not None:
-        return f"{below}; attention to cached keys needs {version(PRODUCTS_CAPABILITY)}"
+        return f"{below}; attention to cached keys needs {capability_text(PRODUCTS_CAPABILITY)}"
     needed = _DECODE_WIDE_FLOAT32 if dtype == "float32" and head_size > 128 else ATTENTION_SHARED_MEMORY
     if gpu.shared_memory_bytes >= needed:
         return None
@@ -144,7 +145,7 @@ def why_no_products(gpu: Gpu, dtype: str) -> str | None:
     """
     if dtype not in _HALF_PRECISION:
         return f"{dtype} products in a kernel would not use the tensor cores"
-    return _why_no_tensor_cores(gpu)
+    return why_no_tensor_cores(gpu)
 
 
 def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
@@ -152,13 +153,15 @@ def why_no_fp8(gpu: Gpu, dtype: str) -> str | None:
     if gpu.capability is None:
         return "outside CUDA there are no fp8 instructions"
     if gpu.capability < FLOAT8_CAPABILITY:
-        return f"capability {version(gpu.capability)} has no fp8 instructions"
+        return f"capability {capability_text(gpu.capability)} has no fp8 instructions"
     return None if dtype == "bfloat16" else f"fp8 products are written in bfloat16, not {dtype}"
 
 
-def why_no_int8(gpu: Gpu) -> str | None:
-    """Why int8 operands are not multiplied as they are, or None."""
-    return _why_no_tensor_cores(gpu)
+def why_no_int8(gpu: Gpu, dtype: str) -> str | None:
+    """Why int8 operands are not multiplied on tensor cores, or None. Every ``dtype`` of the result will do."""
+    if gpu.capability is None:
+        return "outside CUDA int8 values are multiplied in float32"
+    return why_no_tensor_cores(gpu)
 
 
 def packed_rank(rank: int) -> int:
@@ -218,12 +221,13 @@ def _equal_rows(tokens: int, most: int) -> int:
     return -(-tokens // chunks)
 
 
-def _why_no_tensor_cores(gpu: Gpu) -> str | None:
+def why_no_tensor_cores(gpu: Gpu) -> str | None:
+    """Why kernels' products do not run on tensor cores, or None; None outside CUDA, in the interpreter."""
     if gpu.capability is None or gpu.capability >= PRODUCTS_CAPABILITY:
         return None
-    return f"on capability {version(gpu.capability)} Triton makes no tensor-core code"
+    return f"on capability {capability_text(gpu.capability)} Triton makes no tensor-core code"
 
 
-def version(capability: tuple[int, int]) -> str:
+def capability_text(capability: tuple[int, int]) -> str:
     """A compute capability as people write it, such as ``8.9``."""
     return f"{capability[0]}.{capability[1]}"

@@ -23,7 +23,7 @@ from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import Early
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
 from ftkernels.lowrank_add import lowrank_add
-from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack
+from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_adapters
 from ftkernels.projection import (
     Norm,
     Projection,
@@ -147,5 +147,5 @@ def _form(
 ) -> tuple[Tensor, Tensor | None, Packed, Tensor | None]:
     """(x (M, I), rstd, packed adapters, xa): all that backward needs and that takes no base product."""
     x, rstd = enter(plan, z.reshape(-1, z.shape[-1]), norm_weight)
-    packed = pack(plan, z.device)
+    packed = pack_adapters(plan, z.device)
     return x, rstd, packed, project(plan, packed, x)

@@ -36,7 +36,7 @@ from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
 from ftkernels.limits import WIDEST_NORM_ROW
-from ftkernels.lowrank_plan import GroupPlan, Packed, pack
+from ftkernels.lowrank_plan import GroupPlan, Packed, pack_adapters
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import dense, gradient_dtype, joint_matrix, multiplies, weight_tensors
 from ftkernels.row_sums import RowSums, row_sums
@@ -154,7 +154,7 @@ def products(plan: GroupPlan, x: Tensor, rows: Fp8Rows | None = None) -> tuple[T
     side = SideStream(x.device)
     y = base_forward(plan, x, rows)
     with side.work():
-        packed = pack(plan, x.device)
+        packed = pack_adapters(plan, x.device)
         xa = project(plan, packed, x)
     side.join(packed.a, packed.b, xa)
     return y, packed, xa

@@ -99,7 +99,7 @@ def make_plan(x: Tensor, projections: Sequence[Projection], norm: Norm | None, b
     )
 
 
-def pack(plan: GroupPlan, device: torch.device) -> Packed:
+def pack_adapters(plan: GroupPlan, device: torch.device) -> Packed:
     """The adapters in the packed layout of the module docstring: as the caller has packed them, or copied into it."""
     return _given(plan) or Packed(pack_a(plan, device), pack_b(plan, device))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ftkernels.device import choose_backend
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE
-from ftkernels.nf4_kernels import dequantize_triton
+from ftkernels.nf4_kernels import dequantize_nf4_triton
 
 #: The table of QLoRA (Dettmers et al., 2023): quantiles of a normal distribution scaled to [-1, 1], zero among them.
 NF4_TABLE = (
@@ -151,7 +151,7 @@ def nf4_into_triton(weight: NF4Weight, out: Tensor) -> None:
     """``weight`` into ``out`` by the kernel: see :meth:`NF4Weight.dequantize_into`. Also in Triton's interpreter."""
     n = weight.nested
     nested = None if n is None else (n.absmax, n.table, n.offset, n.block_size)
-    dequantize_triton(weight.data, weight.absmax, weight.table, nested, out, weight.block_size)
+    dequantize_nf4_triton(weight.data, weight.absmax, weight.table, nested, out, weight.block_size)
 
 
 def nf4_into_reference(weight: NF4Weight, out: Tensor) -> None:

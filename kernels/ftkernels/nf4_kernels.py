@@ -111,7 +111,7 @@ def _dequantize_kernel(
     _store(out, table, p3, s3, w3, words, elements, WHOLE)
 
 
-def dequantize_triton(
+def dequantize_nf4_triton(
     data: Tensor,
     absmax: Tensor,
     table: Tensor,

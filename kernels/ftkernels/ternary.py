@@ -65,7 +65,7 @@ def ternarise(weight: Tensor) -> Ternary:
     return Ternary((wide * (1.0 / scale)).round_().clamp_(-1, 1).to(torch.int8), scale)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """(q (M, N) int8, step (M,) float32) of x (M, N) floating: q times its row's step stands for x."""
     wide = x.detach().float()
     if not x.shape[1]:
@@ -105,7 +105,7 @@ def remaster(ternary: Tensor, scale: float) -> Tensor:
     return masters
 
 
-def pack(ternary: Tensor) -> Tensor:
+def pack_ternary(ternary: Tensor) -> Tensor:
     """(O / 4, I) uint8 of ``ternary`` (O, I), O a multiple of 4.
 
     Raises:
@@ -120,7 +120,7 @@ def pack(ternary: Tensor) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack_ternary(packed: Tensor) -> Tensor:
     """(4 O', I) int8 of ``packed`` (O', I) uint8.
 
     Raises:

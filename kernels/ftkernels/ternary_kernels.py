@@ -73,7 +73,7 @@ def ternarise_triton(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-def dequantize_triton(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_int8_triton(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` (M, N) int8, contiguous, times ``scale``, one a row (M,) or one in all (): (M, N), rounded once."""
     out = torch.empty(values.shape, dtype=store_dtype(dtype), device=values.device)
     count, width = values.shape

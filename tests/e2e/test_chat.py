@@ -15,7 +15,7 @@ import yaml
 from ftcli import pipeline
 from ftcli.cli.app import main
 from ftcli.cli.options import load_run
-from ftcli.cli.render import Style, document, visible
+from ftcli.cli.render import Style, document, terminal_text
 from ftcli.cli.talk import talk
 from ftcli.pipeline.chatting import Chat
 from ftcli.reporting import Session, SilentReporter
@@ -97,7 +97,7 @@ def test_stdin_is_answered_once(user: User, run: str, monkeypatch: pytest.Monkey
         return status, *user.capture.readouterr()
 
     status, out, _ = piped(ASKED.encode() + b"\n")
-    assert (status, out) == (0, visible(wanted) + "\n")
+    assert (status, out) == (0, terminal_text(wanted) + "\n")
     status, _, err = piped(b"")
     assert status == 2
     assert "FT158" in err
@@ -181,7 +181,7 @@ def test_a_talk_keeps_its_history_until_reset(opened: Callable[..., Chat], capsy
     roles = [turn["role"] for turn in chat.conversation.turns]
     assert roles == ["user", "assistant", "user", "assistant"]
     said = [str(turn["content"]) for turn in chat.conversation.turns]
-    assert [visible(said[1]), visible(said[3])] == re.split(r"\n(?!$)", shown.removesuffix("\n\n"))[:2]
+    assert [terminal_text(said[1]), terminal_text(said[3])] == re.split(r"\n(?!$)", shown.removesuffix("\n\n"))[:2]
     question = chat.conversation.question("third")
     assert question.text.index(ASKED) < question.text.index("tomu") < question.text.index("third")
     before = len(chat.conversation.turns)
@@ -232,9 +232,9 @@ def test_reasoning_that_the_prompt_began_is_whole_in_the_history(opened: Callabl
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
-    assert visible("a\x1b[31mb\rc\x9b2J\u202ed") == "a\\x1b[31mb\\rc\\x9b2J\\u202ed"
+    assert terminal_text("a\x1b[31mb\rc\x9b2J\u202ed") == "a\\x1b[31mb\\rc\\x9b2J\\u202ed"
     kept = "line\n\ttab 👩‍👩‍👧 Grüße 世界 می‌خواهم"
-    assert visible(kept) == kept
+    assert terminal_text(kept) == kept
 
 
 def test_documents_do_not_either_and_say_the_same() -> None:

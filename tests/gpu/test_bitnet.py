@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.bitlinear import bit_linear, bit_linear_reference, quantize, round_weight
+from ftkernels.bitlinear import bit_linear, bit_linear_reference, quantize_int8, round_weight
 from ftkernels.ternary import ternarise
 
 from ftcli.config import QuantizationConfig
@@ -30,7 +30,7 @@ def test_a_layer_of_2b_4t_has_the_bits_of_plain_torch(rows: int, inner: int, out
     found = []
     for backend in ("torch", "triton"):
         leaf, masters = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = bit_linear(quantize(leaf, backend=backend), masters, plain, backend=backend)  # type: ignore[arg-type]
+        y = bit_linear(quantize_int8(leaf, backend=backend), masters, plain, backend=backend)  # type: ignore[arg-type]
         torch.manual_seed(1)
         y.backward(torch.randn_like(y))
         found.append((y.detach(), leaf.grad, masters.grad))

@@ -15,7 +15,7 @@ from ftkernels.device import gpu_of
 from torch import Tensor
 
 from ftcli.facts.attention import AttentionCall, choose_attention
-from ftcli.model.attention import attention_forward
+from ftcli.model.attention import ftcli_attention_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def test_the_last_queries_see_all_keys(record_property: Callable[[str, object], 
     )
     call = AttentionCall(dtype="bfloat16", head_dim=SIZE)
     record_property("backend", choose_attention(gpu_of(q.device), call).backend)
-    out, _ = attention_forward(module, q, k, v, None, scaling=SIZE**-0.5)
+    out, _ = ftcli_attention_forward(module, q, k, v, None, scaling=SIZE**-0.5)
     upstream = torch.zeros_like(out)
     upstream[:, -LAST:] = torch.randn_like(upstream[:, -LAST:])
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.lora_linear import lora_linear
-from ftkernels.lowrank_plan import make_plan, pack
+from ftkernels.lowrank_plan import make_plan, pack_adapters
 from ftkernels.projection import Packed, Projection
 
 
@@ -34,7 +34,7 @@ def test_packs_are_those_of_each_group(ranks: tuple[int, int, int], dtype: torch
         packs.refresh()
         for group, packed in zip(groups, packs.packs, strict=True):
             half = [Projection(p.weight.to(dtype), a=p.a, b=p.b, scaling=p.scaling) for p in group]
-            wanted = pack(make_plan(x, half, None, "torch"), x.device)
+            wanted = pack_adapters(make_plan(x, half, None, "torch"), x.device)
             if wanted.a is None or wanted.b is None:
                 assert packed is None
                 continue
@@ -70,7 +70,7 @@ def test_layers_without_an_adapter_carry_no_pack(adapted: tuple[bool, ...]) -> N
     packs.refresh()
     x = torch.randn(2, 24)
     given = [q if p.a is not None else p for p, q in zip(group, with_pack(group, packs.packs[0]), strict=True)]
-    found, wanted = (pack(make_plan(x, each, None, "torch"), x.device) for each in (given, group))
+    found, wanted = (pack_adapters(make_plan(x, each, None, "torch"), x.device) for each in (given, group))
     assert found is packs.packs[0]
     assert wanted.a is not None
     assert wanted.b is not None
@@ -84,13 +84,13 @@ def test_packs_of_two_groups_in_one_are_refused() -> None:
     mixed = [*with_pack(groups[0], first), *with_pack(groups[1], second)]
     x = torch.randn(2, 24)
     with pytest.raises(ValueError, match="different groups"):
-        pack(make_plan(x, mixed, None, "torch"), x.device)
+        pack_adapters(make_plan(x, mixed, None, "torch"), x.device)
 
 
 def test_a_pack_in_another_dtype_is_left_aside() -> None:
     group = [projection(16, 4, 0.5)]
     packs = AdapterPacks([group], torch.bfloat16)
     x = torch.randn(2, 24)
-    found = pack(make_plan(x, with_pack(group, packs.packs[0]), None, "torch"), x.device)
+    found = pack_adapters(make_plan(x, with_pack(group, packs.packs[0]), None, "torch"), x.device)
     assert found.a is not None
     assert found.a.dtype == torch.float32

@@ -15,7 +15,7 @@ import torch
 from ftkernels.attention import attention, attention_reference
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
-from ftkernels.fp8_kernels import quantize_rows_torch, quantize_rows_triton
+from ftkernels.fp8_kernels import quantize_fp8_torch, quantize_fp8_triton
 from ftkernels.glu import glu_reference
 from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
 from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -362,8 +362,8 @@ def test_losses_of_rows_far_apart(apart: Callable[..., Tensor]) -> None:
 def test_quantisation_of_rows_far_apart(apart: Callable[..., Tensor]) -> None:
     x = apart(2**30, 4, 96)
     for widest in (32768, 32):
-        values, scales = quantize_rows_triton(x, widest=widest)
-        wanted, plain = quantize_rows_torch(x.contiguous())
+        values, scales = quantize_fp8_triton(x, widest=widest)
+        wanted, plain = quantize_fp8_torch(x.contiguous())
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales, plain)
 

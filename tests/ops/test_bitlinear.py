@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.bitlinear import (
-    QuantizedRows,
+    Int8Rows,
     bit_linear,
     bit_linear_reference,
     integer_product,
     mixed_linear,
     norm_quantize,
-    quantize,
+    quantize_int8,
     round_weight,
 )
-from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_rows_triton
+from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_int8_triton
 from ftkernels.device import interpreting
 from ftkernels.int8_product import FEW, FEWEST, MANY, MANY_DESCRIBED, ProductTile, describable, int8_product
-from ftkernels.ternary import Ternary, pack, quantize_rows, remaster, ternarise, unpack
-from ftkernels.ternary_kernels import dequantize_triton
+from ftkernels.ternary import Ternary, pack_ternary, quantize_int8_torch, remaster, ternarise, unpack_ternary
+from ftkernels.ternary_kernels import dequantize_int8_triton
 
 # (rows, inputs, outputs): whole tiles, odd ones, one row, and rows that are read twice.
 SHAPES = ((64, 128, 128), (5, 70, 33), (1, 512, 60), (70, 257, 31))
@@ -53,9 +53,9 @@ def test_the_kernels_have_the_integers_of_plain_torch(shape: tuple[int, int, int
     x, w, b = made(*shape, dtype)
     strided = torch.full((x.shape[0], 2 * x.shape[1]), torch.nan, device=DEVICE, dtype=dtype)[:, : x.shape[1]]
     strided.copy_(x)
-    q, step = quantize_rows(x)
+    q, step = quantize_int8_torch(x)
     for given, widest in ((x, 32768), (strided, 32768), (x[:5], 32)):
-        found, found_step = quantize_rows_triton(given, widest=widest)
+        found, found_step = quantize_int8_triton(given, widest=widest)
         assert torch.equal(found, q[: len(found)])
         assert torch.equal(found_step, step[: len(found)])
     t = ternarise(w)
@@ -81,7 +81,7 @@ def test_every_tile_has_the_bits_of_plain_torch(tile: ProductTile, rows: int, in
     if tile.described and not interpreting() and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no descriptors")
     x, w, b = made(rows, inner, outer)
-    (q, step), t = quantize_rows(x), ternarise(w)
+    (q, step), t = quantize_int8_torch(x), ternarise(w)
     plain = integer_product(q, t.data) * step[:, None] * t.scale
     for bias in (None, b):
         for dtype in (torch.float32, torch.bfloat16):
@@ -114,10 +114,10 @@ def test_the_kernels_round_weights_as_plain_torch_does(shape: tuple[int, int], d
 
 def test_values_times_their_scale_are_rounded_once() -> None:
     x, w, _ = made(33, 70, 40)
-    (q, step), t = quantize_rows(x), ternarise(w)
+    (q, step), t = quantize_int8_torch(x), ternarise(w)
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(dequantize_triton(q, step, dtype), (q * step[:, None]).to(dtype))
-        assert torch.equal(dequantize_triton(t.data, t.scale, dtype), t.dequantize(dtype))
+        assert torch.equal(dequantize_int8_triton(q, step, dtype), (q * step[:, None]).to(dtype))
+        assert torch.equal(dequantize_int8_triton(t.data, t.scale, dtype), t.dequantize(dtype))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
@@ -127,16 +127,16 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     x, w, _ = made(5, 70, 33)
     x[2, 3] = value
     weight, t = torch.ones(70, device=DEVICE), ternarise(w)
-    for rows in (quantize(x, backend="torch"), quantize(x, backend="triton"), norm_quantize(x, weight, 1e-5)):
+    for rows in (quantize_int8(x, backend="torch"), quantize_int8(x, backend="triton"), norm_quantize(x, weight, 1e-5)):
         assert not bool(bit_linear(rows, None, t)[2].isfinite().any())
         assert bool(bit_linear(rows, None, t)[3].isfinite().all())
-    _, step = quantize_rows_triton(x, widest=32)
+    _, step = quantize_int8_triton(x, widest=32)
     assert step.isfinite().tolist() == [True, True, False, True, True]
 
 
 def test_halves_round_to_even_as_torch_rounds() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], device=DEVICE)
-    q, _ = quantize_rows_triton(x)
+    q, _ = quantize_int8_triton(x)
     assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 126]]
 
 
@@ -156,7 +156,7 @@ def test_a_norm_that_quantises_is_norm_and_quantising(x_dtype: torch.dtype, w_dt
 
 def grads(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backend: Any) -> list[torch.Tensor]:
     x, w, b = (each.detach().clone().requires_grad_() for each in (x, w, b))
-    y = bit_linear(quantize(x, backend=backend), w, ternarise(w), b, backend=backend)
+    y = bit_linear(quantize_int8(x, backend=backend), w, ternarise(w), b, backend=backend)
     torch.manual_seed(1)
     dy = torch.randn_like(y)
     y.backward(dy)
@@ -169,7 +169,7 @@ def grads(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, backend: Any) -> li
 def test_gradients_go_straight_through(backend: Any) -> None:
     x, w, b = made(5, 70, 33)
     y, dy, dx, dw, db = grads(x, w, b, backend)
-    t, (q, step) = ternarise(w), quantize_rows(x)
+    t, (q, step) = ternarise(w), quantize_int8_torch(x)
     w_q, x_q = t.data.double() * t.scale.double(), q.double() * step[:, None].double()
     for found, exact in ((dx, dy.double() @ w_q), (dw, dy.double().t() @ x_q), (db, dy.double().sum(0))):
         assert (found.double() - exact).norm() <= 1e-5 * exact.norm()
@@ -185,7 +185,7 @@ def test_layers_that_share_quantised_rows_add_up_their_gradients() -> None:
     x = x.view(1, 7, 32).requires_grad_()
     weight = torch.ones(32, device=DEVICE, requires_grad=True)
     rows = norm_quantize(x, weight, 1e-5, backend="triton")
-    assert isinstance(rows, QuantizedRows)
+    assert isinstance(rows, Int8Rows)
     assert rows.shape == (1, 7, 32)
     t = ternarise(w)
     (bit_linear(rows, w, t).sum() + 2 * bit_linear(rows, w, t).sum()).backward()
@@ -201,7 +201,7 @@ def test_under_autocast_the_output_has_its_dtype_and_masters_get_float32_gradien
     x, w, _ = made(4, 32, 8)
     w = w.requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16):
-        y = bit_linear(quantize(x), w, ternarise(w))
+        y = bit_linear(quantize_int8(x), w, ternarise(w))
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert w.grad is not None
@@ -212,11 +212,11 @@ def test_a_share_of_0_is_the_plain_layer_and_of_1_the_quantised_one() -> None:
     x, w, b = made(5, 32, 16)
     t = ternarise(w)
     assert torch.equal(mixed_linear(x, w, t, b, 0.0), torch.nn.functional.linear(x, w, b))
-    whole = bit_linear(quantize(x), w, t, b)
+    whole = bit_linear(quantize_int8(x), w, t, b)
     assert torch.allclose(mixed_linear(x, w, t, b, 1.0), whole, rtol=1e-4, atol=1e-5)
     leaf = w.clone().requires_grad_()
     mixed_linear(x, leaf, t, b, 0.25).sum().backward()
-    q, step = quantize_rows(x)
+    q, step = quantize_int8_torch(x)
     mixed = x + 0.25 * (q * step[:, None] - x)
     assert leaf.grad is not None
     assert torch.allclose(leaf.grad, mixed.sum(0).expand_as(w), rtol=1e-4, atol=1e-4)
@@ -234,22 +234,22 @@ def test_masters_of_ternary_values_are_rounded_to_them_again_bit_for_bit() -> No
 
 def test_packing_goes_back() -> None:
     values = ternarise(torch.randn(24, 70)).data
-    packed = pack(values)
+    packed = pack_ternary(values)
     assert packed.shape == (6, 70)
     assert (int(packed[2, 5]) >> 2) & 3 == int(values[1 * 6 + 2, 5]) + 1
-    assert torch.equal(unpack(packed), values)
+    assert torch.equal(unpack_ternary(packed), values)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: pack(torch.zeros(6, 4, dtype=torch.int8)), "6 rows cannot be packed"),
-        (lambda: unpack(torch.full((2, 4), 0b11, dtype=torch.uint8)), "stands for no ternary value"),
-        (lambda: unpack(torch.zeros(2, 4)), "uint8"),
+        (lambda: pack_ternary(torch.zeros(6, 4, dtype=torch.int8)), "6 rows cannot be packed"),
+        (lambda: unpack_ternary(torch.full((2, 4), 0b11, dtype=torch.uint8)), "stands for no ternary value"),
+        (lambda: unpack_ternary(torch.zeros(2, 4)), "uint8"),
         (lambda: remaster(torch.ones(4, 4, dtype=torch.int8), 1e-6), "smallest that masters can have"),
         (lambda: Ternary(torch.zeros(2, 4), torch.ones(())), "int8"),
         (lambda: Ternary(torch.zeros(2, 4, dtype=torch.int8), torch.ones(1)), "one float32 scale"),
-        (lambda: bit_linear(quantize(torch.zeros(3, 5)), None, ternarise(torch.ones(2, 4))), "do not fit"),
+        (lambda: bit_linear(quantize_int8(torch.zeros(3, 5)), None, ternarise(torch.ones(2, 4))), "do not fit"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, said: str) -> None:

@@ -9,15 +9,15 @@ import torch
 from ftkernels.fp8 import (
     Fp8Rows,
     Fp8Weight,
+    fp8_on_tensor_cores,
     join_fp8,
     joined_fp8,
     multiply_rows,
-    on_tensor_cores,
     part_fp8,
-    quantize_rows,
+    quantize_fp8,
     quantize_weight,
 )
-from ftkernels.fp8_kernels import E4M3, e4m3_store, quantize_rows_torch, quantize_rows_triton
+from ftkernels.fp8_kernels import E4M3, e4m3_store, quantize_fp8_torch, quantize_fp8_triton
 from ftkernels.norm_parts import norm_forward
 from torch import Tensor
 
@@ -50,8 +50,8 @@ def test_the_kernel_gives_the_references_bits(
     device: str, shape: tuple[int, int], widest: int, dtype: torch.dtype
 ) -> None:
     x = (_random(device, *shape) * torch.logspace(-3, 3, shape[0], device=device)[:, None]).to(dtype)
-    q, scale = quantize_rows_triton(x, widest=widest)
-    wanted, wanted_scale = quantize_rows_torch(x)
+    q, scale = quantize_fp8_triton(x, widest=widest)
+    wanted, wanted_scale = quantize_fp8_torch(x)
     assert q.dtype == wanted.dtype == E4M3
     assert _same(q, wanted)
     assert torch.equal(scale, wanted_scale)
@@ -60,7 +60,7 @@ def test_the_kernel_gives_the_references_bits(
 def test_rows_may_be_a_slice(device: str) -> None:
     wide = _random(device, 6, 96)
     for x in (wide[::2, 32:64], wide.t()):
-        got, wanted = quantize_rows_triton(x), quantize_rows_torch(x.contiguous())
+        got, wanted = quantize_fp8_triton(x), quantize_fp8_torch(x.contiguous())
         assert _same(got[0], wanted[0])
         assert torch.equal(got[1], wanted[1])
 
@@ -73,7 +73,7 @@ def test_rows_of_zeros_and_of_numbers_that_are_not_finite(device: str, widest: i
     x[1, 3], x[2, 4], x[3, 5] = float("nan"), float("inf"), float("-inf")
     x[4] = torch.finfo(F32).max
     x[5] = 1e-30
-    for q, scale in (quantize_rows_triton(x, widest=widest), quantize_rows_torch(x)):
+    for q, scale in (quantize_fp8_triton(x, widest=widest), quantize_fp8_torch(x)):
         assert scale[0] == 1
         assert not q[0].float().any()
         nan = q.float().isnan()
@@ -87,7 +87,7 @@ def test_rows_of_zeros_and_of_numbers_that_are_not_finite(device: str, widest: i
 
 def test_a_scale_is_the_smallest_power_of_two_that_fits(device: str) -> None:
     largest = torch.tensor([448.0, 449.0, 224.0, 225.0, 1.75, 1.7500001, 3e38, 2.0**-118], device=device)
-    for _, scale in (quantize_rows_triton(largest[:, None]), quantize_rows_torch(largest[:, None])):
+    for _, scale in (quantize_fp8_triton(largest[:, None]), quantize_fp8_torch(largest[:, None])):
         exponent = torch.frexp(scale)
         assert (exponent.mantissa == 0.5).all()
         assert (largest / scale <= 448).all()
@@ -98,7 +98,7 @@ def test_values_are_within_a_sixteenth(device: str) -> None:
     """3 bits of significand. Together they are 2.7% off, whatever the scale: a power of two loses nothing."""
     x = _random(device, 64, 512)
     for factor in (1.0, 1.3, 1.9):
-        rows = quantize_rows(x * factor)
+        rows = quantize_fp8(x * factor)
         back = rows.dequantize(F64)
         large = back.abs() > 2**-6 * rows.scale[:, None].double()
         assert ((back - (x * factor).double()).abs() <= (x * factor).double().abs() / 16)[large].all()
@@ -124,7 +124,7 @@ def test_the_norm_quantises_what_it_stores(device: str, form: Any, shape: tuple[
     else:
         assert torch.equal(y, plain)
         assert torch.equal(rstd, plain_rstd)
-    wanted = quantize_rows_torch(y)
+    wanted = quantize_fp8_torch(y)
     assert _same(q.to(E4M3), wanted[0])
     assert torch.equal(scale, wanted[1])
 
@@ -136,7 +136,7 @@ def test_rows_beyond_32_bits() -> None:
     rows = 2**31 // 32768 + 2
     x = torch.zeros((rows, 32768), dtype=BF16, device="cuda")
     x[-1] = torch.linspace(-3, 3, 32768)
-    got, wanted = quantize_rows_triton(x), quantize_rows_torch(x[-1:])
+    got, wanted = quantize_fp8_triton(x), quantize_fp8_torch(x[-1:])
     assert _same(got[0][-1:], wanted[0])
     assert not got[0][:-1].view(torch.uint8).any()
 
@@ -156,7 +156,7 @@ def test_products_both_ways(device: str, dtype: torch.dtype) -> None:
         (w.product_back(dy), dy, dense, weight),
     ):
         assert got.dtype == dtype
-        exact = quantize_rows(given).dequantize(F64) @ matrix
+        exact = quantize_fp8(given).dequantize(F64) @ matrix
         bound = 1e-6 if dtype == F32 else FAST_ACCUMULATION if device == "cuda" else 4e-3
         assert _relative(got, exact) <= bound
         assert 1e-2 < _relative(got, given.double() @ plain.double()) <= ONE_PRODUCT
@@ -173,8 +173,8 @@ def test_the_tensor_cores_take_what_they_can(device: str) -> None:
         (8, 32, 48, F32, False),
         (0, 32, 48, BF16, False),
     ):
-        a, b = quantize_rows(_random(device, rows, inner)), quantize_rows(_random(device, out, inner))
-        assert on_tensor_cores(a.data, b.data, dtype) == (fits and on_gpu)
+        a, b = quantize_fp8(_random(device, rows, inner)), quantize_fp8(_random(device, out, inner))
+        assert fp8_on_tensor_cores(a.data, b.data, dtype) == (fits and on_gpu)
         exact = a.dequantize(F64) @ b.dequantize(F64).t()
         got = multiply_rows(a, b, dtype)
         assert (got.shape, got.dtype) == ((rows, out), dtype)
@@ -233,4 +233,4 @@ def test_parts_that_are_no_weight_are_refused() -> None:
         with pytest.raises(ValueError, match="not finite"):
             quantize_weight(bad)
     with pytest.raises(ValueError, match="floating matrix"):
-        quantize_rows(torch.zeros((3, 4), dtype=torch.uint8))
+        quantize_fp8(torch.zeros((3, 4), dtype=torch.uint8))

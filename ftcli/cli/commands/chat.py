@@ -10,7 +10,7 @@ import typer
 
 from ftcli.cli import completion, options
 from ftcli.cli.environment import is_terminal, results_only_on_stdout, style_for
-from ftcli.cli.render import visible
+from ftcli.cli.render import terminal_text
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
@@ -99,7 +99,7 @@ def chat(
         return None
 
     def render(answer: ChatAnswer | None) -> str:
-        return "" if answer is None or live else visible(answer.completion)
+        return "" if answer is None or live else terminal_text(answer.completion)
 
     return Invocation("chat", options.common(json, quiet, offline, debug), action, render, owns_stdout=True)
 
@@ -140,11 +140,11 @@ def _piped() -> str:
 
 def _answer(opened: Chat, asked: str, session: Session, *, live: bool) -> ChatAnswer:
     """One answer; ``live`` shows it on stdout while it is generated."""
-    from ftcli.cli.talk import show
+    from ftcli.cli.talk import write_pieces
     from ftcli.run.signals import stoppable
 
     with stoppable("answering"), nullcontext() if live else results_only_on_stdout():
-        answer = show(opened.ask(asked), sys.stdout if live else None)
+        answer = write_pieces(opened.ask(asked), sys.stdout if live else None)
     if answer.limit is not None:
         session.reporter.warn(f"the answer was ended by {answer.limit}")
     return answer

@@ -113,7 +113,7 @@ def examine(session: Session) -> Examination:
         ftcli=__version__,
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: version(name) for name in _REQUIRED},
+        packages={name: installed_version(name) for name in _REQUIRED},
         extras=[_extra(package) for package in _optional()],
         environment=dict(session.environment),
         offline=session.offline,
@@ -129,12 +129,12 @@ def examine(session: Session) -> Examination:
 
 
 def _machine(device: DeviceFacts) -> Machine:
-    from ftkernels.limits import version as version_of
+    from ftkernels.limits import capability_text
 
     return Machine(
         name=device.name,
         kind=device.kind,
-        capability=version_of(device.capability) if device.capability is not None else None,
+        capability=capability_text(device.capability) if device.capability is not None else None,
         memory_bytes=device.memory_bytes,
         free_bytes=device.free_bytes,
         shared_memory_bytes=device.shared_memory_bytes,
@@ -157,7 +157,7 @@ def _kernels(device: DeviceFacts) -> list[Ability]:
     """Each fused operation: its Triton kernel, or why plain torch computes it instead."""
     from ftcli.facts.execution import why_no_kernels
 
-    problem = "triton is not installed" if version("triton") is None else why_no_kernels(device)
+    problem = "triton is not installed" if installed_version("triton") is None else why_no_kernels(device)
     against = None if problem is None else f"{problem}; plain torch runs instead"
     return [_row(name, against, "Triton kernel on this GPU") for name in _KERNELS]
 
@@ -176,11 +176,11 @@ def _row(name: str, against: str | None, otherwise: str) -> Ability:
 
 
 def _extra(package: Package) -> Extra:
-    found = version(package.name)
+    found = installed_version(package.name)
     return Extra(package.name, package.use, found, None if found else f"pip install '{package.install}'")
 
 
-def version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The installed version of `package`, None where it is not installed. Imports nothing."""
     from importlib import metadata
 

@@ -159,7 +159,7 @@ class _Item:
 
 def _chat_template(draft: Draft, given: ForeignSetting) -> None:
     if given.value != "jinja":
-        sources.template(draft, given, str(given.value))
+        sources.named_template(draft, given, str(given.value))
 
 
 def _template_text(draft: Draft, given: ForeignSetting) -> None:

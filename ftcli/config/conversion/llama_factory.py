@@ -157,7 +157,7 @@ RULES = r.Rules(
         "eval_dataset": _datasets("data.eval"),
         "dataset_dir": r.ignored,
         "max_samples": r.ignored,
-        "template": lambda draft, given: sources.template(draft, given, str(given.value)),
+        "template": lambda draft, given: sources.named_template(draft, given, str(given.value)),
         "val_size": r.no_split,
         "train_on_prompt": _prompts,
         "mask_history": _history,

@@ -75,7 +75,7 @@ def layouts(draft: Draft, found: set[str | None], given: ForeignSetting) -> None
         draft.put("data.format", next(iter(found)), given)
 
 
-def template(draft: Draft, given: ForeignSetting, name: str) -> None:
+def named_template(draft: Draft, given: ForeignSetting, name: str) -> None:
     """A chat template by its name elsewhere."""
     if name in ("tokenizer_default", "default", "auto") or name.startswith("tokenizer_default"):
         return

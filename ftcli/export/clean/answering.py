@@ -221,14 +221,14 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantised tensor by tensor into the model that the file describes."""
     from ftcli.export.gguf.described import reader_of, take_description
-    from ftcli.export.gguf.metadata import activation_of
+    from ftcli.export.gguf.metadata import usual_activation
     from ftcli.export.lazy import computing_from
     from ftcli.gguf.file import ReadFile
     from ftcli.tables.gguf import architecture_of
 
     file, config = ReadFile(Path(asked.folder)), _config(asked.config)
     text = config.get_text_config()
-    architecture = architecture_of(text.model_type, activation_of(text))
+    architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
         raise ValueError(f"no architecture of llama.cpp's for {text.model_type}")
     problems = take_description(config, file, architecture)

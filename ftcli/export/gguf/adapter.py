@@ -82,7 +82,7 @@ def _pairs(wanted: ExpectedFile) -> dict[str, _Pair]:
     return found
 
 
-def verify_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], float]:
+def verify_gguf_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], float]:
     """Read the adapter again, put it on the base and compare logits: problems, and the relative error."""
     try:
         file = ReadFile(path)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import Finding
+from ftcli.facts.model import activation_of
 from ftcli.gguf.names import no_place
 from ftcli.plain import JsonMap, JsonObject
+from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
@@ -112,10 +114,9 @@ def head_size(config: PretrainedConfig) -> int:
     return int(getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
 
 
-def activation_of(config: PretrainedConfig) -> str:
+def usual_activation(config: PretrainedConfig) -> str:
     """The MLP's activation, by the name that most configs call it by."""
-    c: Any = config
-    name = str(getattr(c, "hidden_activation", None) or getattr(c, "hidden_act", None))
+    name = str(activation_of(config.to_dict(), family_of(str(config.model_type))))
     return "silu" if name == "swish" else name
 
 
@@ -153,7 +154,7 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
     wanted = getattr(c, "query_pre_attn_scalar", None) or head_dim
     if wanted != built_in:
         raise no_place(f"scores are divided by the root of {wanted}, in llama.cpp by that of {built_in}")
-    activation = activation_of(config)
+    activation = usual_activation(config)
     if activation != architecture.activation:
         raise no_place(f"its activation is {activation}, in llama.cpp {architecture.activation}")
     if architecture.own_head and c.tie_word_embeddings:

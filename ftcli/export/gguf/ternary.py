@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ftcli.export.bitnet import load_masters
 from ftcli.export.probe import Probe, compare_logits, logits
 from ftcli.export.weights import ModelWeights
-from ftcli.facts.quantization import stores_masters
+from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.gguf.names import no_place
 from ftcli.model.checkpoint import hollow
 
@@ -60,7 +60,7 @@ def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
     Raises FtcliError FT756 where these layers have norms of their own.
     """
     said: Any = config.to_dict()
-    if not stores_masters(said):
+    if not stores_ternary_masters(said):
         return frozenset()
     if said["quantization_config"].get("use_rms_norm"):
         raise no_place("llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)")

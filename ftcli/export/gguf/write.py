@@ -13,10 +13,10 @@ import torch
 from ftcli.errors import Finding
 from ftcli.export.clean.ask import tokens_compared
 from ftcli.export.compare import elements
-from ftcli.export.gguf.adapter import verify_adapter, write_adapter
+from ftcli.export.gguf.adapter import verify_gguf_adapter, write_adapter
 from ftcli.export.gguf.experts import SplitExperts
 from ftcli.export.gguf.file import PlannedTensor, type_of, write_file
-from ftcli.export.gguf.metadata import Description, Value, activation_of, metadata_of
+from ftcli.export.gguf.metadata import Description, Value, metadata_of, usual_activation
 from ftcli.export.gguf.provenance import provenance_of
 from ftcli.export.gguf.ternary import TernaryWeights, activations_rounded, rounded_layers
 from ftcli.export.gguf.verify import ExpectedFile, verify_file
@@ -30,7 +30,7 @@ from ftcli.export.safetensors import random_base
 from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
-from ftcli.gguf.file import require_library
+from ftcli.gguf.file import require_gguf_package
 from ftcli.gguf.names import Names, names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
 from ftcli.tables.families import family_of
@@ -66,7 +66,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
             that llama.cpp does not compute as it was trained, FT758 where the package gguf is not there.
         OSError: it cannot be written.
     """
-    require_library()
+    require_gguf_package()
     prepared = prepare_gguf(source, offline=offline, say=say)
     facts: dict[str, str | int | float] = dict(prepared.facts)
     for kind in source.settings.gguf.types:
@@ -99,7 +99,7 @@ def _adapter(source: ExportSource, prepared: PreparedGguf, folder: Path, say: Ca
     path = folder / f"{prepared.name}-LoRA-F32.gguf"
     say(f"writing {path.name}")
     write_adapter(prepared.wanted, path, prepared.name, float(read_adapter_config(source.folder)["lora_alpha"]))
-    problems, error = verify_adapter(prepared.wanted, path) if source.verify else ([], 0.0)
+    problems, error = verify_gguf_adapter(prepared.wanted, path) if source.verify else ([], 0.0)
     if problems:
         raise not_verified(folder, [f"{path.name}: {problem}" for problem in problems])
     return error
@@ -115,7 +115,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
         raise random_base(source)
     config = source_config(source, offline=offline)
     text: Any = config.get_text_config()
-    architecture = architecture_of(text.model_type, activation_of(text))
+    architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
         raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
     description = _described(metadata_of(text, architecture), architecture)

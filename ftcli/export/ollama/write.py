@@ -17,7 +17,7 @@ from ftcli.export.ollama.golang import render
 from ftcli.export.ollama.template import Turns, cannot, go_template, rendered, template_parts
 from ftcli.export.resolve import ExportSource
 from ftcli.export.verify import Verified, not_asked
-from ftcli.gguf.file import require_library
+from ftcli.gguf.file import require_gguf_package
 from ftcli.tables.gguf import TYPES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         FtcliError: FT759 for a chat template that Ollama's kind cannot say; otherwise as the format ``gguf``.
         OSError: it cannot be written.
     """
-    require_library()
+    require_gguf_package()
     tokenizer = source_tokenizer(source, offline=offline)
     if not tokenizer.chat_template:
         raise cannot("there is none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftkernels.limits import version
+from ftkernels.limits import capability_text
 
 from ftcli.facts.device import BFLOAT16_CAPABILITY, DeviceFacts
 from ftcli.facts.execution import Execution, why_no_kernels
@@ -21,7 +21,7 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
     FT508 quantised products, FT509 paged optimizers.
     """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
-        needed, found = version(BFLOAT16_CAPABILITY), version(device.capability or (0, 0))
+        needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
         yield context.error(
             "FT501",
             "model.dtype",
@@ -96,7 +96,8 @@ def _stored_products(context: Context, device: DeviceFacts, plan: DtypePlan) -> 
     needed = code_of(products.capability)
     dequantized = why_dequantized(quantization, plan, device)
     if device.capability is not None and device.capability < needed:
-        missing = f"it needs compute capability {version(needed)}, {device.name} has {version(device.capability)}"
+        found = capability_text(device.capability)
+        missing = f"it needs compute capability {capability_text(needed)}, {device.name} has {found}"
         others = " or ".join(name for name in quantizations.supported() if quantizations.row(name).products is None)
         yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
     elif dequantized is not None and not products.exact:

@@ -7,7 +7,6 @@ from typing import Literal, TypeAlias
 
 from ftkernels.limits import why_no_decode_attention
 
-from ftcli.facts.device import gpu_of
 from ftcli.facts.generation import (
     LOGIT_COPIES,
     MOST_ROWS,
@@ -47,7 +46,7 @@ class GenerationBytes:
 def generation(setup: Setup, batch: Generation) -> GenerationBytes:
     """What generates ``batch.rows`` sequences, without the one matrix that a product of quantised weights needs."""
     known = family_of(setup.facts.text_type) is not None
-    gpu, head_dim = gpu_of(setup.device), setup.shape.head_dim
+    gpu, head_dim = setup.device.gpu, setup.shape.head_dim
     refusal = why_no_engine(setup.facts.language, known) or why_no_decode_attention(gpu, setup.plan.compute, head_dim)
     return _by_engine(setup, batch) if refusal is None else _by_transformers(setup, batch)
 

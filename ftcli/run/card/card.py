@@ -23,7 +23,7 @@ from ftcli.run.card.settings import training_rows
 from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
 from ftcli.run.report.facts import score_rows
-from ftcli.run.report.markup import visible
+from ftcli.run.report.markup import page_text
 from ftcli.run.report.values import count, map_in, maps
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
@@ -146,7 +146,7 @@ def _cell(value: object) -> object:
     """Text of a recipe or of data in a line of Markdown. Our own pieces, which are marked as such, stay as they are."""
     if isinstance(value, _Own):
         return value
-    text = visible(" ".join(str(value).split()))
+    text = page_text(" ".join(str(value).split()))
     return re.sub(r"([|`<>\[\]*])", r"\\\1", text)
 
 

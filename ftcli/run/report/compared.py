@@ -12,7 +12,7 @@ from ftcli.run.atomic import storage_errors, utc_now, write_text
 from ftcli.run.comparison import CURVES, Comparison
 from ftcli.run.history import RunSummary
 from ftcli.run.report.charts import ChartLook, Series, line_chart
-from ftcli.run.report.page import POLICY, style, template
+from ftcli.run.report.page import POLICY, page_template, style
 from ftcli.run.report.scales import number
 from ftcli.units import gib
 
@@ -29,7 +29,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
 
 def render_comparison(comparison: Comparison) -> str:
     """The page as text."""
-    return template("compared.html.jinja").render(
+    return page_template("compared.html.jinja").render(
         policy=POLICY,
         style=style(),
         names=comparison.names,

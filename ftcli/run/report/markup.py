@@ -1,4 +1,4 @@
-"""Text of models and data on a page: made visible here, escaped by :class:`markupsafe.Markup`, never markup."""
+"""Text of models and data on a page: made printable here, escaped by :class:`markupsafe.Markup`, never markup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff\ufffe\uffff]")
 
 
-def visible(value: str) -> str:
+def page_text(value: str) -> str:
     """``value`` with control characters as their pictures (NUL as ␀) and other unprintable ones as �."""
     if value.isprintable():  # far quicker than looking for them, and a page has thousands of values
         return value
@@ -18,8 +18,8 @@ def visible(value: str) -> str:
 
 
 def printable(value: object) -> object:
-    """Finished markup as it is; everything else as visible text, which is still to be escaped."""
-    return value if isinstance(value, Markup) else visible(str(value))
+    """Finished markup as it is; everything else as :func:`page_text`, which is still to be escaped."""
+    return value if isinstance(value, Markup) else page_text(str(value))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:

@@ -71,7 +71,7 @@ def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     evaluation = read_json_object(run.eval_path)
     every = settings.settings_by_section(recipe)
     resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
-    return template("page.html.jinja").render(
+    return page_template("page.html.jinja").render(
         policy=POLICY,
         style=style(),
         refresh=REFRESH_SECONDS,
@@ -101,7 +101,7 @@ def style() -> Markup:
     return Markup(files(__package__).joinpath("report.css").read_text(encoding="utf-8"))  # noqa: S704 our own file
 
 
-def template(name: str) -> Template:
+def page_template(name: str) -> Template:
     """A page's template. It escapes every value; what cannot be printed is replaced before."""
     return _environment().get_template(name)
 

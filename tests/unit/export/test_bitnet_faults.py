@@ -99,8 +99,8 @@ def test_damage_is_caught_and_removed(fault: str, monkeypatch: pytest.MonkeyPatc
 
 def test_values_that_are_packed_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Files and what they are first held against agree, and neither is what was trained."""
-    pack = bitnet.pack
-    monkeypatch.setattr(bitnet, "pack", lambda data: pack(-data))
+    pack = bitnet.pack_ternary
+    monkeypatch.setattr(bitnet, "pack_ternary", lambda data: pack(-data))
     with pytest.raises(FtcliError, match="not those of its masters") as caught:
         export(rounded_run(tmp_path, "llama"))
     assert {finding.code for finding in caught.value.findings} == {"FT741"}

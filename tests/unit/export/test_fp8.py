@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export import fp8
 from ftcli.export.clean import ask
-from ftcli.export.fp8 import LARGEST, quantize, scale_of
+from ftcli.export.fp8 import LARGEST, scale_of, to_float8
 from tests.small_models import build
 from tests.unit.export.conftest import Trained, edit_json
 from tests.unit.export.gguf_runs import adapt
@@ -84,7 +84,7 @@ def test_the_numbers_are_those_of_compressed_tensors() -> None:
     args = QuantizationArgs(num_bits=8, type="float", strategy="channel", symmetric=True)
     scale = scale_of(weight)
     wanted = theirs(weight, scale, torch.zeros_like(scale), args, dtype=torch.float8_e4m3fn)
-    assert torch.equal(quantize(weight, scale).float(), wanted.float())
+    assert torch.equal(to_float8(weight, scale).float(), wanted.float())
     assert bool((weight.abs().amax(1, keepdim=True) <= scale * LARGEST).all())
     assert scale[3] == 1.0
 

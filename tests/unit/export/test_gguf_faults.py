@@ -172,5 +172,5 @@ def test_a_wrong_adapter_is_caught(
         other_number("adapter.lora.alpha", 9.0)(path)
     if fault == "cut":
         cut_the_file(path)
-    problems, _ = adapter_file.verify_adapter(shared.wanted, path)
+    problems, _ = adapter_file.verify_gguf_adapter(shared.wanted, path)
     assert ("cannot be read" if fault == "cut" else "logits differ") in problems[0]

@@ -15,7 +15,7 @@ import torch
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
-from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, gpu_of, named_device, probe_device
+from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, named_device, probe_device
 from ftcli.facts.execution import LayerChoice, choose_layers, why_no_kernels
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
@@ -230,7 +230,7 @@ def test_layers_stay_transformers_own_where_the_kernels_cannot_run() -> None:
     """Under `kernels: auto` any CUDA GPU got the kernels, and the first launch failed."""
 
     def chosen(device: DeviceFacts, kernels: Kernels = "auto") -> LayerChoice:
-        gpu = gpu_of(device) if device.kind == "cuda" else None
+        gpu = device.gpu if device.kind == "cuda" else None
         return choose_layers("llama", "silu", kernels, device=device.name, gpu=gpu)
 
     pascal = replace(GPUS["t4"], name="GTX 1080", capability=(6, 1))

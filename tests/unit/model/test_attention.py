@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from ftcli.facts.attention import AttentionCall, choose_attention
-from ftcli.model.attention import NAME, attention_forward, register
+from ftcli.model.attention import NAME, ftcli_attention_forward, register
 from ftcli.model.masks import CallMask
 
 CUDA = torch.device("cuda")
@@ -173,8 +173,8 @@ def qkv(batch: int = 3, length: int = 11, keys: int = 11) -> list[Tensor]:
 def test_kernels_and_dense_backends_agree(create: Any, case: str, softcap: float | None) -> None:
     mask = made_by(create, 3, 11, **CASES[case])
     options: dict[str, Any] = {"scaling": 0.25, "softcap": softcap, "sliding_window": mask.window}
-    dense, _ = attention_forward(torch.nn.Identity(), *qkv(), mask, **options)
-    ours, _ = attention_forward(torch.nn.Identity(), *qkv(), mask, kernels="triton", **options)
+    dense, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, **options)
+    ours, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, kernels="triton", **options)
     tokens = CASES[case].get("attention_mask", torch.ones(3, 11)).bool()
     torch.testing.assert_close(ours[tokens], dense[tokens], rtol=1e-5, atol=1e-6)
     if create is create_causal_mask:
@@ -182,17 +182,19 @@ def test_kernels_and_dense_backends_agree(create: Any, case: str, softcap: float
         given = mask.dense.expand(3, 1, 11, 11)
         added = torch.zeros(3, 1, 11, 11).masked_fill(~given, torch.finfo(torch.float32).min)
         for tensor in (given, added, added.expand(3, 4, 11, 11)):
-            out, _ = attention_forward(torch.nn.Identity(), *qkv(), tensor, **options)
+            out, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), tensor, **options)
             torch.testing.assert_close(out[tokens], dense[tokens], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_without_a_mask_the_queries_are_the_last_of_the_keys(window: int | None) -> None:
     q, k, v = qkv()
-    whole, _ = attention_forward(torch.nn.Identity(), q, k, v, None, scaling=0.25, sliding_window=window, softcap=5.0)
+    whole, _ = ftcli_attention_forward(
+        torch.nn.Identity(), q, k, v, None, scaling=0.25, sliding_window=window, softcap=5.0
+    )
     for queries in (1, 4):
         for kernels in ("auto", "triton"):
-            out, _ = attention_forward(
+            out, _ = ftcli_attention_forward(
                 torch.nn.Identity(), q[:, :, -queries:], k, v, None, scaling=0.25, sliding_window=window, softcap=5.0,
                 kernels=kernels,
             )  # fmt: skip
@@ -204,20 +206,20 @@ def test_dropout_leaves_the_kernels() -> None:
     mask = made_by(create_causal_mask, 3, 11)
     for softcap in (None, 5.0):
         options: dict[str, Any] = {"scaling": 0.25, "softcap": softcap, "kernels": "triton"}
-        kept, _ = attention_forward(torch.nn.Identity(), *qkv(), mask, **options)
-        dropped, _ = attention_forward(torch.nn.Identity(), *qkv(), mask, dropout=0.5, **options)
+        kept, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, **options)
+        dropped, _ = ftcli_attention_forward(torch.nn.Identity(), *qkv(), mask, dropout=0.5, **options)
         assert not torch.allclose(kept, dropped)
 
 
 def test_a_mask_of_another_layer_type_or_length_is_refused() -> None:
     windowed = made_by(create_sliding_window_causal_mask, 3, 11)
     with pytest.raises(ValueError, match="window 5 reached a layer with window None"):
-        attention_forward(torch.nn.Identity(), *qkv(), windowed, scaling=0.25)
+        ftcli_attention_forward(torch.nn.Identity(), *qkv(), windowed, scaling=0.25)
     full = made_by(create_causal_mask, 3, 11)
     with pytest.raises(ValueError, match="window None reached a layer with window 5"):
-        attention_forward(torch.nn.Identity(), *qkv(), full, scaling=0.25, sliding_window=5)
+        ftcli_attention_forward(torch.nn.Identity(), *qkv(), full, scaling=0.25, sliding_window=5)
     with pytest.raises(ValueError, match="11 queries and 11 keys reached a layer with 9 and 9"):
-        attention_forward(torch.nn.Identity(), *qkv(length=9, keys=9), full, scaling=0.25)
+        ftcli_attention_forward(torch.nn.Identity(), *qkv(length=9, keys=9), full, scaling=0.25)
 
 
 def test_capped_scores_in_blocks_of_queries_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +236,7 @@ def test_capped_scores_in_blocks_of_queries_are_those_of_all(monkeypatch: pytest
         return result
 
     def run() -> list[Tensor]:
-        out, _ = attention_forward(torch.nn.Module(), *leaves, None, scaling=0.25, softcap=5.0, sliding_window=6)
+        out, _ = ftcli_attention_forward(torch.nn.Module(), *leaves, None, scaling=0.25, softcap=5.0, sliding_window=6)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
     whole = run()

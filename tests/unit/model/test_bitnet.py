@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.ternary import Ternary, pack, ternarise
+from ftkernels.ternary import Ternary, pack_ternary, ternarise
 from safetensors.torch import load_file, save_file
 
 from ftcli.config import QuantizationConfig
@@ -137,7 +137,7 @@ def packed_files(saved: Path, folder: Path, linear_class: str) -> Path:
     for name, module in model.named_modules():
         if isinstance(module, BitLinear):
             scale = module.ternary.scale.reshape(1)
-            tensors[f"{name}.weight"] = pack(module.ternary.data)
+            tensors[f"{name}.weight"] = pack_ternary(module.ternary.data)
             tensors[f"{name}.weight_scale"] = 1.0 / scale if linear_class == "bitlinear" else scale
     model.config.quantization_config = {
         **bitnet.declaration(model),

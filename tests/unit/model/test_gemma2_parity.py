@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ftcli.model.attention import attention_forward
+from ftcli.model.attention import ftcli_attention_forward
 from ftcli.model.backbone import base_of, head_of, hidden_states
 from ftcli.model.loss import next_token_loss
 from ftcli.model.masks import mask_for
@@ -86,7 +86,7 @@ def on_kernels(model: Model) -> None:
     if not interpreting():
         pytest.skip("Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)")
     on_torch(model)
-    AttentionInterface.register(INTERPRETED, partial(attention_forward, kernels="triton"))
+    AttentionInterface.register(INTERPRETED, partial(ftcli_attention_forward, kernels="triton"))
     AttentionMaskInterface.register(INTERPRETED, mask_for)
     base_of(model).set_attn_implementation(INTERPRETED)
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.device import fuses_products
-from ftkernels.fp8 import on_tensor_cores
+from ftkernels.fp8 import fp8_on_tensor_cores
 from ftkernels.fp8_trial import why_no_rows
 from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.attention import AttentionCall, choose_attention
-from ftcli.facts.device import GPUS, DeviceFacts, gpu_of, named_device
+from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.execution import ExecutionPart, execution_parts
 from ftcli.facts.model import read_facts
 from ftcli.pipeline.checking import CheckResult
@@ -44,11 +44,11 @@ def rows_for(loaded: LoadedRecipe, device: DeviceFacts) -> dict[str, ExecutionPa
 def test_attention_is_what_the_model_would_choose(load: Any, gpu: str, dtype: str) -> None:
     device = named_device(gpu)
     llama = rows_for(load(LLAMA % (dtype, 16)), device)
-    chosen = choose_attention(gpu_of(device), AttentionCall(dtype, 128))
+    chosen = choose_attention(device.gpu, AttentionCall(dtype, 128))
     assert llama["attention"].runs == chosen.backend
     gemma = rows_for(load(GEMMA % (dtype, 16)), device)
     for part, windowed in (("attention, window 4096", True), ("attention, global", False)):
-        chosen = choose_attention(gpu_of(device), AttentionCall(dtype, 256, softcap=50.0, windowed=windowed))
+        chosen = choose_attention(device.gpu, AttentionCall(dtype, 256, softcap=50.0, windowed=windowed))
         assert gemma[part].runs == chosen.backend
 
 
@@ -63,7 +63,7 @@ def test_fp8_products_run_where_the_weights_would_take_them(
     monkeypatch.setattr("ftkernels.fp8.why_no_rows_here", why_no_rows)
     part = "products of the frozen weights"
     rows = rows_for(load(LLAMA % (dtype, 16), "quantization.method=fp8", "model.kernels=reference"), device)
-    assert (rows[part].runs == "fp8") == on_tensor_cores(operand, operand, DTYPES[dtype])
+    assert (rows[part].runs == "fp8") == fp8_on_tensor_cores(operand, operand, DTYPES[dtype])
     assert part not in rows_for(load(LLAMA % (dtype, 16)), device)
 
 
@@ -135,7 +135,7 @@ def test_full_fine_tuning_is_on_the_kernels(load: Any, dtype: str, settings: tup
 def test_packed_documents_go_where_masked_calls_go(load: Any, gpu: str) -> None:
     device = named_device(gpu)
     row = rows_for(load(LLAMA % ("bfloat16", 16), "data.packing=true"), device)["attention"]
-    chosen = choose_attention(gpu_of(device), AttentionCall("bfloat16", 128, mask="intervals"))
+    chosen = choose_attention(device.gpu, AttentionCall("bfloat16", 128, mask="intervals"))
     assert row.runs == chosen.backend
     if gpu == "h100":
         assert row.runs == "triton"

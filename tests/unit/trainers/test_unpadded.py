@@ -98,7 +98,7 @@ def model_of(family: str, kernels: str) -> Any:
     if kernels == "interpreted":
         if not interpreting():
             pytest.skip("Triton's interpreter is off (TRITON_INTERPRET=1 turns it on)")
-        AttentionInterface.register(INTERPRETED, partial(attention.attention_forward, kernels="triton"))
+        AttentionInterface.register(INTERPRETED, partial(attention.ftcli_attention_forward, kernels="triton"))
         AttentionMaskInterface.register(INTERPRETED, mask_for)
         base_of(model).set_attn_implementation(INTERPRETED)
     return model
