@@ -1,9 +1,10 @@
-"""What no test waits for: the disk, and git's answer about this checkout."""
+"""What no test waits for: the disk, git's answer about this checkout, and what libraries ask again in each step."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,21 @@ def without_waiting(patch: pytest.MonkeyPatch) -> None:
     once = functools.cache(lambda: ask(ROOT))
     patch.setattr(os, "fsync", unflushed)
     patch.setattr(manifest, "git_state", lambda folder: once() if folder == ROOT else ask(folder))
+    if "torch" in sys.modules:
+        _seed_only_what_is_there(patch)
+    if "accelerate" in sys.modules:
+        from accelerate.utils import imports
+
+        # Asked several times in each step whether DeepSpeed is installed, it looks through all folders of packages.
+        patch.setattr(imports, "_is_package_available", functools.cache(imports._is_package_available))
+
+
+def _seed_only_what_is_there(patch: pytest.MonkeyPatch) -> None:
+    """For each kind of device that the machine lacks, ``torch.manual_seed`` keeps the seed for later, and with it the
+    text of the whole stack.
+    """
+    import torch
+
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        if not devices.is_available():
+            patch.setattr(devices, "manual_seed_all", lambda seed: None)
