@@ -144,7 +144,7 @@ def without_run(checkpoint: str) -> FtcliError:
     """FT154: a checkpoint was named, and no run."""
     return FtcliError.single(
         "FT154",
-        f"--checkpoint {checkpoint} is of no run",
+        f"--checkpoint {checkpoint} needs a run",
         exit_code=ExitCode.RECIPE,
         origin=Origin(f"--checkpoint {checkpoint}"),
         help="name the run with --run DIR",

@@ -55,7 +55,7 @@ def run_as_ranks(
             f"launch.num_processes {wanted:,}: there is no GPU here, and {usable_cores()} CPU cores",
             exit_code=ExitCode.PREFLIGHT,
             origin=loaded.origins.at("launch.num_processes"),
-            help="use as many processes as there are cores at most",
+            help="use at most as many processes as there are cores",
         )
     from ftcli.cli.workers import run_ranks
 

@@ -34,7 +34,7 @@ def check_text(result: CheckResult) -> str:
         lines += _sizes({"pinned, on the host": memory.pinned_host_bytes})
         lines += _sizes({"paged optimizer": memory.paged_bytes})
     if report.host is not None:
-        lines += ["", f"host    {gib(report.host.total_bytes)} GiB of its memory at the peak ({report.host.peak})"]
+        lines += ["", f"host    {gib(report.host.total_bytes)} GiB of memory at its peak ({report.host.peak})"]
         lines += _sizes({name: report.host.parts[name] for name in report.host.phases[report.host.peak]})
     if disk is not None:
         free = "" if disk.free_bytes is None else f", {size(disk.free_bytes)} free"
@@ -152,7 +152,7 @@ def bench_text(result: BenchResult) -> str:
     """The numbers that count, then everything."""
     timing, share = result.measured.timing, result.bound.share_of_bound
     bound = f", {share:.0%} of the arithmetic bound" if share is not None else ""
-    first = " in the first step, with all that is set up in it" if timing.first_step_only else " a step"
+    first = " in the first step, setup included" if timing.first_step_only else " a step"
     head = f"{timing.tokens_per_second:,.0f} tokens/s, {timing.step_ms:.1f} ms{first}{bound}"
     peaks = _peaks(timing.peak_memory_bytes, result.predicted)
     several = result.measured.several

@@ -31,7 +31,7 @@ class GenerateConfig(Section):
         default="end",
         description="What happens where prompt and completion reach data.max_seq_len: `end` ends the completion and "
         "says so; `sliding` goes on, and the oldest tokens are dropped, a quarter of data.max_seq_len at a time. "
-        "Prompts that are longer are data.overlong's.",
+        "Longer prompts are treated as data.overlong says.",
     )
 
 

@@ -152,7 +152,7 @@ class RewardConfig(JudgeConfig):
         default="answer",
         description="exact_match, contains, math_verify: the column with the right answer; python_tests: with tests.",
     )
-    weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
+    weight: float = Field(default=1.0, description="Weight of this reward in the sum.")
 
 
 class RewardPlateauConfig(Section):
@@ -167,9 +167,11 @@ class EntropyCollapseConfig(Section):
     """Ends training when sampled tokens have hardly any entropy: completions are all alike, and nothing is explored."""
 
     min_entropy: Annotated[float, Field(gt=0, le=100)] = Field(
-        default=0.01, description="Lowest mean entropy of sampled tokens that is not too little, in nats."
+        default=0.01, description="Lowest acceptable mean entropy of sampled tokens, in nats."
     )
-    patience: Count = Field(default=10, description="Optimizer steps in a row with too little before training ends.")
+    patience: Count = Field(
+        default=10, description="Optimizer steps in a row below `min_entropy` before training ends."
+    )
 
 
 class GrpoStoppingConfig(Section):
@@ -194,7 +196,7 @@ class GrpoConfig(Section):
 
     num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
     max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
-    max_completion_length: Count = Field(default=256, description="Completion tokens sampled at most.")
+    max_completion_length: Count = Field(default=256, description="Longest completion in tokens; sampling ends there.")
     temperature: Annotated[float, Field(gt=0, le=10)] = Field(default=1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
     top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")

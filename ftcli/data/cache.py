@@ -108,7 +108,7 @@ class TokenCache:
         try:
             return TokenStore(path)
         except (OSError, ValueError) as error:
-            self._warn(f"the tokenized data in {path} is damaged and is made again ({error})")
+            self._warn(f"the tokenized data in {path} is damaged and will be made again ({error})")
             shutil.rmtree(path, ignore_errors=True)
             return None
 
@@ -121,7 +121,7 @@ class TokenCache:
                     _write(staged, fill)
                     return self._keep(staged, self._folder / key)
                 except OSError as error:
-                    self._warn(f"tokenized data cannot be kept in {self._folder} ({error}); going on without")
+                    self._warn(f"tokenized data cannot be cached in {self._folder} ({error}); going on without a cache")
                 finally:
                     shutil.rmtree(staged, ignore_errors=True)
         if self._scratch is None:
@@ -136,7 +136,7 @@ class TokenCache:
             root.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
         except OSError as error:
-            self._warn(f"tokenized data cannot be kept in {root} ({error}); going on without")
+            self._warn(f"tokenized data cannot be cached in {root} ({error}); going on without a cache")
             return None
 
     @staticmethod

@@ -109,9 +109,9 @@ def rendered_apart(ledgers: Sequence[DatasetLedger]) -> Finding | None:
     return Finding(
         "FT446",
         f"the prompts of {', '.join(kinds['plain_prompts'])} are plain text, those of {', '.join(kinds['chats'])} are "
-        "written by the chat template: a model that is asked through the template has not seen the first ones so",
+        "written by the chat template: a model that is asked through the template has not seen the former in that form",
         None,
-        "write prompt and completion as lists of messages, or keep it where both forms are wanted",
+        "write prompt and completion as lists of messages, or leave it so if both forms are wanted",
         "warning",
     )
 

@@ -178,7 +178,7 @@ class Evaluator:
 def _failures(result: TaskResult) -> Finding:
     return Finding(
         "FT768",
-        f"the task {result.name} has {result.failed} answers that could not be judged, of {len(result.answers)}; the "
+        f"the task {result.name}: {result.failed} of its {len(result.answers)} answers could not be judged; the "
         f"first: {result.failure}",
         help="the judge's `on_error` says what becomes of them: a number is their score, `skip` leaves them out",
         severity="warning",

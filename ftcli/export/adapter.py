@@ -77,7 +77,7 @@ def verify_adapter(source: ExportSource, folder: Path, *, offline: bool) -> Veri
     problems += compare_tokenizers(answer.tokenizer, source_tokenizer(source, offline=offline))
     stated = read_adapter_config(folder)
     if stated != read_adapter_config(source.folder):
-        problems.append("adapter_config.json is another")
+        problems.append("adapter_config.json differs")
     if problems:
         raise not_verified(folder, problems)
     servers = (vllm(stated, wanted), llama_cpp_server(stated, wanted))

@@ -115,7 +115,7 @@ def require_compressed_tensors() -> None:
     if find_spec(_PACKAGE) is None:
         raise FtcliError.single(
             "FT758",
-            "to verify fp8 transformers needs the package compressed-tensors, which is not installed",
+            "to verify fp8, transformers needs the package compressed-tensors, which is not installed",
             exit_code=ExitCode.PREFLIGHT,
             help="pip install 'ftcli[fp8]'",
         )
@@ -313,7 +313,7 @@ def _unlike(found: Tensor, scale: Tensor, wanted: Tensor) -> str | None:
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         return "has a scale that is not a positive number"
     if bool(((scale * LARGEST > 1.02 * largest) & (largest > 0)).any()):
-        return "has a scale that wastes what the type holds"
+        return "has a scale that wastes the type's range"
     again = found.float() * scale
     # As much again for the order of sums in merging, which moves what lies half-way between two values.
     room = _ROUNDING * wanted.abs() + SMALLEST / 2 * scale + 1e-6 * largest

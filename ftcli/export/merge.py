@@ -98,7 +98,7 @@ class Rounding:
                 largest = float(tensor[over].abs().max())
                 raise FtcliError.single(
                     "FT769",
-                    f"{name} holds {largest:.6g}, and float16 ends at 65504",
+                    f"{name} holds {largest:.6g}, and the largest float16 is 65504",
                     exit_code=ExitCode.PREFLIGHT,
                     help="use export.dtype: bfloat16, which has float32's range",
                 )

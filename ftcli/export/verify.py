@@ -297,7 +297,7 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
         if token != wanted:
             best, second = row.double().topk(2).values
             lead = float(best - second)
-            return [] if lead <= 4 * allowed * float(scale) else [f"generated token {index + 1} is another"]
+            return [] if lead <= 4 * allowed * float(scale) else [f"generated token {index + 1} differs"]
         if token in ends and len(generated) > index + 1:
             return ["generation does not end at a stop token"]
     return []
@@ -310,7 +310,7 @@ def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> lis
     problems = []
     for name in ("eos_token_id", "pad_token_id", "bos_token_id", "chat_template"):
         if written[name] != getattr(wanted, name):
-            problems.append(f"the tokenizer's {name} is another")
+            problems.append(f"the tokenizer's {name} differs")
     if written["tokens"] != len(wanted):
         problems.append(f"the tokenizer has {written['tokens']} tokens instead of {len(wanted)}")
     if written["rendered"] != [rendered_ids(wanted, text) for text in TEXTS]:

@@ -166,7 +166,7 @@ def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[LoraProblem]:
     slow = endless(choice.expressions(), names)
     if slow is not None:
         said = f"the expression {slow[1].pattern} takes too long on the names of {len(names):,} modules"
-        yield LoraProblem(slow[0], said, "name the end of a path, or leave out repetitions of repetitions", "FT264")
+        yield LoraProblem(slow[0], said, "name the end of a path, or avoid nested repetitions", "FT264")
         return
     left = [name for name in names if choice.adapts(name)]
     for each in choice.excluded:

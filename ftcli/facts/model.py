@@ -189,7 +189,7 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
         what = names[0] if names else model_type
         raise preflight_error(
             "FT309",
-            f"{name} is a {what}; ftcli trains causal language models, and the text of {', '.join(MULTIMODAL)}",
+            f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}",
             origin,
             help="choose a text model, such as google/gemma-2-2b-it",
         )

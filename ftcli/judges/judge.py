@@ -45,7 +45,7 @@ class Judge:
         what, code = _KINDS[self.kind]
         example = f"{what} {self.name} {first.reason} for {batch.named(failed[0])}"
         if self.on_error == "stop":
-            help = "fix it, or set its `on_error` to `skip` or to a number, which such completions get then"
+            help = "fix it, or set its `on_error` to `skip` or to a number, which then scores such completions"
             origin = Origin(self.name)
             raise FtcliError.single(code, example, exit_code=ExitCode.DATA, origin=origin, help=help)
         instead = None if self.on_error == "skip" else float(self.on_error)

@@ -64,7 +64,7 @@ class GraphStatus:
         if self.stopped is not None:
             return f"given up after {self.replays:,} micro-batches: {self.stopped}"
         if self.beyond:
-            return f"on, but for {self.beyond:,} micro-batches of shapes beyond the first {MOST_SHAPES}"
+            return f"on, except for {self.beyond:,} micro-batches of shapes beyond the first {MOST_SHAPES}"
         return "on"
 
     @property

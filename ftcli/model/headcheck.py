@@ -51,7 +51,7 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
         return 0.0  # a broken model is not a matter of its head: training and evaluation name it
     difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
     if not difference <= _ALLOWED[plan.compute]:  # NaN fails, too
-        said = f"on one row its logits and those that the loss would stand for differ by {difference:.2g} of their size"
+        said = f"on one row, its logits and those that the loss would compute differ by {difference:.2g} of their size"
         raise _differs(model, said)
     return difference
 

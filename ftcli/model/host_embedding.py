@@ -50,13 +50,13 @@ def why_not_on_host(model: PreTrainedModel | PeftModel) -> str | None:
     base = base_of(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     if type(embedding) is not nn.Embedding:
-        return f"it is a {type(embedding).__name__}, which does more than to look rows up"
+        return f"it is a {type(embedding).__name__}, which does more than look rows up"
     if embedding.weight.requires_grad:
         return "it is trained"
     if head is not None and head.weight is embedding.weight:
         return "the head has the same weight"
     if embedding.max_norm is not None:
-        return "its rows are made shorter when they are read"
+        return "its rows are renormalised when they are read"
     return None
 
 

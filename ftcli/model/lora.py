@@ -129,7 +129,7 @@ def _require_possible(lora: LoraConfig, targets: Targets) -> None:
         raise FtcliError.single(
             "FT333",
             f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
-            "experts at once, before any token is there",
+            "experts at once, before it sees a token",
             exit_code=ExitCode.PREFLIGHT,
             help="leave it out, or list linear layers of attention in lora.target_modules",
         )

@@ -124,7 +124,7 @@ def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisio
         if not torch.equal(_bytes(found[name].detach()), _bytes(wanted)):
             raise FtcliError.single(
                 "FT713",
-                f"{name} of the first layer is another one once the ranks have put it together of their parts",
+                f"{name} of the first layer has changed after the ranks put it together from their parts",
                 exit_code=ExitCode.BUG,
                 help="train with launch.engine: ddp if the model fits each GPU, and report this with the run's "
                 "manifest.json",

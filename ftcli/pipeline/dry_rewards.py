@@ -144,6 +144,6 @@ def _constant(one: DryReward, texts: int) -> Finding:
         "FT278",
         f"the reward {one.reward} is {one.mean:g} for all of {texts} sample texts: known answers, answers of other "
         "rows, and no text",
-        help="that is right for a reward of form that none of them has; else look at its columns, pattern or function",
+        help="right for a reward of form that no sample meets; otherwise check its columns, pattern or function",
         severity="warning",
     )

@@ -56,13 +56,13 @@ def records(source: Any, *, parquet: bool, longest: int) -> Iterator[JsonObject 
         for row in _objects(batch, longest):
             characters += text_size(row)
             if characters > max(MAX_TEXT, MAX_TEXT_A_BYTE * held):
-                raise ValueError(f"its rows hold over {MAX_TEXT_A_BYTE:,} times as much as it does")
+                raise ValueError(f"its rows would take more than {MAX_TEXT_A_BYTE:,} times its size")
             yield row
 
 
 def _require_few(rows: int, held: int) -> None:
     if rows > max(MAX_ROWS, MAX_ROWS_A_BYTE * held):
-        raise ValueError(f"it says that it has {rows:,} rows, over {MAX_ROWS_A_BYTE} for each of its bytes")
+        raise ValueError(f"it claims to have {rows:,} rows, more than {MAX_ROWS_A_BYTE} for each of its bytes")
 
 
 def _bounded(batches: Iterator[Any]) -> Iterator[Any]:

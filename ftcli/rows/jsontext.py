@@ -60,5 +60,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
     if len(made) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"the key {twice[:80]!r} is there twice, and only one of its values could be used")
+        raise ValueError(f"the key {twice[:80]!r} appears twice, and only one of its values could be used")
     return made

@@ -287,7 +287,7 @@ def _best_step(usable: Sequence[Path]) -> int | None:
 
 
 def _passed_over(path: Path, reason: str) -> Finding:
-    return Finding("FT726", f"checkpoint {path} is damaged and is passed over: {reason}", severity="warning")
+    return Finding("FT726", f"checkpoint {path} is damaged and is skipped: {reason}", severity="warning")
 
 
 def _inventory(folder: Path) -> list[JsonObject]:

@@ -55,7 +55,7 @@ def test_shapes_beyond_the_limit_are_counted(
     for tokens in (8, 9, 8, 9, 8):
         step(model, layers, tokens)
     assert (runner.status.without, runner.status.beyond) == (5, 3)
-    assert runner.status.outcome == "on, but for 3 micro-batches of shapes beyond the first 0"
+    assert runner.status.outcome == "on, except for 3 micro-batches of shapes beyond the first 0"
 
 
 @pytest.mark.parametrize("outcome", [None, "on", "given up after 7 micro-batches: no memory was left"])

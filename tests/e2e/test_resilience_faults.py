@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(drills: Drills, how: str) -
             file.write(bytes([byte ^ 1]))
     said = drills.run(recipe)
     assert "warning[FT726]" in said
-    assert f"{weights.parent} is damaged and is passed over: model.safetensors" in said
+    assert f"{weights.parent} is damaged and is skipped: model.safetensors" in said
     assert f"resuming from {weights.parent.with_name('step-00000002')}" in said
     drills.require_same_run("r", whole)
 

@@ -261,7 +261,7 @@ RULES = r.Rules(
         "liger_glu_activation": r.kernels,
         "liger_fused_linear_cross_entropy": r.kernels,
         "cut_cross_entropy": r.kernels,
-        "plugins": r.harmless("the plugins' kernels are ftcli's own here; what else they do has no counterpart"),
+        "plugins": r.harmless("ftcli has kernels of its own; whatever else the plugins do has no counterpart"),
         "strict": r.ignored,
         "debug": r.ignored,
         "local_rank": r.ignored,

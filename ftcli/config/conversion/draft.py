@@ -113,7 +113,7 @@ class Draft:
             self.put(key, resolved if isinstance(resolved, bool) else ours, given, f"{self.tool}: {value}")
             if value.lower() in _APPROXIMATE:
                 what = f"`{given.name}: {value}` became `{key}: {ours}`"
-                self.differs(given, what, "look whether that is what you want")
+                self.differs(given, what, "check whether that is what you want")
             return
         self.put(key, value, given)
 

@@ -263,7 +263,7 @@ OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
         "fp16": switched_by("model.dtype", "float16"),
         "load_in_8bit": eight_bit,
         "gradient_checkpointing": checkpointing,
-        "gradient_checkpointing_kwargs": harmless("how layers are recomputed is ftcli's own"),
+        "gradient_checkpointing_kwargs": harmless("ftcli recomputes layers in its own way"),
         "activation_offloading": offloading,
         "attn_implementation": attention,
         "max_steps": epochs_or_steps,

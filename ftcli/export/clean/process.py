@@ -169,5 +169,5 @@ def _no_answer(how: str) -> FtcliError:
         "FT760",
         f"what was written could not be verified: the process that loads it again {how}",
         exit_code=ExitCode.BUG,
-        help="it was removed again; free memory and export once more, or leave the verification out with --no-verify",
+        help="it was removed again; free memory and export once more, or skip the verification with --no-verify",
     )

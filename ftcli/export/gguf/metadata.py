@@ -158,7 +158,7 @@ def _require_arithmetic(config: PretrainedConfig, architecture: Architecture) ->
     if activation != architecture.activation:
         raise no_place(f"its activation is {activation}, in llama.cpp {architecture.activation}")
     if architecture.own_head and c.tie_word_embeddings:
-        raise no_place(f"its head is its embedding, and llama.cpp's {architecture.name} wants one of its own")
+        raise no_place(f"its head is its embedding, and llama.cpp's {architecture.name} wants a separate head")
     if architecture.name != "gemma2" and getattr(c, "attn_logit_softcapping", None):
         raise no_place(f"llama.cpp does not cap scores in {architecture.name}")
     if architecture.name not in ("gemma2", "gemma3") and getattr(c, "final_logit_softcapping", None):

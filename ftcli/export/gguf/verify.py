@@ -124,7 +124,7 @@ def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
         problems += [f"{stored} {problem}"] if problem else []
     for stored, factor in wanted.factors.items():
         if stored in file.names and not torch.equal(file.read(stored), factor):
-            problems.append(f"{stored} is another")
+            problems.append(f"{stored} differs")
     return problems
 
 

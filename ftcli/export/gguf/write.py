@@ -132,7 +132,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     trained = torch.empty(0)
     facts: dict[str, float] = {}
     if source.verify:
-        say("computing what the files are held against")
+        say("computing the reference that the files are compared with")
         apart = adapted if weights is stored else None
         model: Any = unwritten(source_config(source, offline=offline)) if apart is None else apart
         probe, trained = _trained_logits(model, weights, probe)

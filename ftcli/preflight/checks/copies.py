@@ -28,5 +28,5 @@ def check(context: Context) -> Findings:
             _KEY,
             f"{_KEY} {copies}: {processes} {'process' if processes == 1 else 'processes'} cannot have {copies} copies, "
             "each spread over two processes or more",
-            help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start {2 * copies} processes at least",
+            help=f"use {_KEY}: {' or '.join(fitting)}" if fitting else f"start at least {2 * copies} processes",
         )

@@ -185,8 +185,8 @@ def _sampling(context: Context, grpo: GrpoConfig) -> Findings:
             yield context.error(
                 "FT277",
                 f"grpo.{name}",
-                f"{value} cuts tokens off when completions are sampled, and the log-probabilities that are trained on "
-                "know nothing of it: ratios and gradients would be those of another policy",
+                f"{value} cuts tokens off when completions are sampled, and the log-probabilities of training "
+                "do not account for it: ratios and gradients would be those of another policy",
                 help=f"remove grpo.{name}; grpo.temperature counts in both",
             )
 

@@ -39,7 +39,7 @@ def judge_findings(
         try:
             validator_of(judged.json_schema)
         except NoSchema as error:
-            help = "a schema is whole in itself: put what it refers to under `$defs`"
+            help = "a schema must be self-contained: put what it refers to under `$defs`"
             yield context.error("FT280", f"{path}.json_schema", f"json_schema {error}", help=help)
 
 

@@ -32,7 +32,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield context.note(
             "FT310",
             "model.name_or_path",
-            f"{facts.name} is trained on text: its language model alone; {facts.senses}: kept, not trained",
+            f"only the language model of {facts.name} is trained, on text; {facts.senses}: kept, not trained",
         )
     if context.work == "train" and not context.from_prompts and facts.language.get("output_router_logits"):
         yield context.warning(

@@ -99,7 +99,7 @@ def refuse_unsupported(turn: JsonObject, number: int) -> None:
     if any(turn.get(key) is not None and not isinstance(turn[key], str) for key in REASONING_KEYS):
         raise Misfit(f"message {number} has reasoning that is not text")
     if len({turn[key] for key in REASONING_KEYS if turn.get(key)}) > 1:
-        raise Misfit(f"message {number} has two reasonings, and they differ")
+        raise Misfit(f"message {number} holds reasoning twice, and the two differ")
 
 
 def _content(content: Any, number: int, *, optional: bool) -> str:

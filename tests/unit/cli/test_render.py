@@ -219,7 +219,7 @@ def test_bench_begins_with_the_numbers_that_count() -> None:
     text = bench_text(bench_result(12345.6, 8.04, 0.421))
     assert text.splitlines()[0] == "12,346 tokens/s, 8.0 ms a step, 42% of the arithmetic bound"
     first = bench_text(bench_result(9.0, 8.0, first_step_only=True))
-    assert first.splitlines()[0] == "9 tokens/s, 8.0 ms in the first step, with all that is set up in it"
+    assert first.splitlines()[0] == "9 tokens/s, 8.0 ms in the first step, setup included"
     assert "bound" not in bench_text(bench_result(1.0, 1.0)).split("\n")[0]
     assert text.splitlines()[1] == "15,432 computed tokens/s, 20.0% of them filler; rows unpadded, 3 shapes"
 

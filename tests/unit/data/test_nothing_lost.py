@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     [
         ("sharegpt", {"conversations": TURNS, "images": ["a.png"]}, "only text"),
         ("messages", {"messages": CHAT, "images": ["a.png"]}, "only text"),
-        ("messages", {"messages": [CHAT[0], {**CHAT[1], "thinking": "a", "reasoning": "b"}]}, "two reasonings"),
+        ("messages", {"messages": [CHAT[0], {**CHAT[1], "thinking": "a", "reasoning": "b"}]}, "reasoning twice"),
         ("sharegpt", {"conversations": [TURNS[0], {**TURNS[1], "reasoning": ["a"]}]}, "not text"),
     ],
 )

@@ -158,7 +158,7 @@ def test_generated_tokens_are_held_to_those_of_training(gone_on: tuple[Probe, to
     other = greedy.clone()
     other[1] = (other[1] + 1) % 264
     assert check_greedy(greedy, answer, probe, (263,), 1e-4) == []
-    assert check_greedy(other, answer, probe, (263,), 1e-4) == ["generated token 2 is another"]
+    assert check_greedy(other, answer, probe, (263,), 1e-4) == ["generated token 2 differs"]
     assert check_greedy(other, answer, probe, (263,), 10.0) == []
     assert check_greedy(greedy[:2], answer, probe, (int(greedy[1]),), 1e-4) == []
     assert check_greedy(greedy[:2], answer, probe, (263,), 1e-4) == [

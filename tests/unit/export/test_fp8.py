@@ -114,13 +114,13 @@ def swap_halves(tensor: torch.Tensor) -> torch.Tensor:
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a flipped scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: -t), "not a positive number"),
-    "another scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: t * 1.5), "wastes what the type holds"),
+    "another scale": (lambda f: change(f, f"{WEIGHT}_scale", lambda t: t * 1.5), "wastes the type's range"),
     "a swapped permutation": (lambda f: change(f, WEIGHT, swap_halves), "differs by up to"),
     "a missing tensor": (lambda f: drop(f, WEIGHT), "is missing"),
     "a missing scale": (lambda f: drop(f, f"{WEIGHT}_scale"), "is missing"),
     "a touched norm": (lambda f: change(f, "model.norm.weight", lambda t: t + 0.5), "model.norm.weight differs"),
     "a truncated file": (cut, "cannot be read"),
-    "no template": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template is another"),
+    "no template": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template differs"),
     "no stop token": (lambda f: edit_json(f / "generation_config.json", eos_token_id=1), "stop token"),
 }
 

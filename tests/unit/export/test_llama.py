@@ -137,7 +137,7 @@ def says_something_else(said: dict[str, Any]) -> None:
 
 
 FAULTS = {
-    other_token: "in llama.cpp generated token 3 is another",
+    other_token: "in llama.cpp generated token 3 differs",
     other_logits: "in llama.cpp the likeliest tokens' logits differ by",
     other_pieces: "is cut into different tokens",
     dies: "in llama.cpp it cannot be loaded: unknown model architecture",
@@ -206,7 +206,7 @@ def test_a_fault_of_llama_cpps_own_is_told_and_no_failure(
     known = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, architecture=faulty))
     report = verified(known, str(stand_in(said)), tmp_path)
     assert not report.problems
-    assert str(report.facts("", "f32")["llama_cpp"]).endswith("is another: it reads nothing")
+    assert str(report.facts("", "f32")["llama_cpp"]).endswith("differs: it reads nothing")
 
 
 def test_a_library_that_is_broken_is_none(

@@ -118,7 +118,7 @@ def test_rows_without_end_are_refused_at_once(tmp_path: Path) -> None:
     runs = pa.RunEndEncodedArray.from_arrays(pa.array([10**9], pa.int64()), pa.array(["hello"]))
     for array in (nulls(10**9), runs):
         code, message = codes(written(tmp_path / "x.arrow", array))
-        assert (code, "it says that it has 1,000,000,000 rows" in message) == ("FT403", True)
+        assert (code, "it claims to have 1,000,000,000 rows" in message) == ("FT403", True)
 
 
 def test_more_rows_than_a_file_says_in_its_metadata_are_not_read(
@@ -184,9 +184,9 @@ def test_hidden_folders_are_not_walked(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("d.jsonl", '{"text": "a", "text": "b"}\n', "not JSON: the key 'text' is there twice"),
-        ("d.jsonl", '{"messages": [{"role": "user", "role": "system"}]}\n', "the key 'role' is there twice"),
-        ("d.json", '[{"text": "a", "text": "b"}]', "the key 'text' is there twice"),
+        ("d.jsonl", '{"text": "a", "text": "b"}\n', "not JSON: the key 'text' appears twice"),
+        ("d.jsonl", '{"messages": [{"role": "user", "role": "system"}]}\n', "the key 'role' appears twice"),
+        ("d.json", '[{"text": "a", "text": "b"}]', "the key 'text' appears twice"),
     ],
 )
 def test_a_key_that_a_row_has_twice_is_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
