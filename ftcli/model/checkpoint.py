@@ -21,6 +21,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.adapters import Expression, at_end, before_index, endless
 from ftcli.facts.weights import ADAPTER_CONFIG, WEIGHTS_INDEX
 from ftcli.plain import JsonMap
+from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +54,7 @@ def hollow(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         FtcliError: FT305 (exit 3) when no model can be built of the config's values.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Undrawn():
             # Every model has eager attention. What a config.json names may be code on a hub.
             options = {"attn_implementation": "eager", **options}
             model: PreTrainedModel = model_class(config).from_config(config, **options)

@@ -28,6 +28,7 @@ from ftcli.export.clean.request import (
     rows_for,
 )
 from ftcli.plain import JsonMap, JsonObject
+from ftcli.undrawn import Undrawn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,15 +85,18 @@ def _libraries() -> str:
 
 def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder as transformers loads it."""
-    if asked.from_disk and asked.names and getattr(_config(asked.folder), "quantization_config", None) is not None:
-        return _streamed(asked, sent)
+    config = _config(asked.folder)
+    if asked.from_disk and asked.names and _is_quantized(config):
+        return _streamed(asked, config, sent)
     options: dict[str, Any] = {"dtype": "auto" if asked.dtype == "stored" else torch.float32}
     if asked.from_disk:
         options = {"dtype": torch.float32, "device_map": {"": "disk"}}
-    with tempfile.TemporaryDirectory(prefix="ftcli-offload-") as spare:
+    # transformers compiles how some layers unpack their weights and round, which needs a compiler and takes longer.
+    plainly = torch.compiler.set_stance("force_eager") if _is_quantized(config) else nullcontext()
+    with plainly, tempfile.TemporaryDirectory(prefix="ftcli-offload-") as spare:
         if asked.from_disk:
             options["offload_folder"] = spare  # for weights that are put together of several
-        model, told = _class(_config(asked.folder)).from_pretrained(
+        model, told = _class(config).from_pretrained(
             asked.folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -102,24 +106,25 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
             **options,
         )
         model.eval()
-        quantized = getattr(model.config, "quantization_config", None) is not None
-        if not quantized and not asked.from_disk:
+        if not _is_quantized(model.config) and not asked.from_disk:
             model.float()
         problems = [f"{name} is not stored" for name in sorted(told["missing_keys"])]
         problems += [f"{found[0]} is stored in another shape" for found in sorted(told["mismatched_keys"])]
-        # transformers compiles the rounding of some layers, which needs a compiler and takes longer than the pass.
-        with torch.compiler.set_stance("force_eager") if quantized else nullcontext():
-            tensors = {} if problems else _computed(model, asked, sent)
+        tensors = {} if problems else _computed(model, asked, sent)
         facts: JsonObject = {"problems": problems, "stops": _stops(model), "tokenizer": _tokenizer(asked)}
     return facts, tensors
 
 
-def _streamed(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
+def _is_quantized(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _streamed(asked: ReloadRequest, config: Any, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A folder whose weights are rounded, layer by layer."""
     from ftcli.export.clean.streamed import streamed
 
     folder = Path(asked.folder)
-    with streamed(folder, _config(asked.folder), asked.names, _empty) as model:
+    with streamed(folder, config, asked.names, _empty) as model:
         with torch.compiler.set_stance("force_eager"):
             logits = _logits(model, sent)
         return {"stops": _stops(model), "tokenizer": _tokenizer(asked)}, {LOGITS: logits}
@@ -189,7 +194,7 @@ def _empty(config: Any) -> PreTrainedModel:
     """A model of a config: its buffers are what they should be, its parameters without memory."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), Undrawn():
         model: PreTrainedModel = _class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
