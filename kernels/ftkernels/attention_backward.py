@@ -122,6 +122,19 @@ def _query_kernel(
 
 
 @triton.jit
+def _key_weights(
+    k, q, lse, rows, lo, hi, MASKED: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(p, x) of a tile, (KEYS, QUERIES): the softmax's weights and the bounded scores that they are made of."""
+    x = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
+    z = x * FACTOR - lse[None, :]
+    if MASKED:
+        z = tl.where((rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None]), z, float("-inf"))
+    return tl.exp2(z), x
+
+
+@triton.jit
 def _key_kernel(
     q_src,
     k_src,
@@ -204,11 +217,7 @@ def _key_kernel(
                 CD, TMA,
             )  # fmt: skip
             lse = tl.load(lse_ptr + per_query, mask=rows < q_len, other=0.0)
-            x = bounded(tl.dot(k, tl.trans(q), input_precision=PRECISION), SCALE, SOFTCAP, FAST_TANH)
-            z = x * FACTOR - lse[None, :]
-            if MASKED:
-                z = tl.where((rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None]), z, float("-inf"))
-            p = tl.exp2(z)
+            p, x = _key_weights(k, q, lse, rows, lo, hi, MASKED, SCALE, SOFTCAP, FAST_TANH, FACTOR, PRECISION)
             if WANT_DV:
                 dv = tl.dot(p.to(CD), do, dv, input_precision=PRECISION)
             if WANT_DK:

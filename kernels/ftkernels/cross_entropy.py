@@ -80,33 +80,13 @@ def falling(u, cap):
 
 
 @triton.jit
-def _rows_kernel(
-    logits_ptr,
-    row_stride,
-    labels_ptr,
-    losses_ptr,
-    correct_ptr,
-    row_scale_ptr,
-    V,
-    softcap,
-    logit_scale,
-    smoothing,
-    HAS_CAP: tl.constexpr,
-    CAP_BOUNDS: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    WANT_GRAD: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program a row: an online log-sum-exp over blocks of V, then dlogits over the logits."""
-    row = tl.program_id(0).to(tl.int64)
-    base = logits_ptr + row * row_stride
-    label = tl.load(labels_ptr + row)
-    cap = tl.cast(softcap, ACC)
-    scale = tl.cast(logit_scale, ACC)
-    smooth = tl.cast(smoothing, ACC)
-    true_u = tl.load(base + label).to(ACC) * scale
+def _scan_row(
+    base, label, true_u, scale, cap, V, HAS_CAP: tl.constexpr, CAP_BOUNDS: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(lse, z_total, beaten) of a row: an online log-sum-exp over blocks of V, the sum of its z where it is needed,
+    and whether another logit is ahead of the label's, by lane with CAP_BOUNDS.
+    """
     lanes = tl.arange(0, BLOCK)
     beaten = tl.full((BLOCK,) if CAP_BOUNDS else (), 0, tl.int32)
     running_max = tl.full((), float("-inf"), ACC)
@@ -138,6 +118,62 @@ def _rows_kernel(
             running_sum = running_sum * tl.exp(running_max - block_max) + tl.sum(tl.exp(z - block_max), axis=0)
             running_max = block_max
     lse = cap + tl.log(tl.sum(sums, axis=0)) if CAP_BOUNDS else running_max + tl.log(running_sum)
+    return lse, z_total, beaten
+
+
+@triton.jit
+def _write_gradient(
+    base, label, lse, factor, scale, cap, smooth, V, HAS_CAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    ACC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dlogits of a row times ``factor``, over its logits."""
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        columns = start + lanes
+        inside = columns < V
+        u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
+        if HAS_CAP:
+            r = falling(u, cap)
+            grad = tl.exp(cap - lse - 2.0 * cap * r)
+        else:
+            grad = tl.exp(u - lse)
+        if HAS_SMOOTHING:
+            grad -= smooth / V
+        grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
+        if HAS_CAP:
+            grad *= 4.0 * r * (1.0 - r)  # 1 - tanh^2
+        tl.store(base + columns, (grad * factor).to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rows_kernel(
+    logits_ptr,
+    row_stride,
+    labels_ptr,
+    losses_ptr,
+    correct_ptr,
+    row_scale_ptr,
+    V,
+    softcap,
+    logit_scale,
+    smoothing,
+    HAS_CAP: tl.constexpr,
+    CAP_BOUNDS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: an online log-sum-exp over blocks of V, then dlogits over the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * row_stride
+    label = tl.load(labels_ptr + row)
+    cap = tl.cast(softcap, ACC)
+    scale = tl.cast(logit_scale, ACC)
+    smooth = tl.cast(smoothing, ACC)
+    true_u = tl.load(base + label).to(ACC) * scale
+    lse, z_total, beaten = _scan_row(base, label, true_u, scale, cap, V, HAS_CAP, CAP_BOUNDS, HAS_SMOOTHING, ACC, BLOCK)
     true_z = true_u
     if HAS_CAP:
         true_z = cap - 2.0 * cap * falling(true_u, cap)
@@ -150,21 +186,7 @@ def _rows_kernel(
         factor = scale
         if HAS_ROW_SCALE:
             factor = scale * tl.load(row_scale_ptr + row).to(ACC)
-        for start in range(0, V, BLOCK):
-            columns = start + lanes
-            inside = columns < V
-            u = tl.load(base + columns, mask=inside, other=0.0, eviction_policy="evict_first").to(ACC) * scale
-            if HAS_CAP:
-                r = falling(u, cap)
-                grad = tl.exp(cap - lse - 2.0 * cap * r)
-            else:
-                grad = tl.exp(u - lse)
-            if HAS_SMOOTHING:
-                grad -= smooth / V
-            grad = tl.where(columns == label, grad - (1.0 - smooth), grad)
-            if HAS_CAP:
-                grad *= 4.0 * r * (1.0 - r)  # 1 - tanh^2
-            tl.store(base + columns, (grad * factor).to(logits_ptr.dtype.element_ty), mask=inside)
+        _write_gradient(base, label, lse, factor, scale, cap, smooth, V, HAS_CAP, HAS_SMOOTHING, ACC, BLOCK)
 
 
 # By whether the cap bounds the logits: measured by `python kernels/bench/tune.py --only cross_entropy` with the

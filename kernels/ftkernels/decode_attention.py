@@ -53,6 +53,51 @@ class Pages:
 
 
 @triton.jit
+def _pages_of_share(cached, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """(lo, begin, end): the first position that is seen, and the share's first page and the one past its last."""
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(cached + 1 - WINDOW, 0)
+    first = lo // KEYS
+    pages = tl.maximum(tl.cdiv(cached, KEYS) - first, 0)
+    share = tl.cdiv(pages, SPLITS)
+    begin = first + split * share
+    end = tl.minimum(begin + share, first + pages)
+    return lo, begin, end
+
+
+@triton.jit
+def _over_pages(
+    q, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims, there,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, FAST_TANH: tl.constexpr, FACTOR: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CD: tl.constexpr,
+):  # fmt: skip
+    """(peak, total, acc) of the share's pages: the highest score, the sum of weights (QUERIES,), of weighted values."""
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    within = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
+    # The next page's number is loaded a turn ahead: so the loop's loads can be pipelined.
+    page = tl.load(table_ptr + tl.minimum(begin, table_width - 1))
+    for i in range(begin, end):
+        at = (page.to(tl.int64) * key_heads + head) * (KEYS * D) + within
+        page = tl.load(table_ptr + tl.minimum(i + 1, table_width - 1))
+        positions = i * KEYS + tl.arange(0, KEYS)
+        written = (positions < cached)[:, None] & there[None, :]  # what lies behind them may be NaN
+        k = tl.load(keys_ptr + at, mask=written, other=0.0).to(CD)
+        v = tl.load(values_ptr + at, mask=written, other=0.0).to(CD)
+        x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR
+        x = tl.where(((positions < cached) & (positions >= lo))[None, :], x, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(x, 1))  # each page has a position that is seen
+        p = tl.exp2(x - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(p, 1)
+        acc = acc * decay[:, None] + tl.dot(p.to(CD), v, input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
 def _share_kernel(
     q_ptr,
     k_ptr,
@@ -91,42 +136,18 @@ def _share_kernel(
     row64 = row.to(tl.int64)
     split = tl.program_id(1)
     cached = tl.load(length_ptr + row) - 1  # tokens before the new one; -1 for an empty row
-    lo = 0
-    if WINDOW > 0:
-        lo = tl.maximum(cached + 1 - WINDOW, 0)
-    first = lo // KEYS
-    pages = tl.maximum(tl.cdiv(cached, KEYS) - first, 0)
-    share = tl.cdiv(pages, SPLITS)
-    begin = first + split * share
-    end = tl.minimum(begin + share, first + pages)
+    lo, begin, end = _pages_of_share(cached, split, WINDOW, SPLITS, KEYS)
     group = tl.arange(0, QUERIES)
     dims = tl.arange(0, BLOCK_D)
     there = dims < D
     query = (group < GROUP)[:, None] & there[None, :]
     q_at = q_ptr + row64 * q_stride_b + (head * GROUP + group)[:, None] * q_stride_h + dims[None, :]
     q = tl.load(q_at, mask=query, other=0.0).to(CD)
-    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     table_ptr += row64 * table_stride
-    within = tl.arange(0, KEYS)[:, None] * D + dims[None, :]
-    # The next page's number is loaded a turn ahead: so the loop's loads can be pipelined.
-    page = tl.load(table_ptr + tl.minimum(begin, table_width - 1))
-    for i in range(begin, end):
-        at = (page.to(tl.int64) * key_heads + head) * (KEYS * D) + within
-        page = tl.load(table_ptr + tl.minimum(i + 1, table_width - 1))
-        positions = i * KEYS + tl.arange(0, KEYS)
-        written = (positions < cached)[:, None] & there[None, :]  # what lies behind them may be NaN
-        k = tl.load(keys_ptr + at, mask=written, other=0.0).to(CD)
-        v = tl.load(values_ptr + at, mask=written, other=0.0).to(CD)
-        x = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP, FAST_TANH) * FACTOR
-        x = tl.where(((positions < cached) & (positions >= lo))[None, :], x, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(x, 1))  # each page has a position that is seen
-        p = tl.exp2(x - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(p, 1)
-        acc = acc * decay[:, None] + tl.dot(p.to(CD), v, input_precision="ieee")
-        peak = new_peak
+    peak, total, acc = _over_pages(
+        q, keys_ptr, values_ptr, table_ptr, table_width, key_heads, head, cached, lo, begin, end, dims, there,
+        SCALE, SOFTCAP, FAST_TANH, FACTOR, D, BLOCK_D, QUERIES, KEYS, CD,
+    )  # fmt: skip
     if (split == 0) & (cached >= 0):  # the new token
         k_at = k_ptr + row64 * k_stride_b + head * k_stride_h + dims
         v_at = v_ptr + row64 * v_stride_b + head * v_stride_h + dims

@@ -28,6 +28,25 @@ class QkvGrads(NamedTuple):
 
 
 @triton.jit
+def _head_norm_back(
+    g1, g2, x1, x2, w1, w2, eps, FORM: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Through the norm of a head x, by halves (BM, BLOCK): d, and g_h * n_h of the norm's gradient."""
+    rstd = head_rstd(x1, x2, eps, HALF, ACC)
+    n1 = x1 * rstd
+    n2 = x2 * rstd
+    gw1 = g1 * w1
+    gw2 = g2 * w2
+    mean = ((tl.sum(gw1 * n1, axis=1) + tl.sum(gw2 * n2, axis=1)) / (2 * HALF))[:, None]
+    d1 = rstd * (gw1 - n1 * mean)
+    d2 = rstd * (gw2 - n2 * mean)
+    if FORM == "llama":
+        n1 = n1.to(ROUND).to(ACC)
+        n2 = n2.to(ROUND).to(ACC)
+    return d1, d2, g1 * n1, g2 * n2
+
+
+@triton.jit
 def _heads_back(
     dy_ptr,
     dy_batch,
@@ -90,19 +109,9 @@ def _heads_back(
             x1 = tl.load(x_at, mask=mask & live, other=0.0).to(ACC)
             x2 = tl.load(x_at + HALF, mask=mask & live, other=0.0).to(ACC)
             g1, g2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
-            rstd = head_rstd(x1, x2, eps, HALF, ACC)
-            n1 = x1 * rstd
-            n2 = x2 * rstd
-            gw1 = g1 * w1
-            gw2 = g2 * w2
-            mean = ((tl.sum(gw1 * n1, axis=1) + tl.sum(gw2 * n2, axis=1)) / (2 * HALF))[:, None]
-            d1 = rstd * (gw1 - n1 * mean)
-            d2 = rstd * (gw2 - n2 * mean)
-            if FORM == "llama":
-                n1 = n1.to(ROUND).to(ACC)
-                n2 = n2.to(ROUND).to(ACC)
-            dw1 += g1 * n1
-            dw2 += g2 * n2
+            d1, d2, gn1, gn2 = _head_norm_back(g1, g2, x1, x2, w1, w2, eps, FORM, ROUND, HALF, ACC)
+            dw1 += gn1
+            dw2 += gn2
         elif TURNED:
             d1, d2 = rotate(g1, g2, c1, c2, s1, s2, TRANSPOSED=True)
         else:
