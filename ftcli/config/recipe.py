@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -29,3 +29,10 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+    def value_of(self, key: str) -> Any:
+        """The value of a dotted key; None where a section on the way is absent."""
+        value: Any = self
+        for name in key.split("."):
+            value = None if value is None else getattr(value, name)
+        return value

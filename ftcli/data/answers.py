@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-#: The end of a generation prompt that has opened the reasoning.
-_OPENED = re.compile(r"<think>\s*\Z")
+#: The end of a generation prompt that has opened the reasoning: the tag is part of the prompt, not of the answer.
+OPENED_REASONING = re.compile(r"<think>\s*\Z")
 #: Characters by which the places are found that may be the end of a generation prompt.
 _SEED = 12
 
@@ -102,7 +102,7 @@ def _agreed(most: int, agree: Callable[[int], bool]) -> int:
 
 def unopened(prompt: str) -> str | None:
     """``prompt`` without the opening of the reasoning at its end; None when it has none."""
-    found = _OPENED.search(prompt)
+    found = OPENED_REASONING.search(prompt)
     return prompt[: found.start()] if found else None
 
 

@@ -280,7 +280,7 @@ def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
             f"the weights of {source.folder.parent} are rounded in every product, and {unfit[0]} would hold what they "
             "are rounded from as plain weights",
             exit_code=ExitCode.RECIPE,
-            help="use export.formats: [safetensors, bitnet]",
+            help=f"use export.formats: [{', '.join(exports.of_masters())}]",
         )
 
 

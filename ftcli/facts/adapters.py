@@ -71,6 +71,11 @@ class AdapterChoice:
         self.alphas = _compiled(lora.alpha_pattern)
         self._lora = lora
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer that is named has an adapter, all of one rank: the section chooses among none."""
+        return not self.excluded and self._lora.layers_to_transform is None and not self.ranks
+
     def adapts(self, name: str) -> bool:
         """Whether a layer that ``lora.target_modules`` names is left in by the settings that choose among those."""
         wanted = self._lora.layers_to_transform
@@ -140,9 +145,11 @@ def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expressi
 
 def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
     """Every adapter of a model whose shape is known, equal ones of all layers together."""
-    choice = AdapterChoice(lora)
+    choice, named = AdapterChoice(lora), shape.adapted(lora.target_modules)
+    if choice.is_uniform:  # the estimate asks many times; 80 layers have 560 names
+        return tuple(LinearAdapter(linear, lora.r, shape.num_layers) for linear in named)
     found: Counter[tuple[Linear, int]] = Counter()
-    for linear in shape.adapted(lora.target_modules):
+    for linear in named:
         for index in range(shape.num_layers):
             name = f"model.layers.{index}.{linear.name}"
             if choice.adapts(name):

@@ -30,6 +30,9 @@ JOINED_PROJECTIONS = "q, k, v and gate, up are single layers with one adapter ea
 #: Why a layer with DoRA is left as it is.
 DORA = "DoRA scales the merged weight, which is never formed on the kernels"
 
+#: Why a layer is left as it is of which ``lora.modules_to_save`` names a linear layer.
+TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole, beside the frozen one"
+
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -85,6 +88,11 @@ def choose_layers(
     return LayerChoice("fused", f"{device} runs Triton kernels", ACTIVATIONS[activation])
 
 
+def wants_kernels(kernels: Kernels) -> bool:
+    """Whether ``model.kernels`` allows Triton kernels."""
+    return kernels in ("auto", "triton")
+
+
 def why_no_kernels(device: DeviceFacts) -> str | None:
     """Why ftcli's Triton kernels cannot run on a device at all, as one clause, or None."""
     return _why_no_triton(_cuda_gpu(device))
@@ -118,6 +126,7 @@ class Execution:
         dense: The backend of causal calls over whole sequences.
         masked: The backend of calls with a window in force or with packed documents.
         sends_attention: Some calls of this run take our attention kernel, whose output ``offload`` sends to the host.
+        drops: Training drops probabilities of attention, which our attention kernel cannot.
         batches: How the rows of a micro-batch are laid out.
     """
 
@@ -127,6 +136,7 @@ class Execution:
     masked: str
     sends_attention: bool
     batches: Batches
+    drops: bool = False
 
     @property
     def on_kernels(self) -> bool:
@@ -150,13 +160,15 @@ class ExecutionPart:
 def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, work: Work) -> Execution:
     """How the layers of a run are computed."""
     layers = _layers(recipe, facts, device, work=work)
-    batches = _batches(recipe, facts, plan, device, layers, work=work)
+    drops = work == "train" and facts.drops_attention
+    masked_choice = _attention(facts, plan, device, masked=True, drops=drops)
+    batches = _batches(recipe, masked_choice, layers, work=work)
     if layers.code == "transformers":
         own = own_attention(recipe.model, facts.attn_logit_softcapping)
-        masked: str = _attention(facts, plan, device, masked=True).backend if layers.parts else own
-        return Execution(layers, own, own, masked, sends_attention=False, batches=batches)
-    dense = _attention(facts, plan, device).backend
-    masked = _attention(facts, plan, device, masked=True).backend
+        masked: str = masked_choice.backend if layers.parts else own
+        return Execution(layers, own, own, masked, sends_attention=False, batches=batches, drops=drops)
+    dense = _attention(facts, plan, device, drops=drops).backend
+    masked = masked_choice.backend
     windowed = _window_in_force(recipe, facts)
     by_kernel = masked == "triton"
     if dense in ("triton", "eager"):
@@ -164,27 +176,22 @@ def execution_of(recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: Dev
     else:
         shown = "sdpa, triton where a window is in force" if windowed and by_kernel else "sdpa"
     sends = by_kernel and (dense == "triton" or windowed or recipe.data.packing or _joins_rows(recipe, batches))
-    return Execution(layers, shown, dense, masked, sends, batches)
+    return Execution(layers, shown, dense, masked, sends, batches, drops)
 
 
 #: Why documents are not laid out in one row where transformers' own attention computes.
 OWN_ATTENTION = "transformers' own attention can only keep documents apart by a mask over all pairs of tokens"
 
 
-def _batches(
-    recipe: Recipe,
-    facts: ModelFacts,
-    plan: DtypePlan,
-    device: DeviceFacts,
-    layers: LayerChoice,
-    *,
-    work: Work,
-) -> Batches:
-    """How micro-batches are laid out, of training or, where nothing is trained, of evaluation."""
+def _batches(recipe: Recipe, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
+    """How micro-batches are laid out, of training or, where nothing is trained, of evaluation.
+
+    Args:
+        masked: What our attention takes for calls with several documents.
+    """
     densely: str | None = OWN_ATTENTION
     if layers.code != "transformers" or layers.parts:
-        choice = _attention(facts, plan, device, masked=True)
-        densely = None if choice.backend == "triton" else f"attention runs on {choice.backend}: {choice.reason}"
+        densely = None if masked.backend == "triton" else f"attention runs on {masked.backend}: {masked.reason}"
     refusal = takes_rows(recipe, work)
     return choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely)
 
@@ -220,7 +227,7 @@ def execution_parts(
                 batches,
             )
         if layers.parts:
-            return (first, *_attention_parts(recipe, facts, plan, device, execution.batches), batches)
+            return (first, *_attention_parts(recipe, facts, plan, device, execution), batches)
         own = "eager" if execution.attention == "eager" else "sdpa"
         return (first, ExecutionPart("attention", own, "transformers' own"), batches)
     elementwise = "torch" if layers.code == "reference" else "triton"
@@ -228,7 +235,7 @@ def execution_parts(
         ExecutionPart("norms, rotary embedding, gated unit", elementwise, layers.reason),
         *_frozen_products(recipe, plan, device),
         _trained_products(recipe, plan, device, elementwise),
-        *_attention_parts(recipe, facts, plan, device, execution.batches),
+        *_attention_parts(recipe, facts, plan, device, execution),
         ExecutionPart("head and loss", elementwise, f"{layers.reason}; logits in chunks, never all at once"),
         batches,
     )
@@ -241,8 +248,13 @@ def _layers(recipe: Recipe, facts: ModelFacts, device: DeviceFacts, *, work: Wor
     if quantizations.row(recipe.quantization.method).training is not None:
         return LayerChoice("transformers", f"{recipe.quantization.method} rounds the input of each linear layer")
     choice = choose_layers(facts.text_type, facts.activation, kernels, device=device.name, gpu=gpu)
-    if recipe.lora is not None and recipe.lora.use_dora and choice.code != "transformers":
+    if recipe.lora is None or choice.code == "transformers":
+        return choice
+    if recipe.lora.use_dora:
         return LayerChoice("transformers", f"{DORA}: adapted layers run on PEFT's own code")
+    linears = () if facts.shape is None else facts.shape.linears
+    if any(linear.leaf in recipe.lora.modules_to_save for linear in linears):
+        return LayerChoice("transformers", TRAINED_WHOLE)
     return choice
 
 
@@ -251,30 +263,40 @@ def _window_in_force(recipe: Recipe, facts: ModelFacts) -> bool:
 
 
 def _attention(
-    facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, *, windowed: bool = False, masked: bool = False
+    facts: ModelFacts,
+    plan: DtypePlan,
+    device: DeviceFacts,
+    *,
+    windowed: bool = False,
+    masked: bool = False,
+    drops: bool = False,
 ) -> AttentionChoice:
     head_dim = 0 if facts.shape is None else facts.shape.head_dim
     softcap = facts.attn_logit_softcapping or 0.0
     mask: Literal["plain", "intervals"] = "intervals" if masked else "plain"
-    return choose_attention(device.gpu, AttentionCall(plan.compute, head_dim, softcap, windowed, mask))
+    call = AttentionCall(plan.compute, head_dim, softcap, windowed, mask, dropout=drops)
+    return choose_attention(device.gpu, call)
 
 
 def _attention_parts(
-    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, batches: Batches
+    recipe: Recipe, facts: ModelFacts, plan: DtypePlan, device: DeviceFacts, execution: Execution
 ) -> list[ExecutionPart]:
     """One row; more where some layers have a window in force, or where several documents go to another backend."""
 
     def row(part: str, choice: AttentionChoice) -> ExecutionPart:
         return ExecutionPart(part, choice.backend, choice.reason)
 
-    everywhere = _attention(facts, plan, device, masked=recipe.data.packing)
-    together = _attention(facts, plan, device, masked=True)
+    drops = execution.drops
+    everywhere = _attention(facts, plan, device, masked=recipe.data.packing, drops=drops)
+    together = _attention(facts, plan, device, masked=True, drops=drops)
     apart = [row("attention, rows of different lengths", together)]
-    if together.backend == everywhere.backend or not _joins_rows(recipe, batches):
+    if together.backend == everywhere.backend or not _joins_rows(recipe, execution.batches):
         apart = []
     if not _window_in_force(recipe, facts):
         return [row("attention", everywhere), *apart]
-    rows = [row(f"attention, window {facts.sliding_window}", _attention(facts, plan, device, windowed=True))]
+    rows = [
+        row(f"attention, window {facts.sliding_window}", _attention(facts, plan, device, windowed=True, drops=drops))
+    ]
     layers = 0 if facts.shape is None else facts.shape.num_layers
     if facts.windowed_layers(layers) < layers:
         rows += [row("attention, global", everywhere), *apart]
@@ -285,7 +307,7 @@ def _rounded_products(recipe: Recipe, plan: DtypePlan, device: DeviceFacts) -> E
     """Products of a method that rounds weights and activations in each of them."""
     part, method = "linear layers", recipe.quantization.method
     refusal = why_dequantized(recipe.quantization, plan, device)
-    if recipe.model.kernels in ("off", "reference"):
+    if not wants_kernels(recipe.model.kernels):
         refusal = f"model.kernels: {recipe.model.kernels}"
     if refusal is not None:
         return ExecutionPart(part, "torch", f"{refusal}; the same integers, in float32")

@@ -113,6 +113,11 @@ class ModelFacts:
         """transformers' name of the MLP's activation; None where neither config nor family says."""
         return activation_of(self.language, self.family)
 
+    @property
+    def drops_attention(self) -> bool:
+        """Whether training drops probabilities of attention (``attention_dropout``)."""
+        return bool(self.language.get("attention_dropout"))
+
     def windowed_layers(self, num_layers: int) -> int:
         """How many of the first ``num_layers`` layers have the sliding window, if the model has one."""
         if self.sliding_window is None:

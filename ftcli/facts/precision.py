@@ -49,6 +49,11 @@ class DtypePlan:
         return DTYPE_BYTES[self.parameter]
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes of one element of what is trained: of adapters, or of the base itself."""
+        return DTYPE_BYTES[self.adapter or self.parameter]
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of one element of a gradient."""
         return DTYPE_BYTES[self.gradient]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.tables.families import Family
-from ftcli.tables.gguf import Architecture
+from ftcli.tables.gguf import INSTEAD, Architecture
 
 #: A stack of experts that llama.cpp has as two, and what the halves are called here; a shared expert's gate.
 STACK, GATE, UP = ".mlp.experts.gate_up_proj", ":gate", ":up"
@@ -155,5 +155,5 @@ def no_place(reason: str) -> FtcliError:
         "FT756",
         f"this model cannot be written as GGUF: {reason}",
         exit_code=ExitCode.PREFLIGHT,
-        help="export safetensors, which transformers and vLLM serve",
+        help=INSTEAD,
     )

@@ -9,7 +9,7 @@ from ftkernels.projection import FrozenWeight, Packed, Projection
 from ftkernels.side_stream import DeferredStream
 from torch import Tensor, nn
 
-from ftcli.facts.execution import DORA
+from ftcli.facts.execution import DORA, TRAINED_WHOLE
 from ftcli.model.joint import JoinedLinear
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear
 
@@ -42,8 +42,11 @@ _NOTHING = PreparedGroup()
 def why_not_fused(layer: nn.Module) -> str | None:
     """Why the fused layers cannot take this linear layer; None when they can."""
     from peft.tuners.lora import Linear as LoraLinear
+    from peft.utils.other import ModulesToSaveWrapper
 
     base = layer
+    if isinstance(layer, ModulesToSaveWrapper):
+        return TRAINED_WHOLE
     if isinstance(layer, LoraLinear):
         base = layer.base_layer
         if any(layer.use_dora.values()):

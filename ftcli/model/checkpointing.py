@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.offload import Offload
-from ftcli.preflight.memory.checkpointing import Offloaded
+from ftcli.preflight.memory.checkpointing import Offloaded, fetched_ahead
 from ftcli.tables import code_of, policies
 from ftcli.tables.policies import PolicyName
 
@@ -85,7 +85,7 @@ def use_offload(layers: Sequence[Any], offloaded: Offloaded) -> Offload:
     for layer in layers:
         if isinstance(layer, FusedDecoderLayer):
             layer.offloaded = offloaded
-    offload = Offload(ahead=max([2, *map(_sent, layers)]) - 1)
+    offload = Offload(ahead=fetched_ahead(max(map(_sent, layers), default=0)))
     for layer in layers:
         if isinstance(layer, FusedDecoderLayer):
             layer.offload = offload

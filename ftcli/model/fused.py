@@ -160,7 +160,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         """
         if self.offloaded == "layers":
             return 1
-        return self._family.half_inputs + 1
+        return self._family.most_sent
 
     def _attention_half(
         self,

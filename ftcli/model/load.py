@@ -10,7 +10,7 @@ import torch
 
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.facts.execution import own_attention
+from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import (
@@ -113,7 +113,7 @@ def _finished(model: PreTrainedModel, holding: ModelStorage | None, settings: Mo
     if holding is not None and holding.trained:
         training = quantizations.row(holding.settings.method).training
         if training is not None:
-            kernels = settings.kernels in ("auto", "triton")
+            kernels = wants_kernels(settings.kernels)
             code_of(training.finish)(model, kernels=kernels, settings=holding.settings)
     return model
 

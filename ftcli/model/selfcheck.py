@@ -240,14 +240,15 @@ def _layer_pass(layer: nn.Module, shared: _Call, own: _Call) -> _Pass:
 
 def _compare(name: str, found: _Pass, wanted: _Pass) -> LayerCheck:
     differences = {
-        key: _difference(found.gradients[key], value) if key in found.gradients else float("inf")
+        key: relative_difference(found.gradients[key], value) if key in found.gradients else float("inf")
         for key, value in wanted.gradients.items()
     }
     worst = max(differences, key=lambda key: _rank(differences[key]), default="")
-    return LayerCheck(name, _difference(found.output, wanted.output), differences.get(worst, 0.0), worst)
+    return LayerCheck(name, relative_difference(found.output, wanted.output), differences.get(worst, 0.0), worst)
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference over that of ``wanted``, of tensors of one shape."""
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 

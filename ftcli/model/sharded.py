@@ -25,6 +25,7 @@ from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import base_of, decoder_layers, set_root
 from ftcli.model.parts import RankWeights, is_part, ready
 from ftcli.model.rows import as_spread
+from ftcli.tables import engines
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -126,8 +127,8 @@ def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisio
                 "FT713",
                 f"{name} of the first layer has changed after the ranks put it together from their parts",
                 exit_code=ExitCode.BUG,
-                help="train with launch.engine: ddp if the model fits each GPU, and report this with the run's "
-                "manifest.json",
+                help=f"train with launch.engine: {engines.by_auto(spreads=False)} if the model fits each GPU, and "
+                "report this with the run's manifest.json",
             )
     layer.reshard()
 

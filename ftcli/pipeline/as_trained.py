@@ -9,9 +9,10 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.run.changes import ChangedKey, recipe_changes
 from ftcli.run.directory import RunDirectory
+from ftcli.tables import methods
 
-#: What only training reads: weights that are there already know nothing of it.
-_TRAINING = ("lora", "train", "grpo", "checkpoint", "launch")
+#: What only training reads, besides the sections of its methods: weights that are there already know nothing of it.
+_TRAINING = ("lora", "train", "checkpoint", "launch")
 
 
 def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, ...]:
@@ -24,7 +25,11 @@ def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, 
 
 def refuse_training(loaded: LoadedRecipe, run: RunDirectory, act: str) -> None:
     """Raises FtcliError FT749 (exit 2) where ``--set`` changes how the run was trained, as :func:`refuse_settings`."""
-    refuse_settings(loaded, [change for change in changed_since(loaded, run) if change.is_in(_TRAINING)], act)
+    refuse_settings(
+        loaded,
+        [change for change in changed_since(loaded, run) if change.is_in((*_TRAINING, *methods.sections()))],
+        act,
+    )
 
 
 def refuse_settings(loaded: LoadedRecipe, changes: Sequence[ChangedKey], act: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ftcli.data.answers import OPENED_REASONING
 from ftcli.data.asked import PromptLimit
 from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer
@@ -15,8 +15,6 @@ from ftcli.rows.row import Message, Row, data_error
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Where a template begins the answer's reasoning itself, the tag is part of the prompt.
-_OPENED = re.compile(r"<think>\s*\Z")
 _WHERE = "chat"
 
 
@@ -85,7 +83,7 @@ class Conversation:
         """Adds the turn and its answer, as far as that came, to the history."""
         if self._raw:
             return
-        content = _with_reasoning(completion) if _OPENED.search(question.text) else completion
+        content = _with_reasoning(completion) if OPENED_REASONING.search(question.text) else completion
         if self._refuses_reasoning:
             content = split_reasoning(content)[3]
         self._turns += [{"role": "user", "content": question.said}, {"role": "assistant", "content": content}]

@@ -101,7 +101,7 @@ def _least_memory(
     state = optimizer_state(recipe.train.optim, TrainedParameters(trained, ()))
     return LeastMemory(
         weights=_weights(model, packed, recipe.quantization, plan.parameter_bytes),
-        adapters=0 if adapters is None else 4 * trained,
+        adapters=0 if adapters is None else plan.trained_bytes * trained,
         gradients=plan.gradient_bytes * trained,
         optimizer=state.device,
     )

@@ -10,6 +10,7 @@ from ftcli.errors import Finding
 from ftcli.pipeline.context import RunContext
 from ftcli.preflight.checks.optimisation import long_warm_ups
 from ftcli.tables import quantizations
+from ftcli.tables.methods import Method
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -31,7 +32,7 @@ def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) ->
     lines = (
         ("parameters", trained(job, model)),
         ("data", f"{rows.count:,} {rows.unit}{tokens}"),
-        ("batch", batch(context.recipe)),
+        ("batch", batch(context.recipe, job.report.setup.method)),
         ("run", f"{path}; {context.directory.report_path.name} in it shows how it goes"),
         ("Ctrl-C", "once finishes the step and writes a checkpoint, twice stops at once"),
     )
@@ -61,7 +62,7 @@ def trained(job: Job, model: Any) -> str:
     return f"{count:,}{share} are trained"
 
 
-def batch(recipe: Recipe) -> str:
+def batch(recipe: Recipe, method: Method) -> str:
     """The effective batch: what one step of the optimizer learns from."""
     size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     ranks, shared = recipe.launch.row_shares, recipe.launch.context_parallel_size
@@ -70,7 +71,7 @@ def batch(recipe: Recipe) -> str:
         parts += f" x {ranks} {'processes' if shared == 1 else 'teams'}"
     if shared > 1:
         parts += f", each row on {shared} processes"
-    if recipe.grpo is not None and recipe.grpo.num_generations:
+    if method.from_prompts and recipe.grpo is not None:
         each, steps = recipe.grpo.num_generations, recipe.grpo.micro_batches(accumulated) // accumulated
         made = "" if steps == 1 else f", {size * accumulated * ranks * steps:,} made at a time"
         return f"{size * accumulated * ranks:,} completions a step ({parts}), {each} of each prompt{made}"

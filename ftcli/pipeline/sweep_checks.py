@@ -11,6 +11,7 @@ from signal import SIG_IGN, SIGINT, signal
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.reporting import Session
+from ftcli.tables import methods
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def check_all(recipes: Sequence[LoadedRecipe], command: str, session: Session) -
         FtcliError: All errors, and with which run each of them comes; the exit status is that of the first.
     """
     answers = _in_a_process(recipes, command, session.offline)
-    _require_held_out(recipes, session)
+    _require_held_out(recipes, command, session)
     told = _merged(recipes, answers)
     refused = [answer.exit_code for answer in answers if answer.exit_code is not None]
     if refused:
@@ -56,9 +57,9 @@ def _few(names: Sequence[str]) -> str:
     return names[0] if not rest else f"{names[0]} and {rest} more"
 
 
-def _require_held_out(recipes: Sequence[LoadedRecipe], session: Session) -> None:
+def _require_held_out(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
     recipe = recipes[0].recipe
-    if recipe.data.eval or recipe.eval.tasks or recipe.grpo is not None:
+    if recipe.data.eval or recipe.eval.tasks or methods.method_of(recipe, command).from_prompts:
         return
     message = "the recipe names no held-out data: the sweep will not be able to name the best run"
     session.reporter.finding(Finding("FT752", message, help="name some in data.eval", severity="warning"))

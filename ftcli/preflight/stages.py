@@ -90,6 +90,7 @@ def preflight(
         ExitCode.PREFLIGHT,
         [
             *machine.check(context, device, setup.plan),
+            *machine.check_layers(context, device, setup.execution),
             *sequence_parallel.check_model(context, setup),
             *machine.check_spread(context, setup.execution),
             *estimates.findings,
@@ -188,10 +189,9 @@ def _disk(context: Context, setup: Setup) -> tuple[DiskEstimate | None, list[Fin
     output_dir = expanded(output if output is not None else "runs")
     findings: list[Finding] = []
     not_made: list[NotMade] = []
-    element = 4 if context.recipe.lora is not None else setup.plan.parameter_bytes
     estimate = None
     if facts.shape is not None:
-        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=element)
+        estimate = estimate_disk(context.recipe, facts.shape, free_bytes=None, element_bytes=setup.plan.trained_bytes)
     if not device.probed:
         elsewhere = f"the run is meant for another machine ({device.name})"
         return estimate, [], [NotMade("output directory and free disk", elsewhere)]

@@ -13,7 +13,7 @@ from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
 from ftcli.run.metrics import MetricsLine, read_metrics
-from ftcli.run.report.values import is_number, number_or_none
+from ftcli.run.report.values import is_number, number_or_none, numbers_of
 from ftcli.run.status import read_status
 
 #: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.
@@ -96,7 +96,7 @@ def summarise(path: Path) -> RunSummary:
         tasks=_tasks(scores.get("tasks")),
         tokens=_whole(last.get("tokens")),
         tokens_per_second=_median(training, "tokens_per_second"),
-        peak_memory_bytes=_whole(max(_values(training, "peak_memory_bytes"), default=None)),
+        peak_memory_bytes=_whole(max(numbers_of(training, "peak_memory_bytes"), default=None)),
         started=None if status is None else status.started or None,
         seconds=None if status is None else status.seconds,
         message=None if status is None else status.message,
@@ -124,12 +124,8 @@ def _tasks(found: object) -> dict[str, float]:
     return {name: score for name, score in scores.items() if score is not None}
 
 
-def _values(lines: Sequence[MetricsLine], name: str) -> list[float]:
-    return [value for line in lines if (value := number_or_none(line.get(name))) is not None]
-
-
 def _median(lines: Sequence[MetricsLine], name: str) -> float | None:
-    values = _values(lines, name)
+    values = numbers_of(lines, name)
     return statistics.median(values) if values else None
 
 

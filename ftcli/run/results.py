@@ -12,6 +12,7 @@ from typing import Any
 
 from ftcli.plain import LEFT_OUT, JsonObject, plain, plain_fields
 from ftcli.run.atomic import read_json_object, storage_errors, write_json
+from ftcli.run.report.values import maps
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")
@@ -92,7 +93,7 @@ def update_evaluation(path: Path, measured: Evaluation) -> None:
     """
     old, new = read_json_object(path), plain_fields(measured)
     tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
-    kept = [row for row in _maps(old.get("samples")) if row.get("task") not in tasks]
+    kept = [row for row in maps(old.get("samples")) if row.get("task") not in tasks]
     sides = {side: _updated(old.get(side), new[side]) for side in ("base", "run")}
     with storage_errors(path):
         write_json(path, plain({**sides, "samples": [*new["samples"], *kept]}))
@@ -102,15 +103,11 @@ def _updated(old: Any, new: JsonObject | None) -> JsonObject | None:
     if not isinstance(old, dict) or new is None:
         return new if new is not None else old if isinstance(old, dict) else None
     names = {task["name"] for task in new["tasks"]}
-    tasks = [task for task in _maps(old.get("tasks")) if task.get("name") not in names]
+    tasks = [task for task in maps(old.get("tasks")) if task.get("name") not in names]
     harness = old.get("lm_eval")
     result = new if new["loss"] is not None else {**new, **{key: old.get(key, new[key]) for key in _OF_LOSS}}
     lm_eval = {**(harness if isinstance(harness, dict) else {}), **new["lm_eval"]}
     return {**result, "tasks": [*new["tasks"], *tasks], "lm_eval": lm_eval}
-
-
-def _maps(values: Any) -> list[JsonObject]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,11 @@ def supported() -> tuple[str, ...]:
     return tuple(name for name, engine in TABLE.items() if engine.run is not None)
 
 
+def of_several() -> tuple[str, ...]:
+    """Names of those for any number of processes, without `auto`."""
+    return tuple(name for name in supported() if name != AUTO and row(name).processes is None)
+
+
 def by_auto(*, spreads: bool) -> str:
     """What `auto` becomes where weights are spread, or are not: the first such row."""
-    fitting = (name for name in supported() if name != AUTO and row(name).processes is None)
-    return next(name for name in fitting if row(name).spreads == spreads)
+    return next(name for name in of_several() if row(name).spreads == spreads)

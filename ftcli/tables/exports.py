@@ -89,6 +89,11 @@ def row(name: str) -> ExportFormat:
     return TABLE[name]
 
 
+def of_masters() -> tuple[str, ...]:
+    """Formats of this version for a whole model whose weights are rounded in every product."""
+    return tuple(name for name in supported(needs_adapter=False) if TABLE[name].masters)
+
+
 def supported(*, needs_adapter: bool | None = None, merges: bool | None = None) -> tuple[str, ...]:
     """Formats that this version writes; with an argument only those whose attribute has this value."""
     return tuple(

@@ -69,6 +69,13 @@ class Family:
         """
         return 3 if self.block == "sandwich" else 2
 
+    @property
+    def most_sent(self) -> int:
+        """Tensors that a layer on the kernels sends to the host at most, to be run again by halves: what these read,
+        and attention's output.
+        """
+        return self.half_inputs + 1
+
 
 _GEMMA = "gelu_pytorch_tanh"
 

@@ -88,6 +88,17 @@ BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = MappingProxyType(
 )
 
 
+#: Why a model is not written whose layers have norms on their inputs.
+NORMS_OF_LAYERS = "llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)"
+#: What to do with a model that cannot be written.
+INSTEAD = "export safetensors, which transformers and vLLM serve"
+
+
+def unknown_architecture(model_type: str) -> str:
+    """Why a model of a family without a row is not written."""
+    return f"ftcli does not know how llama.cpp builds a model_type {model_type}"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredType:
     """A type of a file's matrices.

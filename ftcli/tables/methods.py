@@ -35,6 +35,9 @@ class Method:
         on_ranks: Several processes can train with it.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
+        counts_micro_batches: Recipe keys that say how many micro-batches something takes: they rise where a micro-batch
+            is given fewer rows.
+        told: Recipe keys of its section that a result's card names, changed or not.
         supports: Recipe keys of which it supports only some values, with these values.
     """
 
@@ -54,6 +57,8 @@ class Method:
     on_ranks: bool = False
     length: str = "data.max_seq_len"
     structural: tuple[str, ...] = ()
+    counts_micro_batches: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -108,6 +113,8 @@ TABLE: Mapping[str, Method] = MappingProxyType(
             packs=False,
             length="grpo.max_completion_length",
             structural=("grpo.num_generations",),
+            counts_micro_batches=("grpo.steps_per_generation",),
+            told=("grpo.num_generations", "grpo.beta", "grpo.temperature", "grpo.max_completion_length"),
             supports=MappingProxyType(
                 {
                     "model.dtype": ("auto", "bfloat16", "float32"),
@@ -133,6 +140,11 @@ def row(name: str) -> Method:
 def names() -> tuple[str, ...]:
     """What ``train.method`` may say: the methods without a section of their own."""
     return tuple(name for name, row in TABLE.items() if row.section is None)
+
+
+def sections() -> tuple[str, ...]:
+    """The sections of a recipe that hold the settings of single methods."""
+    return tuple(row.section for row in TABLE.values() if row.section is not None)
 
 
 def commands() -> tuple[str, ...]:

@@ -176,6 +176,11 @@ def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
+def trained() -> tuple[str, ...]:
+    """Methods that can train the weights themselves, rounded in every pass."""
+    return tuple(name for name, each in TABLE.items() if each.training is not None)
+
+
 def multiplied_as_stored() -> tuple[str, ...]:
     """Methods whose weights are multiplied as they are stored, where the GPU can, at a rate that is measured."""
     return tuple(name for name, each in TABLE.items() if each.products is not None and each.products.measure_rate)

@@ -17,6 +17,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.backbone import compute_context, hidden_states, rotation_kept
+from ftcli.model.selfcheck import relative_difference
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -59,9 +60,9 @@ def check_isolation(
     model.train(was_training)
     start = len(first.input_ids)
     end = start + len(second.input_ids)
-    among_others = _difference(neighbour[0, start:end], packed[0, start:end])
-    behind = _difference(packed[0, start:end], alone)
-    ahead = _difference(packed[1, : len(second.input_ids)], alone)
+    among_others = relative_difference(neighbour[0, start:end], packed[0, start:end])
+    behind = relative_difference(packed[0, start:end], alone)
+    ahead = relative_difference(packed[1, : len(second.input_ids)], alone)
     by_itself = max(behind, ahead)
     usual = _ALONE[plan.compute]
     if not (among_others <= _NEIGHBOURS and behind <= max(usual, _ROUNDINGS * ahead) and ahead <= _FILLER * usual):
@@ -93,7 +94,3 @@ def _hidden(
     batch = packed_batch(packs, pad_token_id)
     inputs = {name: batch[name].to(device) for name in ("input_ids", "position_ids", "document_starts")}
     return hidden_states(model, inputs).tensor.float()
-
-
-def _difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))

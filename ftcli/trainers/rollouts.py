@@ -87,6 +87,6 @@ class Rollouts:
         if not self._told:
             job.reporter.info(opened.summary)
             self._told = True
-        if held != "each step" or job.device.type != "cuda":
+        if held != "each step":
             self._opened = opened
         return opened

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import on_device_of, triton_store_dtype
+from ftkernels.limits import WIDEST_ROW
 from ftkernels.rows import as_rows
 from ftkernels.ternary import SMALLEST
 
-# Up to here a program holds its rows in registers and reads them once; wider rows are read twice.
-_WIDEST_ROW = 32768
 _SMALLEST = tl.constexpr(SMALLEST)
 # Adding and taking away 1.5 * 2^23 rounds a float32 of less than 2^22 to the nearest whole number, halves to even.
 _ROUNDING = tl.constexpr(12582912.0)
@@ -115,7 +114,7 @@ def _rows_a_program(width: int) -> tuple[int, int, int]:
     return max(1, 2048 // block), block, 4 if block <= 8192 else block // 1024
 
 
-def quantize_int8_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
+def quantize_int8_triton(x: Tensor, *, widest: int = WIDEST_ROW) -> tuple[Tensor, Tensor]:
     """``ternary.quantize_int8_torch`` in one launch: the same bits. Rows above ``widest`` are read twice."""
     count, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()

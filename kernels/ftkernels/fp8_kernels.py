@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ftkernels.device import interpreting, on_device_of
+from ftkernels.limits import WIDEST_ROW
 
 E4M3 = torch.float8_e4m3fn
-# Up to here a program holds its rows in registers and reads them once; wider rows are read twice.
-_WIDEST_ROW = 32768
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def e4m3_store() -> torch.dtype:
     return torch.float32 if interpreting() else E4M3
 
 
-def quantize_fp8_triton(x: Tensor, *, widest: int = _WIDEST_ROW) -> tuple[Tensor, Tensor]:
+def quantize_fp8_triton(x: Tensor, *, widest: int = WIDEST_ROW) -> tuple[Tensor, Tensor]:
     """One launch: (e4m3 (M, N), scale (M,) float32) of x (M, N) floating. Rows above ``widest`` are read twice."""
     count, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -63,8 +63,9 @@ LOSS_VOCABULARY_SLAB = 16384
 #: whatever the vocabulary. A row of a tile is held in registers.
 LOG_PROB_ROWS, LOG_PROB_COLUMNS = 2048, 16384
 
-#: The kernels of the norms hold whole rows in registers; wider rows take the torch form.
-WIDEST_NORM_ROW = 32768
+#: Kernels that hold whole rows in registers do so up to this width. Norms of wider rows take the torch form; what
+#: rounds rows reads them twice.
+WIDEST_ROW = 32768
 
 #: Elements that share a scale in an NF4 weight, and scales that share one of their own under double quantisation.
 NF4_BLOCK_SIZE = 64

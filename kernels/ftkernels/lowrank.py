@@ -35,7 +35,7 @@ from ftkernels.device import accumulate_dtype
 from ftkernels.fp8 import Fp8Rows
 from ftkernels.fp8_kernels import E4M3, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
-from ftkernels.limits import WIDEST_NORM_ROW
+from ftkernels.limits import WIDEST_ROW
 from ftkernels.lowrank_plan import GroupPlan, Packed, pack_adapters
 from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import dense, gradient_dtype, joint_matrix, multiplies, weight_tensors
@@ -47,7 +47,7 @@ def enter(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[Tenso
     """The projections' input (M, I) in ``plan.dtype``, and the norm's rstd (M,) or None. ``x`` is (M, I)."""
     if norm_weight is None or plan.norm_form is None:
         return x.to(plan.dtype), None
-    if plan.triton and x.shape[1] <= WIDEST_NORM_ROW:
+    if plan.triton and x.shape[1] <= WIDEST_ROW:
         y, _, rstd = norm_forward(x, norm_weight, plan.eps, plan.norm_form, out_dtype=plan.dtype)
         return y, rstd
     return norm_forward_torch(x, norm_weight, plan.eps, plan.norm_form, plan.dtype)
@@ -58,7 +58,7 @@ def enter_base(plan: GroupPlan, x: Tensor, norm_weight: Tensor | None) -> tuple[
 
     The norm's kernel holds each row anyway, so quantising it there is free. Elsewhere the product quantises its input.
     """
-    on_kernel = plan.triton and x.shape[1] <= WIDEST_NORM_ROW
+    on_kernel = plan.triton and x.shape[1] <= WIDEST_ROW
     if plan.fp8 is None or norm_weight is None or plan.norm_form is None or not on_kernel:
         return *enter(plan, x, norm_weight), None
     q = torch.empty(x.shape, dtype=e4m3_store(), device=x.device)
@@ -231,7 +231,7 @@ def group_backward(
     if wants[0] or wants[1]:
         assert dx is not None
         if norm_weight is not None and rstd is not None and plan.norm_form is not None:
-            backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_NORM_ROW else norm_backward_torch
+            backward = norm_backward if plan.triton and x.shape[1] <= WIDEST_ROW else norm_backward_torch
             dx, d_norm_weight = backward(dx, x, norm_weight, rstd, plan.norm_form, d_sum=d_pass, want_dw=wants[1])
         elif d_pass is not None:
             dx = dx + d_pass

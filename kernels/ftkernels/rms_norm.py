@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendChoice, BackendName, accumulate_dtype, choose_backend
-from ftkernels.limits import WIDEST_NORM_ROW, NormForm
+from ftkernels.limits import WIDEST_ROW, NormForm
 from ftkernels.norm_parts import norm_backward, norm_forward
 
 
@@ -85,8 +85,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, form: NormForm 
 
 def norm_backend(x: Tensor, backend: BackendName = "auto") -> BackendChoice:
     """Which implementation the norms take for ``x``, and why."""
-    if x.shape[-1] > WIDEST_NORM_ROW:
-        return BackendChoice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_NORM_ROW}")
+    if x.shape[-1] > WIDEST_ROW:
+        return BackendChoice("torch", f"rows of {x.shape[-1]} are wider than the kernel's {WIDEST_ROW}")
     return choose_backend(x.device, backend)
 
 

@@ -20,6 +20,7 @@ from ftcli.export.weights import ModelWeights
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.gguf.names import no_place
 from ftcli.model.checkpoint import hollow
+from ftcli.tables.gguf import NORMS_OF_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,7 +64,7 @@ def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
     if not stores_ternary_masters(said):
         return frozenset()
     if said["quantization_config"].get("use_rms_norm"):
-        raise no_place("llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)")
+        raise no_place(NORMS_OF_LAYERS)
     plain = set(said["quantization_config"].get("modules_to_not_convert") or ())
     linears = [name for name, module in hollow(config).named_modules() if isinstance(module, nn.Linear)]
     return frozenset(f"{name}.weight" for name in linears if name not in plain)

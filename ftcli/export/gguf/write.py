@@ -33,8 +33,9 @@ from ftcli.facts.model import read_facts
 from ftcli.gguf.file import require_gguf_package
 from ftcli.gguf.names import Names, names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
+from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
-from ftcli.tables.gguf import TYPES, Architecture, architecture_of
+from ftcli.tables.gguf import TYPES, Architecture, architecture_of, unknown_architecture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,11 +118,12 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     text: Any = config.get_text_config()
     architecture = architecture_of(text.model_type, usual_activation(text))
     if architecture is None:
-        raise no_place(f"ftcli does not know how llama.cpp builds {text.model_type}")
+        raise no_place(unknown_architecture(text.model_type))
     description = _described(metadata_of(text, architecture), architecture)
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
-        raise no_place("ternary types are for ternary weights, which quantization.method: bitnet trains")
+        able = " | ".join(quantizations.trained())
+        raise no_place(f"ternary types are for ternary weights, which quantization.method: {able} trains")
     stored, adapted = source_weights(source, offline=offline)
     weights = TernaryWeights(stored, rounded) if rounded else stored
     in_file = SplitExperts(weights) if architecture.experts else weights

@@ -51,13 +51,6 @@ def _kinds(context: Context) -> Findings:
             f"DoRA needs the norm of each adapted weight, and quantization.method: {method} stores no matrix",
             help=f"use quantization.method: {others}, or leave out use_dora",
         )
-    if lora.use_dora and recipe.model.kernels == "triton" and context.work == "train":
-        yield context.error(
-            "FT274",
-            "lora.use_dora",
-            "DoRA runs on PEFT's own layers, and model.kernels: triton allows no exception",
-            help="use model.kernels: auto",
-        )
     if not lora.changes_base:
         return
     path, said = "lora.init_lora_weights", f"init_lora_weights: {lora.init_lora_weights}"

@@ -17,8 +17,8 @@ _BUSY_SHARE = 0.9
 
 
 def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
-    """FT275 parameters in bfloat16, FT501 dtype, FT503 kernels, FT504 memory in use by others, FT505 bfloat16 on a CPU,
-    FT508 quantised products, FT509 paged optimizers.
+    """FT275 parameters in bfloat16, FT501 dtype, FT504 memory in use by others, FT505 bfloat16 on a CPU, FT508
+    quantised products, FT509 paged optimizers.
     """
     if plan.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
@@ -44,14 +44,6 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
             f"train.bf16_gradients rounds gradients to bfloat16, and {device.name} computes in float32",
             help="set model.dtype: bfloat16 where the machine has it, or leave train.bf16_gradients out",
         )
-    reason = why_no_kernels(device)
-    if context.recipe.model.kernels == "triton" and reason is not None:
-        yield context.error(
-            "FT503",
-            "model.kernels",
-            f"model.kernels: triton, but {reason}",
-            help="use model.kernels: auto or reference",
-        )
     yield from _occupied(context, device)
     yield from _stored_products(context, device, plan)
     optim = context.recipe.train.optim
@@ -68,6 +60,17 @@ def check(context: Context, device: DeviceFacts, plan: DtypePlan) -> Findings:
         yield context.warning(
             "FT505", "model.dtype", "bfloat16 on a CPU is slower than float32", help="use model.dtype: auto"
         )
+
+
+def check_layers(context: Context, device: DeviceFacts, execution: Execution) -> Findings:
+    """FT503: ``model.kernels: triton`` allows no exception, and the layers are left to transformers."""
+    if context.recipe.model.kernels != "triton" or context.work == "export" or execution.on_kernels:
+        return
+    reason = why_no_kernels(device) or execution.layers.reason
+    instead = "auto or reference" if why_no_kernels(device) else "auto, which leaves such layers as they are"
+    yield context.error(
+        "FT503", "model.kernels", f"model.kernels: triton, but {reason}", help=f"use model.kernels: {instead}"
+    )
 
 
 def check_spread(context: Context, execution: Execution) -> Findings:

@@ -20,7 +20,7 @@ from ftcli.facts.tokenizer import no_stop_finding
 from ftcli.facts.trained import TABLES
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, quantizations
-from ftcli.tables.gguf import TYPES, architecture_of
+from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
 
 #: What is not looked at in preflight where a family's arithmetic is not known; `check` makes up for it.
 TARGETS_CHECK = "lora.target_modules against the model's layers"
@@ -127,9 +127,8 @@ def _formats_of_rounded(context: Context, method: str) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row, path = exports.row(name), f"export.formats.{index}"
         if rounds and not row.masters:
-            usable = [each for each in exports.supported(needs_adapter=False) if exports.row(each).masters]
             message = f"{name} would hold the masters of {method} weights as plain ones, which are another model"
-            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(usable)}]")
+            yield tell("FT339", path, message, help=f"use export.formats: [{', '.join(exports.of_masters())}]")
         elif row.of_quantized and method not in row.of_quantized:
             wanted = " or ".join(row.of_quantized)
             yield tell(
@@ -147,7 +146,8 @@ def _ternary_types(context: Context, method: str) -> Findings:
     if context.work == "eval" or not asked or not types or quantizations.row(method).training is not None:
         return
     tell = context.error if context.command == "export" else context.note
-    message = f"{types[0]} holds ternary weights (quantization.method: bitnet), and this recipe has {method}"
+    able = " | ".join(quantizations.trained())
+    message = f"{types[0]} holds ternary weights (quantization.method: {able}), and this recipe has {method}"
     yield tell("FT339", "export.gguf.types", message, help="use q8_0, or one of the other types")
 
 
@@ -171,13 +171,12 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
         return
     reason = None
     if architecture_of(facts.text_type) is None:
-        reason = f"ftcli does not know how llama.cpp builds a model_type {facts.text_type}"
+        reason = unknown_architecture(facts.text_type)
     elif context.recipe.quantization.use_rms_norm and context.recipe.lora is None:
-        reason = "llama.cpp has no norms on the inputs of single layers (quantization.use_rms_norm)"
+        reason = NORMS_OF_LAYERS
     if reason is not None:
         tell = context.error if context.command == "export" else context.note
-        help = "export safetensors, which transformers and vLLM serve"
-        yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=help)
+        yield tell("FT756", "export.formats", f"{asked[0]}: {reason}", help=INSTEAD)
 
 
 def not_made(context: Context, facts: ModelFacts) -> list[NotMade]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ftcli.config import Recipe
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.support import Installed, is_installed
-from ftcli.tables import optimizers, schedules
+from ftcli.tables import optimizers, quantizations, schedules
 
 
 def check(context: Context, installed: Installed = is_installed) -> Findings:
@@ -75,7 +75,7 @@ def _rounding(context: Context) -> Findings:
             "train.pure_bf16 is about full fine-tuning; with a `lora` section the base is in the compute dtype anyway",
             help="remove train.pure_bf16; adapters stay in float32",
         )
-    if recipe.lora is None and recipe.quantization.method != "none":
+    if recipe.lora is None and quantizations.row(recipe.quantization.method).quantize is not None:
         yield context.error(
             "FT275",
             "train.pure_bf16",
@@ -104,7 +104,7 @@ def _narrow_gradients(context: Context) -> Findings:
     if recipe.lora is not None:
         said = "is about full fine-tuning, and there is a `lora` section"
         yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}; adapters' gradients are small")
-    elif recipe.quantization.method != "none":
+    elif quantizations.row(recipe.quantization.method).quantize is not None:
         said = f"is about plain weights, and quantization.method is {recipe.quantization.method}"
         yield context.error("FT275", key, f"{key} {said}", help=f"remove {key}")
     if train.pure_bf16:

@@ -29,7 +29,7 @@ def check(context: Context) -> Findings:
             "FT286",
             _KEY,
             f"{_KEY} {parts} is not supported with launch.engine: {launch.engine}",
-            help="use ddp or fsdp",
+            help=f"use {' or '.join(engines.of_several())}",
         )
     if train.neftune_noise_alpha is not None:
         yield context.error(

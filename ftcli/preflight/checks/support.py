@@ -56,8 +56,7 @@ def _method(context: Context) -> Findings:
     """What the training method does not work with."""
     recipe, method = context.recipe, context.method
     for path, usable in method.supports.items():
-        section, _, key = path.partition(".")
-        value = getattr(getattr(recipe, section), key)
+        value = recipe.value_of(path)
         if value not in usable:
             help = "remove it" if usable == (None,) else f"use {', '.join(as_in_recipe(v) for v in usable)}"
             yield context.error(

@@ -16,7 +16,7 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
 from ftcli.preflight.memory.host import pinnable_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
-from ftcli.tables import policies
+from ftcli.tables import policies, quantizations
 from ftcli.tables.policies import PolicyName
 
 Level = Literal["fits", "tight", "does not fit", "unknown"]
@@ -125,15 +125,15 @@ def _host_has_room_for(setup: Setup) -> bool:
 
 def smaller_batches(setup: Setup) -> Iterator[Settings]:
     """Smaller batches, with more accumulation in return: an optimizer step sees the same rows."""
-    rows, accumulation, grpo = setup.rows, setup.recipe.train.gradient_accumulation_steps, setup.recipe.grpo
+    rows, accumulation = setup.rows, setup.recipe.train.gradient_accumulation_steps
+    counted = {key: setup.recipe.value_of(key) for key in setup.method.counts_micro_batches}
     for smaller in _divisors_below(rows):
         changes: Settings = {
             "train.per_device_train_batch_size": smaller,
             "train.gradient_accumulation_steps": accumulation * (rows // smaller),
         }
-        if grpo is not None and grpo.steps_per_generation is not None:
-            changes = {**changes, "grpo.steps_per_generation": grpo.steps_per_generation * (rows // smaller)}
-        yield changes
+        more = {key: value * (rows // smaller) for key, value in counted.items() if value is not None}
+        yield {**changes, **more}
 
 
 def _divisors_below(number: int) -> list[int]:
@@ -156,8 +156,7 @@ def _divisors_below(number: int) -> list[int]:
 def shorter(setup: Setup) -> Iterator[Settings]:
     """Half the length, and half of that; never less than 256 tokens."""
     key = setup.method.length if setup.trains else "data.max_seq_len"
-    section, _, name = key.partition(".")
-    length = getattr(getattr(setup.recipe, section), name)
+    length = setup.recipe.value_of(key)
     while length // 2 >= _SHORTEST_SEQ_LEN:
         length //= 2
         yield {key: length}
@@ -177,7 +176,7 @@ def checkpointed(setup: Setup) -> list[Settings]:
 
 def narrower_gradients(setup: Setup) -> list[Settings]:
     """Gradients in bfloat16, where the recipe may have them so and has not."""
-    plan, plain = setup.plan, setup.recipe.quantization.method == "none"
+    plan, plain = setup.plan, quantizations.row(setup.recipe.quantization.method).quantize is None
     whole = setup.trains and setup.recipe.lora is None and setup.spread_over == 1
     usable = whole and plain and setup.own_optimizer and plan.compute == "bfloat16" != plan.gradient
     return [{"train.bf16_gradients": True}] if usable else []

@@ -13,6 +13,13 @@ from typing import Literal
 Offloaded = Literal["halves", "layers"]
 
 
+def fetched_ahead(sent: int) -> int:
+    """How many tensors are fetched from the host before they are needed, where each layer sends so many at most: those
+    that one half is run again from while the other computes.
+    """
+    return max(2, sent) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """A layer's activations, in bytes per token.

@@ -127,13 +127,22 @@ def _dequantized_layers(setup: Setup) -> int:
 
 
 def _with_generator(setup: Setup, settled: MemoryDecisions) -> MemoryEstimate:
-    """With what generates kept from step to step, and weights merged for it, where that leaves memory free."""
+    """With what generates kept from step to step, and weights merged for it, where that leaves memory free.
+
+    On a CPU it is always kept, and nothing is merged.
+    """
     alone, batch, free = _added_up(setup, settled), setup.method_memory.generation, setup.device.available_bytes
-    if GENERATION not in alone.phases or batch is None or free is None or setup.device.kind != "cuda":
+    if GENERATION not in alone.phases or batch is None:
         return alone
     needed = generation(setup, batch)
+    if not needed.by_engine:
+        return alone
+    if setup.device.kind == "cpu":
+        return _added_up(setup, replace(settled, generator="kept"))
+    if free is None:
+        return alone
     ways: tuple[Generator, ...] = ("merged", "kept") if needed.copy_bytes else ("kept",)
-    for way in ways if needed.by_engine else ():
+    for way in ways:
         found = _added_up(setup, replace(settled, generator=way))
         if found.total_bytes <= ROOMY_SHARE * free:
             return found

@@ -33,6 +33,7 @@ from ftkernels.limits import packed_rank
 
 from ftcli.facts.shape import ModelShape
 from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes
+from ftcli.preflight.memory.checkpointing import fetched_ahead
 
 _PRODUCTS = 7
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
@@ -114,8 +115,8 @@ def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
 
 
 def _ahead(shape: ModelShape) -> int:
-    """As ``ftcli.model.checkpointing``, which does not know who makes attention's output."""
-    return _sent(shape, attention_by_kernel=True) - 1
+    """Whoever makes attention's output."""
+    return fetched_ahead(shape.family.most_sent)
 
 
 def _scores(shape: ModelShape, setting: ActivationSettings) -> float:

@@ -116,7 +116,6 @@ def _saved(setup: Setup) -> int:
         return 0
     trained, spread = setup.trained, spreads_trained(setup)
     whole = setup.recipe.lora is None
-    element = setup.plan.parameter_bytes if whole else 4
-    weights = element * (setup.shape.parameters if whole else trained.elements)
+    weights = setup.plan.trained_bytes * (setup.shape.parameters if whole else trained.elements)
     state = optimizer_state(setup.recipe.train.optim, trained).total
     return max(2 * weights, state) if spread else weights

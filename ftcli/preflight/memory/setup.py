@@ -12,13 +12,13 @@ from ftcli.config import Recipe
 from ftcli.config.overrides import Settings
 from ftcli.facts.adapters import LinearAdapter, adapters
 from ftcli.facts.device import DeviceFacts
-from ftcli.facts.execution import Execution, Work, execution_of
+from ftcli.facts.execution import Execution, Work, execution_of, wants_kernels
 from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.spreading import spreads
-from ftcli.facts.trained import EMBEDDING, TrainedParameters, trained_parameters
+from ftcli.facts.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
 from ftcli.tables import code_of, optimizers, policies, quantizations
@@ -233,7 +233,7 @@ class Setup:
     def head_is_trained(self) -> bool:
         """Whether the head has a gradient."""
         lora = self.recipe.lora
-        return lora is None or "lm_head" in lora.modules_to_save
+        return lora is None or HEAD in lora.modules_to_save
 
     def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
         """What the activation terms depend on. ``padded``: rows of a batch may differ in length.
@@ -263,7 +263,7 @@ class Setup:
         """How linear layers that are trained rounded keep their input."""
         if self.recipe.lora is not None or quantizations.row(self.recipe.quantization.method).training is None:
             return "no"
-        by_kernel = self.device.kind == "cuda" and self.recipe.model.kernels in ("auto", "triton")
+        by_kernel = self.device.kind == "cuda" and wants_kernels(self.recipe.model.kernels)
         return "in norms" if by_kernel and self.shape.family.norm == "llama" else "apart"
 
     def on(self, device: DeviceFacts) -> Setup:

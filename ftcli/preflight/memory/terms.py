@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeAlias
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
 
 from ftcli.facts.quantization import dequantized_bytes, weight_bytes
-from ftcli.facts.trained import optimizer_state, optimizer_workspace
+from ftcli.facts.trained import EMBEDDING, optimizer_state, optimizer_workspace
 from ftcli.preflight.memory.activations import ActivationSettings, norm_bytes
 from ftcli.preflight.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.preflight.memory.generation import Generator, generation, made_once
@@ -103,7 +103,7 @@ def terms(setup: Setup, settled: MemoryDecisions) -> Iterator[Term]:
         if spreads_trained(setup):
             yield Term("gradients added up", summed_bytes(setup), (BACKWARD,))
     if setup.recipe.lora is not None:
-        yield Term("adapters", 4 * setup.trained.elements, always, lasting=True)
+        yield Term("adapters", setup.plan.trained_bytes * setup.trained.elements, always, lasting=True)
     if setup.work != "export" and (workspaces := _cublas(setup)):
         yield Term("cuBLAS workspaces", workspaces, always, lasting=True)
     if setup.trains:
@@ -162,7 +162,7 @@ def _what_training_holds(setup: Setup, always: tuple[Phase, ...]) -> Iterator[Te
     held //= share
     yield Term("optimizer", held, always, lasting=True)
     if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
-        yield Term("weights in training", 4 * trained.elements, (EVALUATION,))
+        yield Term("weights in training", setup.plan.trained_bytes * trained.elements, (EVALUATION,))
     if reference := setup.method_memory.reference_bytes:
         yield Term("reference model", reference, always, lasting=True)
 
@@ -329,7 +329,7 @@ def _autocast_copies(setup: Setup) -> int:
 def _embedding_gradient(setup: Setup) -> int:
     """The gradient of the embedding, the last of a backward pass. With a tied head, the head's waits for it."""
     lora, shape = setup.recipe.lora, setup.shape
-    if lora is not None and "embed_tokens" not in lora.modules_to_save:
+    if lora is not None and EMBEDDING not in lora.modules_to_save:
         return 0
     waiting = shape.tied and setup.recipe.train.gradient_accumulation_steps > 1
     return _table_gradient_bytes(setup) * shape.hidden_size * shape.vocab_size * (2 if waiting else 1)

@@ -7,6 +7,7 @@ import re
 from ftcli.plain import JsonMap
 from ftcli.run.report.settings import changed, settings_by_section
 from ftcli.run.report.values import as_text, is_number, map_in, maps
+from ftcli.tables import methods, quantizations
 
 #: What everybody looks for, changed or not.
 _ALWAYS = (
@@ -20,18 +21,13 @@ _ALWAYS = (
     "train.warmup_steps",
     "train.optim",
     "train.weight_decay",
-    "grpo.num_generations",
-    "grpo.beta",
-    "grpo.temperature",
-    "grpo.max_completion_length",
 )
-_SECTIONS = ("lora", "quantization", "data", "train", "grpo")
-#: Told in other words, or places on the user's disk.
+_SECTIONS = ("lora", "quantization", "data", "train")
+#: Told in other words, or places on the user's disk; so are the rewards of training methods.
 _ELSEWHERE = (
     "data.train",
     "data.eval",
     "data.chat_template",
-    "grpo.rewards",
     "train.per_device_train_batch_size",
     "train.gradient_accumulation_steps",
     "train.max_steps",
@@ -58,7 +54,8 @@ def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[
 def _method(recipe: JsonMap) -> str:
     kind = "LoRA" if recipe.get("lora") else "full fine-tuning"
     quantized = map_in(recipe, "quantization").get("method")
-    return f"{kind} on a base in {quantized}" if quantized not in (None, "none") else kind
+    stored = quantized in quantizations.names() and quantizations.row(str(quantized)).quantize is not None
+    return f"{kind} on a base in {quantized}" if stored else kind
 
 
 def _batch(recipe: JsonMap) -> str:
@@ -70,14 +67,17 @@ def _batch(recipe: JsonMap) -> str:
 
 
 def _settings(recipe: JsonMap) -> list[tuple[str, str]]:
-    every = settings_by_section({name: recipe.get(name) for name in _SECTIONS})
+    sections = methods.sections()
+    every = settings_by_section({name: recipe.get(name) for name in (*_SECTIONS, *sections)})
     values = {f"{section}.{one.key}": one.value for section, rows in every.items() for one in rows}
-    names = dict.fromkeys([*(name for name in _ALWAYS if name in values), *(one.key for one in changed(every))])
-    return [(name, values[name]) for name in names if name not in _ELSEWHERE and not _PATH.match(values[name])]
+    always = (*_ALWAYS, *(name for method in methods.TABLE.values() for name in method.told))
+    names = dict.fromkeys([*(name for name in always if name in values), *(one.key for one in changed(every))])
+    elsewhere = (*_ELSEWHERE, *(f"{section}.rewards" for section in sections))
+    return [(name, values[name]) for name in names if name not in elsewhere and not _PATH.match(values[name])]
 
 
 def _rewards(recipe: JsonMap) -> str:
     """Built-in rewards by name, the user's by the function's: the file's path is nobody's business."""
-    rewards = maps(map_in(recipe, "grpo").get("rewards"))
+    rewards = [one for section in methods.sections() for one in maps(map_in(recipe, section).get("rewards"))]
     names = [str(one.get("use") or str(one.get("file")).rpartition(":")[2]) for one in rewards]
     return ", ".join(f"{name} (weight {as_text(one.get('weight'))})" for name, one in zip(names, rewards, strict=True))

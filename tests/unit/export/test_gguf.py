@@ -124,7 +124,7 @@ def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ftcli does not know how llama.cpp builds granite": ("granite", {}),
+    "ftcli does not know how llama.cpp builds a model_type granite": ("granite", {}),
     "scores are divided by the root of 32": ("gemma2", {"query_pre_attn_scalar": 32}),
     "rope scaling is dynamic": (
         "llama",

@@ -206,8 +206,6 @@ def machine_codes(context: Context, device: Any) -> list[tuple[str, str]]:
         ("model.dtype=auto", "t4", []),
         ("model.dtype=bfloat16", "cpu", [("FT505", "warning")]),
         ("model.attention=eager", "t4", []),
-        ("model.kernels=triton", "cpu", [("FT503", "error")]),
-        ("model.kernels=triton", "t4", []),
         ("quantization.method=fp8", "a100-80gb", [("FT508", "error")]),
         ("quantization.method=fp8", "l4", []),
         ("quantization.method=fp8", "h200", []),

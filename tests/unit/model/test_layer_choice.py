@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from ftcli.config import LoraConfig
 from ftcli.errors import FtcliError
-from ftcli.facts.adapters import adapters, problems, targets_of
+from ftcli.facts.adapters import AdapterChoice, adapters, problems, targets_of
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import shape_of
 from ftcli.facts.trained import trained_parameters
@@ -118,6 +118,18 @@ def test_an_expression_that_never_ends_is_refused_by_name(values: dict[str, Any]
     with pytest.raises(FtcliError) as error:
         apply_lora(build("llama"), lora, PLAN, seed=0)
     assert [finding.code for finding in error.value.findings] == ["FT264"]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_where_nothing_is_chosen_no_module_is_asked(targets: Any) -> None:
+    """The estimate takes a shorter way then, to the same adapters."""
+    shape = shape_of({**config_of("gemma2").to_dict(), "num_hidden_layers": 3})
+    assert shape is not None
+    plain = LoraConfig(r=4, target_modules=targets)
+    asked = plain.model_copy(update={"rank_pattern": {"nothing": 9}})
+    assert AdapterChoice(plain).is_uniform
+    assert not AdapterChoice(asked).is_uniform
+    assert adapters(shape, plain) == adapters(shape, asked)
 
 
 def test_ranks_of_every_module_of_a_large_model_cost_no_time() -> None:

@@ -11,21 +11,26 @@ import torch
 from ftcli.config import Recipe
 from ftcli.pipeline import build
 from ftcli.pipeline.start import batch, trained
+from ftcli.tables import methods
+
+GRPO = {"grpo": {"num_generations": 8, "rewards": [{"use": "json_valid"}]}}
 
 
 def recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate({"version": 1, "model": {"name_or_path": "a/b"}, **sections})
 
 
-@pytest.mark.parametrize(("sections", "text"), [
-    ({"train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}},
+@pytest.mark.parametrize(("method", "sections", "text"), [
+    ("sft", {"train": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}},
      "32 rows a step (4 at a time x 8 accumulated)"),
-    ({"data": {"packing": True}}, "1 packed rows a step (1 at a time x 1 accumulated)"),
-    ({"train": {"per_device_train_batch_size": 64}, "grpo": {"num_generations": 8, "rewards": [{"use": "json_valid"}]}},
+    ("sft", {"data": {"packing": True}}, "1 packed rows a step (1 at a time x 1 accumulated)"),
+    ("grpo", {"train": {"per_device_train_batch_size": 64}, **GRPO},
      "64 completions a step (64 at a time x 1 accumulated), 8 of each prompt"),
+    # `ftcli train` of a recipe that has the section all the same.
+    ("sft", {"train": {"per_device_train_batch_size": 64}, **GRPO}, "64 rows a step (64 at a time x 1 accumulated)"),
 ])  # fmt: skip
-def test_the_effective_batch(sections: dict[str, Any], text: str) -> None:
-    assert batch(recipe(**sections)) == text
+def test_the_effective_batch(method: str, sections: dict[str, Any], text: str) -> None:
+    assert batch(recipe(**sections), methods.row(method)) == text
 
 
 def test_trained_parameters_and_their_share() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,22 @@ from ftkernels.fp8_trial import why_no_rows
 from ftkernels.limits import Gpu
 
 from ftcli.cli.views import check_text
+from ftcli.config import LoraConfig
 from ftcli.config.load import LoadedRecipe
+from ftcli.errors import FtcliError
 from ftcli.facts.attention import AttentionCall, choose_attention
 from ftcli.facts.device import GPUS, DeviceFacts, named_device
 from ftcli.facts.execution import ExecutionPart, execution_parts
 from ftcli.facts.model import read_facts
+from ftcli.facts.precision import DtypePlan
+from ftcli.model.lora import apply_lora
+from ftcli.model.patch import patch
 from ftcli.pipeline.checking import CheckResult
 from ftcli.plain import plain
+from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.stages import preflight
 from tests.estimates import setup_of
+from tests.small_models import build
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 4096}\n"
 GEMMA = "model: {name_or_path: google/gemma-2-9b, dtype: %s}\nlora: {r: %d}\ndata: {max_seq_len: 8192}\n"
@@ -167,3 +176,86 @@ def test_check_as_a_t4_shows_the_fallback(load: Any) -> None:
     shown = check_text(CheckResult(report, None))
     assert "kernels" in shown
     assert "on capability 7.5 Triton makes no tensor-core code" in shown
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lora", "reason"),
+    [
+        ("llama", {}, None),
+        ("llama", {"use_dora": True}, "DoRA"),
+        ("llama", {"modules_to_save": ["down_proj"]}, "lora.modules_to_save"),
+        ("llama", {"modules_to_save": ["lm_head", "norm"]}, None),
+        ("gpt_oss", {}, "gpt_oss"),
+        ("phi3", {}, "q, k, v and gate, up are single layers"),
+    ],
+)
+def test_layers_are_on_the_kernels_where_a_model_is_put_on_them(
+    load: Any, folder: Any, model_type: str, lora: dict[str, Any], reason: str | None
+) -> None:
+    base = build(model_type)
+    path = folder("model", base.config.to_dict())
+    model, _ = apply_lora(base, LoraConfig(r=4, **lora), DtypePlan("float32", *["float32"] * 2, False, ""), seed=0)
+    done = patch(model, "reference").table
+    fused = [entry for entry in done if entry.kernel == "fused layer"]
+    section = {"r": 4, **{name: list(v) if isinstance(v, list) else v for name, v in lora.items()}}
+    text = f"model: {{name_or_path: {path}, tokenizer: bytes, kernels: reference}}\nlora: {section}\n"
+    loaded = load(text.replace("'", "").replace("True", "true"))
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    execution = setup_of(loaded.recipe, facts, "cpu").execution
+    assert execution.on_kernels == bool(fused) == (reason is None)
+    if reason is not None:
+        assert reason in execution.layers.reason
+        assert any(reason in entry.reason for entry in done if not entry.on)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "said"),
+    [
+        ("lora.r=16", "h100", None),
+        ("lora.r=16", "cpu", "the kernels need a CUDA GPU"),
+        ("lora.use_dora=true", "h100", "DoRA"),
+        ("lora.modules_to_save=[down_proj]", "h100", "lora.modules_to_save"),
+        ("lora.modules_to_save=[lm_head]", "h100", None),
+    ],
+)
+def test_kernels_that_are_insisted_on_are_refused_before_anything_is_loaded(
+    load: Any, setting: str, device: str, said: str | None
+) -> None:
+    """It was said once the model was loaded (FT705), which takes minutes."""
+    text = (LLAMA % ("bfloat16", 8)).replace("data: {", "data: {train: ['bundled:sample-chat'], ")
+    loaded = load(text, setting, "model.kernels=triton")
+    check = partial(preflight, loaded, command="check", device=named_device(device), offline=True)
+    if said is None:
+        assert check().setup.execution.layers.code == "fused"
+        return
+    with pytest.raises(FtcliError) as refused:
+        check()
+    (finding,) = [each for each in refused.value.findings if each.severity == "error"]
+    assert finding.code == "FT503"
+    assert said in finding.message
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_dropout_of_attention_is_known_to_what_chooses(load: Any, folder: Any, model_type: str) -> None:
+    """Training drops probabilities, which our attention kernel cannot. Rows were planned as joined for it, and their
+    mask over all pairs of tokens was not counted.
+    """
+    device = named_device("h100")
+    found: dict[float, tuple[Setup, dict[str, ExecutionPart]]] = {}
+    for dropout in (0.0, 0.1):
+        config = {**build(model_type).config.to_dict(), "attention_dropout": dropout, "head_dim": 16}
+        path = folder(f"dropping-{dropout}", config)
+        loaded = load(f"model: {{name_or_path: {path}, tokenizer: bytes}}\nlora: {{}}\ndata: {{max_seq_len: 256}}\n")
+        facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+        setup = setup_of(loaded.recipe, facts, device)
+        parts = execution_parts(loaded.recipe, facts, setup.plan, device, setup.execution)
+        found[dropout] = setup, {row.part: row for row in parts}
+    softcap = found[0.1][0].facts.attn_logit_softcapping or 0.0
+    call = AttentionCall("bfloat16", 16, softcap, mask="intervals", dropout=True)
+    setup, rows = found[0.1]
+    assert setup.execution.masked == choose_attention(gpu_of(device), call).backend != "triton"
+    assert setup.execution.dense == choose_attention(gpu_of(device), replace(call, mask="plain")).backend
+    assert not any(row.runs == "triton" for part, row in rows.items() if part.startswith("attention"))
+    assert (setup.execution.batches.layout, rows["batches"].runs) == ("padded", "padded")
+    assert found[0.0][0].execution.batches.layout == "unpadded"
+    assert setup_of(setup.recipe, setup.facts, device, "eval").execution.masked == "triton"  # nothing is dropped there

@@ -55,6 +55,9 @@ def test_what_generates_is_kept_and_weights_are_merged_where_memory_has_room(cas
     for phase, names in roomy.phases.items():
         assert {"key-value cache", "merged weights"} <= {*names}, phase
     assert [phase for phase, names in tight.phases.items() if "key-value cache" in names] == ["generation"]
+    on_cpu = made.estimate("cpu", work="grpo")
+    assert on_cpu.generator == "kept"
+    assert all("key-value cache" in names for names in on_cpu.phases.values())
     assert roomy.total_bytes <= 0.85 * int(GPUS["h200"].memory_bytes or 0)
 
 

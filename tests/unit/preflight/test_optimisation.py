@@ -101,7 +101,6 @@ def adapter_findings(context: Context) -> list[tuple[str, str]]:
     ("text", "code", "said"),
     [
         ("lora: {use_dora: true}\nquantization: {method: nf4}\n", "FT274", "DoRA needs the norm"),
-        ("lora: {use_dora: true}\nmodel: {name_or_path: a, kernels: triton}\n", "FT274", "allows no exception"),
         ("lora: {init_lora_weights: pissa}\nquantization: {method: nf4}\n", "FT274", "stores them packed"),
         ("lora: {init_lora_weights: olora, use_dora: true}\n", "FT274", "cannot be saved as an adapter"),
         ("lora: {init_lora_weights: pissa_niter_4}\ngrpo: {beta: 0.1}\n", "FT274", "without adapters"),
