@@ -230,8 +230,8 @@ def test_kernels_that_are_insisted_on_are_refused_before_anything_is_loaded(
         return
     with pytest.raises(FtcliError) as refused:
         check()
-    (finding,) = [each for each in refused.value.findings if each.severity == "error"]
-    assert finding.code == "FT503"
+    (finding,) = [each for each in refused.value.findings if each.code == "FT503"]
+    assert finding.severity == "error"
     assert said in finding.message
 
 
@@ -253,8 +253,8 @@ def test_dropout_of_attention_is_known_to_what_chooses(load: Any, folder: Any, m
     softcap = found[0.1][0].facts.attn_logit_softcapping or 0.0
     call = AttentionCall("bfloat16", 16, softcap, mask="intervals", dropout=True)
     setup, rows = found[0.1]
-    assert setup.execution.masked == choose_attention(gpu_of(device), call).backend != "triton"
-    assert setup.execution.dense == choose_attention(gpu_of(device), replace(call, mask="plain")).backend
+    assert setup.execution.masked == choose_attention(device.gpu, call).backend != "triton"
+    assert setup.execution.dense == choose_attention(device.gpu, replace(call, mask="plain")).backend
     assert not any(row.runs == "triton" for part, row in rows.items() if part.startswith("attention"))
     assert (setup.execution.batches.layout, rows["batches"].runs) == ("padded", "padded")
     assert found[0.0][0].execution.batches.layout == "unpadded"

@@ -171,11 +171,14 @@ def test_every_setting_that_a_card_names_is_one() -> None:
     """The card chooses by name what everybody looks for: a key that is renamed must not vanish from it in silence."""
     from ftcli.config.schema import RecipeSchema
     from ftcli.run.card import settings
+    from ftcli.tables import methods
 
     keys = list(RecipeSchema().keys())
     sections = {key.partition(".")[0] for key in keys}
-    assert {*settings._ALWAYS, *settings._ELSEWHERE} <= set(keys)
-    assert set(settings._SECTIONS) <= sections
-    assert {name.partition(".")[0] for name in settings._ALWAYS} <= set(settings._SECTIONS)
+    of_methods = {name for method in methods.TABLE.values() for name in method.told}
+    told = {*settings._SECTIONS, *methods.sections()}
+    assert {*settings._ALWAYS, *settings._ELSEWHERE, *of_methods} <= set(keys)
+    assert told <= sections
+    assert {name.partition(".")[0] for name in (*settings._ALWAYS, *of_methods)} <= told
     not_of_training = {"run", "model", "eval", "export", "checkpoint", "logging", "launch"}
-    assert sections - {"version", "extends"} == set(settings._SECTIONS) | not_of_training, "a new section: in the card?"
+    assert sections - {"version", "extends"} == told | not_of_training, "a new section: in the card?"
