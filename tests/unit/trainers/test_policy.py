@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +30,7 @@ from ftcli.trainers.parity import allowed, check_parity
 from ftcli.trainers.policy import ScoredDocuments
 from ftcli.trainers.spans import Spans
 from tests.pairs import all_pairs
-from tests.quantised import load
+from tests.quantised import TINY, load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -113,9 +115,20 @@ def both(request: pytest.FixtureRequest, made: Callable[[str], Both]) -> Both:
     return made(request.param)
 
 
+def _two_layers(folder: Path) -> Path:
+    """The tiny model's folder without weights and its last two layers: one has a window, and one has none."""
+    model = folder / "model"
+    if not model.exists():
+        shutil.copytree(TINY, model, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((TINY / "config.json").read_text())
+        config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+        (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
 def _made(kind: str, folder: Path) -> Both:
     torch.manual_seed(0)
-    model = load(settings=QuantizationConfig(method=KINDS[kind]))
+    model = load(_two_layers(folder), QuantizationConfig(method=KINDS[kind]), init="random")
     if kind != "full":
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=4, target_modules="all-linear", exclude_modules="lm_head", task_type="CAUSAL_LM")
@@ -150,8 +163,8 @@ def batch(*, old: bool = True, silent: bool = True) -> dict[str, Tensor]:
         "num_items_in_batch": mask[:, 5:].sum(),
     }  # fmt: skip
     if old:
-        inputs["old_per_token_logps"] = -5.0 + 0.3 * torch.randn(6, 7)
-        inputs["ref_per_token_logps"] = -5.0 + 0.3 * torch.randn(6, 7)
+        inputs["old_per_token_logps"] = -7.5 + 0.3 * torch.randn(6, 7)
+        inputs["ref_per_token_logps"] = -7.5 + 0.3 * torch.randn(6, 7)
     return inputs
 
 
