@@ -41,12 +41,17 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_validate_np_data_size", _fits)
     patch.setattr(interpreter, "_convert_float", _shifted(interpreter._convert_float))
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    patch.setattr(interpreter.TensorHandle, "__init__", _handle)
     patch.setattr(builder, "create_splat", _splat)
+    patch.setattr(builder, "create_expand_dims", _expand_dims)
     patch.setattr(tl.block_type, "__init__", types.block(tl.block_type.__init__))
     patch.setattr(tl.block_type, "with_element_ty", types.with_element_ty())
     patch.setattr(tl.tensor, "__init__", types.tensor())
     patch.setattr(semantic, "binary_op_type_checking_impl", operands.of_one_type)
     patch.setattr(semantic, "broadcast_impl_value", operands.of_one_shape)
+    patch.setattr(semantic, "cast", operands.of_type)
+    for name, how in (("add", (True, True)), ("sub", (True, False)), ("mul", ())):
+        patch.setattr(semantic, name, operands.computed(name, how))
 
 
 def _unless_patched(patch_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -166,17 +171,30 @@ class _Operands:
     def __init__(self, semantic: Any) -> None:
         self.check = semantic.binary_op_type_checking_impl
         self.broadcast = semantic.broadcast_impl_value
+        self.cast = semantic.cast
+        self.semantic = semantic
+        self.common: dict[Any, Any] = {}
         self.shapes: dict[Any, list[int]] = {}
         self.constants: dict[Any, Any] = {}
 
     def of_one_type(self, lhs: Any, rhs: Any, *how: Any) -> Any:
-        """``binary_op_type_checking_impl``: tensors of the same plain type stay, and so do offsets of pointers."""
+        """``binary_op_type_checking_impl``: tensors of the same plain type stay, and so do offsets of pointers; of two
+        plain types both become the one that Triton says, which depends on nothing else.
+        """
         left = lhs.dtype if type(lhs) is tl.tensor else None
         right = rhs.dtype if type(rhs) is tl.tensor else None
         if left is not None and right is not None:
             same = left.name == right.name and left.name in _PLAIN
             moved = type(left) is tl.pointer_type and right.name in _INTEGERS and how == (True, True)
-            return self.of_one_shape(lhs, rhs) if same or moved else self.check(lhs, rhs, *how)
+            if same or moved:
+                return self.of_one_shape(lhs, rhs)
+            if left.name not in _PLAIN or right.name not in _PLAIN or how not in _ARITHMETIC:
+                return self.check(lhs, rhs, *how)
+            names = left.name, right.name
+            if names not in self.common:
+                self.common[names] = self.semantic.computation_type_impl(left, False, right, False, False)
+            common = self.common[names]
+            return self.of_one_shape(self.of_type(lhs, common), self.of_type(rhs, common))
         if left is not None and left.name in _PLAIN and type(rhs) in (int, float):
             return self._with_constant((left.name, type(rhs), rhs, id(lhs.shape), how), lhs, rhs, 1, how)
         if right is not None and right.name in _PLAIN and type(lhs) in (int, float):
@@ -187,14 +205,50 @@ class _Operands:
         """``broadcast_impl_value``."""
         if lhs.shape is rhs.shape:
             return lhs, rhs
-        if not lhs.type.is_block() or not rhs.type.is_block():
-            return self.broadcast(lhs, rhs)
+        if not lhs.type.is_block():
+            return self._filled(lhs, rhs.type), rhs
+        if not rhs.type.is_block():
+            return lhs, self._filled(rhs, lhs.type)
         key = id(lhs.shape), id(rhs.shape)
         if key not in self.shapes:
             pair = self.broadcast(lhs, rhs)
             self.shapes[key] = pair[0].type.shape.values
             return pair
         return self._spread(lhs, self.shapes[key]), self._spread(rhs, self.shapes[key])
+
+    def of_type(self, value: Any, target: Any, fp_downcast_rounding: str | None = None) -> Any:
+        """``cast``: between plain types it is NumPy's. To bool Triton compares with zero."""
+        source, scalar = value.dtype.name, target.scalar
+        if source not in _PLAIN or scalar.name not in _PLAIN or fp_downcast_rounding is not None or target.is_block():
+            return self.cast(value, target, fp_downcast_rounding)
+        if source == scalar.name:
+            return value
+        if scalar.name == "int1":
+            return self.cast(value, target)
+        data = value.handle.data.astype(interpreter._get_np_dtype(scalar))
+        of = value.type.with_element_ty(scalar) if value.type.is_block() else scalar
+        return tl.tensor(interpreter.TensorHandle(data, scalar), of)
+
+    def computed(self, name: str, how: tuple[bool, ...]) -> Callable[..., Any]:
+        """``add``, ``sub`` or ``mul``: of plain types, one operation of NumPy for all; and a pointer with an offset."""
+        compute, plain = getattr(self.semantic.builder, f"create_f{name}"), getattr(self.semantic, name)
+        move = self.semantic.builder.create_addptr if name == "add" else None
+
+        def of_two(lhs: Any, rhs: Any, sanitize_overflow: bool) -> Any:
+            lhs, rhs = self.of_one_type(lhs, rhs, *how)
+            if lhs.dtype.name in _PLAIN and rhs.dtype.name in _PLAIN:
+                return tl.tensor(compute(lhs.handle, rhs.handle), lhs.type)
+            if move is not None and type(lhs.dtype) is tl.pointer_type and rhs.dtype.name in _SIGNED:
+                return tl.tensor(move(lhs.handle, rhs.handle), lhs.type)
+            return plain(lhs, rhs, sanitize_overflow)
+
+        return of_two
+
+    def _filled(self, scalar: Any, block: Any) -> Any:
+        if not block.is_block():
+            return scalar
+        of = block.with_element_ty(scalar.dtype)
+        return tl.tensor(_splat(of, scalar.handle), of)
 
     def _spread(self, block: Any, sizes: list[int]) -> Any:
         if block.type.shape.values == sizes:
@@ -214,8 +268,20 @@ class _Operands:
         return (lhs, constant) if place else (constant, rhs)
 
 
-_INTEGERS = {"int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+_SIGNED = {"int1", "int8", "int16", "int32", "int64"}
+_INTEGERS = {*_SIGNED, "uint8", "uint16", "uint32", "uint64"}
 _PLAIN = {"fp32", "fp64", *_INTEGERS}
+#: What ``binary_op_type_checking_impl`` is asked for where operands get a common type, and none is divided.
+_ARITHMETIC = {(), (True, True), (True, False)}
+
+
+def _handle(new: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """``TensorHandle.__init__``."""
+    new.data = data
+    new.dtype = dtype
+    new.attr = {} if attr is None else attr
+    if not _fits(data, dtype):
+        new.__post_init__()  # says why not
 
 
 def _fits(data: Any, of: Any) -> bool:
@@ -227,6 +293,12 @@ def _splat(ret_ty: Any, arg: Any) -> Any:
     out = np.empty(tuple(ret_ty.shape.values), dtype=interpreter._get_np_dtype(arg.dtype))
     out[...] = arg.data[0] if isinstance(arg.dtype, tl.block_type) else arg.data
     return interpreter.TensorHandle(out, arg.dtype.scalar)
+
+
+def _expand_dims(arg: Any, axis: int) -> Any:
+    sizes = list(arg.data.shape)
+    sizes.insert(axis, 1)
+    return interpreter.TensorHandle(arg.data.reshape(sizes), arg.dtype.scalar)
 
 
 def _shifted(convert: Callable[..., Any]) -> Callable[..., Any]:
