@@ -41,6 +41,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_validate_np_data_size", _fits)
     patch.setattr(interpreter, "_convert_float", _shifted(interpreter._convert_float))
     patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    patch.setattr(interpreter.InterpretedFunction, "rewrite", _signed(interpreter.InterpretedFunction.rewrite))
     patch.setattr(interpreter.TensorHandle, "__init__", _handle)
     patch.setattr(builder, "create_splat", _splat)
     patch.setattr(builder, "create_expand_dims", _expand_dims)
@@ -88,6 +89,8 @@ def _names_once() -> Callable[[Any, Any, Any], None]:
 
 def _interpreted(member: Any) -> Callable[..., Any]:
     semantic = interpreter.interpreter_semantic
+    if member in _OF_TWO:
+        return _of_two(*_OF_TWO[member])
     function = member
     while getattr(function, "__code__", None) is _BUILTIN:  # only asks whether _semantic is there
         function = function.__wrapped__
@@ -99,6 +102,34 @@ def _interpreted(member: Any) -> Callable[..., Any]:
     return call
 
 
+def _signed(rewrite: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What is run knows its signature, for which each launch asks twice."""
+
+    def signed(kernel: Any) -> Any:
+        function = rewrite(kernel)
+        if "__signature__" not in vars(function):
+            function.__signature__ = inspect.signature(function)
+        return function
+
+    return signed
+
+
+def _of_two(name: str, swapped: bool) -> Callable[..., Any]:
+    """A method of tensors that does nothing but unwrap its operands."""
+    semantic = interpreter.interpreter_semantic
+
+    def call(tensor: Any, other: Any, _semantic: Any = None) -> Any:
+        if isinstance(other, tl.constexpr):
+            other = other.value
+        compute = getattr(semantic, name)
+        return compute(other, tensor, True) if swapped else compute(tensor, other, True)
+
+    return call
+
+
+_OF_TWO = {
+    getattr(tl.tensor, f"__{side}{name}__"): (name, side == "r") for name in ("add", "sub", "mul") for side in ("", "r")
+}
 _BUILTIN = tl.core.builtin(lambda _semantic=None: None).__code__
 
 
@@ -151,12 +182,17 @@ class _Types:
 
     def tensor(self) -> Callable[..., None]:
         """``tl.tensor.__init__``."""
+        block, scalar = tl.block_type, self.of_scalar
 
         def init(new: Any, handle: Any, type: Any) -> None:
             new.handle = handle
             new.type = type
-            new.shape, new.numel = type.of_tensor if type.is_block() else self.of_scalar
-            new.dtype = type.scalar
+            if type.__class__ is block:
+                new.shape, new.numel = type.of_tensor
+                new.dtype = type.element_ty
+            else:
+                new.shape, new.numel = scalar
+                new.dtype = type
 
         return init
 
