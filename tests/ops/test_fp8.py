@@ -94,6 +94,16 @@ def test_a_scale_is_the_smallest_power_of_two_that_fits(device: str) -> None:
         assert (largest / (scale / 2) > 448).all()
 
 
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+def test_every_value_is_torchs_own(device: str, dtype: torch.dtype) -> None:
+    """Also of a slice, of a transposed matrix and of one without rows."""
+    values = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3).view(16, 16)
+    for data in (values, values.t(), values[::2, 3:9], values[:0]):
+        scale = 2.0 ** torch.arange(-3, data.shape[0] - 3, device=device)
+        wanted = (data.to(torch.float64) * scale[:, None].double()).to(dtype)
+        torch.testing.assert_close(Fp8Rows(data, scale).dequantize(dtype), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_values_are_within_a_sixteenth(device: str) -> None:
     """3 bits of significand. Together they are 2.7% off, whatever the scale: a power of two loses nothing."""
     x = _random(device, 64, 512)
