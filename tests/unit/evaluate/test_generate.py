@@ -34,11 +34,15 @@ NEW = 40
 @pytest.fixture(scope="module", params=["transformers", "kernels"])
 def loaded(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """The bundled Gemma-2, whose window is 32, and its tokenizer."""
-    source = str(Path(asset("models", "tiny-gemma2")))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").requires_grad_(False)
+    model = _model().requires_grad_(False)
     if request.param == "kernels":
         assert all(entry.on for entry in patch(model, "reference").table)
     return model, _tokenizer()
+
+
+def _model() -> Any:
+    source = str(Path(asset("models", "tiny-gemma2")))
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
 
 
 def _tokenizer() -> Any:
@@ -58,8 +62,7 @@ def completions(
 @pytest.fixture(scope="module")
 def one_by_one() -> Callable[[int], list[str]]:
     """Greedy, by plain transformers and without a cache: the whole text through the model again for each token."""
-    source = str(Path(asset("models", "tiny-gemma2")))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager"), _tokenizer()
+    model, tokenizer = _model(), _tokenizer()
     found = []
     with torch.no_grad():
         for prompt in PROMPTS:

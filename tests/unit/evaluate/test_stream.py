@@ -28,8 +28,8 @@ PROMPT = "<bos><start_of_turn>user\nWhat is 12 + 30?<end_of_turn>\n<start_of_tur
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, Any]:
     source = str(Path(asset("models", "tiny-gemma2")))
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").requires_grad_(False)
-    return model, AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    return model.requires_grad_(False), AutoTokenizer.from_pretrained(source)
 
 
 def streamed(
