@@ -139,7 +139,8 @@ def answering(model: PreTrainedModel | PeftModel) -> Iterator[None]:
             help="take an earlier checkpoint (--checkpoint STEP), or train again with a lower train.learning_rate",
         ) from error
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
 
 
 @dataclass(frozen=True, slots=True)

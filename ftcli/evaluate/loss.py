@@ -125,7 +125,8 @@ def evaluate_loss(
             for _, sums in run(groups):
                 total, correct, count = total + sums[0], correct + sums[1], count + sums[2]
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
     put_away(model)
     return _result(total, correct, count, len(lengths))
 

@@ -75,7 +75,8 @@ class Forward:
             with torch.no_grad(), self._context(), self._packed.held():
                 yield
         finally:
-            self.model.train(was_training)
+            if was_training:  # to say so to each of a thousand modules takes milliseconds
+                self.model.train()
             if before is not None:
                 attention.use(base, before)
 

@@ -46,7 +46,8 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
             found = _logits(model, ids)
         except TypeError as error:
             raise _differs(model, str(error)) from error
-    model.train(training)
+    if training:
+        model.train()
     if not bool(torch.isfinite(wanted).all()):
         return 0.0  # a broken model is not a matter of its head: training and evaluation name it
     difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))

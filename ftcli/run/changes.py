@@ -73,10 +73,13 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
     Raises:
         ValueError: ``old_yaml`` is not the YAML of a map.
     """
-    old, new = settings_of(old_yaml), settings_of(new_yaml)
+    old, new = (_flatten(_with_defaults(map_of(text))) for text in (old_yaml, new_yaml))
+    if repr(old) == repr(new):  # as when a run is resumed: seldom does anybody have to read them
+        return ()
+    before, after = ({key: _show(value) for key, value in values.items()} for values in (old, new))
     keys = [*new, *(key for key in old if key not in new)]
-    values = [(key, old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys]
-    return tuple(ChangedKey(key, before, after) for key, before, after in values if before != after)
+    shown = [(key, before.get(key, _ABSENT), after.get(key, _ABSENT)) for key in keys]
+    return tuple(ChangedKey(*each) for each in shown if each[1] != each[2])
 
 
 def settings_of(recipe_yaml: str) -> dict[str, str]:
@@ -85,7 +88,7 @@ def settings_of(recipe_yaml: str) -> dict[str, str]:
     Raises:
         ValueError: It is not the YAML of a map.
     """
-    return _flatten(_with_defaults(map_of(recipe_yaml)))
+    return {key: _show(value) for key, value in _flatten(_with_defaults(map_of(recipe_yaml))).items()}
 
 
 def map_of(text: str) -> JsonObject:
@@ -106,14 +109,14 @@ def _with_defaults(raw: JsonObject) -> JsonObject:
         return raw  # written by an ftcli with other keys: compared as it stands
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted key. A list is one leaf: an item more in it is one change, not one for every later item."""
     if isinstance(value, Mapping) and value:
-        flat: dict[str, str] = {}
+        flat: dict[str, Any] = {}
         for key, item in value.items():
             flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
-    return {prefix: _show(value)}
+    return {prefix: value}
 
 
 def _show(value: Any) -> str:

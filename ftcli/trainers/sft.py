@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -219,6 +220,11 @@ def use_policy(job: Job, model: PreTrainedModel | PeftModel) -> None:
         use_tied_embedding(base_of(model))
 
 
+def _numbers(count: int) -> Dataset:
+    """The numbers below ``count``, under "index". With ``from_dict`` datasets would hash them all, pickled."""
+    return Dataset(pa.table({"index": pa.array(range(count), pa.int64())}), fingerprint=f"below-{count}")
+
+
 def build_sft_trainer(
     job: Job,
     model: PreTrainedModel | PeftModel,
@@ -252,7 +258,7 @@ def build_sft_trainer(
             args=args,
             data_collator=WithRows(collate, head_of(model).weight.shape[0], sequence),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
-            train_dataset=Dataset.from_dict({"index": range(epochs.units + (group is not None))}),
+            train_dataset=_numbers(epochs.units + (group is not None)),
             processing_class=job.tokenizer,
         )
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer

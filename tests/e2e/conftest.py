@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {
         "max_seq_len": 64,
     },
     "train": {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
-    "eval": {"generate": {"max_new_tokens": 4}},
+    "eval": {"samples": 2, "generate": {"max_new_tokens": 2}},
     "logging": {"every_steps": 1},
 }
 
