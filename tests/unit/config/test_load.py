@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ftcli.config.dump import undumped
 from ftcli.config.load import LoadedRecipe, Override, dump_recipe, load_recipe
 from ftcli.errors import ExitCode, FtcliError
 
@@ -179,6 +180,19 @@ def test_random_scalars_survive_dumping(tmp_path: Path) -> None:
     reward = recipe.grpo.rewards[0].model_copy(update={"args": {"words": words, "numbers": numbers}})
     changed = recipe.model_copy(update={"grpo": recipe.grpo.model_copy(update={"rewards": (reward,)})})
     assert load_recipe(write(tmp_path, "again.yaml", dump_recipe(changed))).recipe == changed
+
+
+def test_what_libyaml_would_escape_stays_readable(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "r.yaml", HEAD + "run: {output_dir: 'é漢 😀'}\n")).recipe
+    resolved = dump_recipe(recipe)
+    assert "  output_dir: é漢 😀\n" in resolved
+    assert load_recipe(write(tmp_path, "again.yaml", resolved)).recipe == recipe
+
+
+def test_what_was_read_of_a_dumped_recipe_may_be_changed() -> None:
+    first = undumped("a: [1, {b: 2}]\n")
+    first["a"][1]["b"] = 3
+    assert undumped("a: [1, {b: 2}]\n") == {"a": [1, {"b": 2}]}
 
 
 def test_random_damage_is_always_an_error_of_the_recipe(tmp_path: Path) -> None:
