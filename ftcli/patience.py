@@ -1,4 +1,4 @@
-"""Work of unknown length that is given up after a while: regular expressions, mostly.
+"""Work of unknown length that is given up after a while: regular expressions, and looking at rows.
 
 There are expressions that take centuries on the wrong text, and a recipe, an adapter or a completion may hold one.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -39,3 +40,16 @@ def limited_time(seconds: float) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGALRM, before if before is not None else signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, *others)
+
+
+class TimeBudget:
+    """Seconds from now on, for work that asks. ``stopped`` says afterwards whether they were not enough."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self.stopped = False
+
+    def spent(self) -> bool:
+        """Whether the time is over; who is told so stops."""
+        self.stopped = self.stopped or time.monotonic() >= self._end
+        return self.stopped

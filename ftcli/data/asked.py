@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig, GenerateConfig, GrpoConfig
-from ftcli.data.budget import Budget
 from ftcli.data.ledger import skipped_finding
 from ftcli.data.prepare import allowed_of
 from ftcli.data.presence import split_reasoning
 from ftcli.data.template import Renderer, renderer_of
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.patience import TimeBudget
 from ftcli.rows.prompts import Prompt, prompt_maker
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import data_error, raise_findings
@@ -75,7 +75,7 @@ def asked_rows(
     *,
     offline: bool,
     max_rows: int | None = None,
-    budget: Budget | None = None,
+    budget: TimeBudget | None = None,
 ) -> tuple[list[RenderedPrompt], list[Finding]]:
     """Prompts of all sources (the first ``max_rows`` of them), and warnings about rows that are skipped or cut.
 
@@ -116,7 +116,7 @@ class _Reader:
         tokenizer: PreTrainedTokenizerBase,
         room: PromptLimit,
         offline: bool,
-        budget: Budget | None,
+        budget: TimeBudget | None,
     ) -> None:
         self._budget = budget
         self._data = data

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig
 from ftcli.data.asked import PromptLimit, asked_rows
-from ftcli.data.budget import Budget, OutOfTime
 from ftcli.data.cache import TokenCache
 from ftcli.data.ledger import mostly_untrained
-from ftcli.data.prepare import SourceReader, accounts, raise_together
+from ftcli.data.prepare import OutOfTime, SourceReader, accounts, raise_together
 from ftcli.data.tokens import TokenStore
 from ftcli.errors import Finding, FtcliError
+from ftcli.patience import TimeBudget
 from ftcli.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RowSurvey:
         self,
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
-        budget: Budget,
+        budget: TimeBudget,
         *,
         cache_dir: Path | None,
         reporter: Reporter,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config import DataConfig, DatasetConfig
-from ftcli.data.budget import Budget, OutOfTime
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
 from ftcli.data.encode import EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (
@@ -25,6 +24,7 @@ from ftcli.data.parallel import CHUNK_ROWS, encode_all
 from ftcli.data.tokens import TokenStore, TokenTable, TokenWriter
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.facts.device import usable_cores
+from ftcli.patience import TimeBudget
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.reporting import Progress, Reporter, SilentReporter
 from ftcli.rows.layouts import layout_of
@@ -184,6 +184,14 @@ def _kept(findings: list[Finding], codes: Counter[str], finding: Finding) -> Non
         findings.append(finding)
 
 
+class OutOfTime(Exception):
+    """A budget was spent before the last row of a source; the first ``rows`` of it were looked at."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        super().__init__(f"stopped after {rows} rows")
+
+
 class SourceReader:
     """Reads and tokenizes sources; what is the same for all of them.
 
@@ -197,7 +205,7 @@ class SourceReader:
         stops: tuple[int, ...],
         offline: bool,
         reporter: Reporter,
-        budget: Budget | None = None,
+        budget: TimeBudget | None = None,
     ) -> None:
         self.reporter = reporter
         self._budget = budget

@@ -43,11 +43,11 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
     tokenizer, reason = _tokenizer(report)
     if tokenizer is None:
         return RowsLookedAt((), (NotMade(_CHECK, reason),))
-    from ftcli.data.budget import Budget
     from ftcli.data.look import RowSurvey
+    from ftcli.patience import TimeBudget
 
     looking = RowSurvey(
-        report.recipe.data, tokenizer, Budget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
+        report.recipe.data, tokenizer, TimeBudget(SECONDS), cache_dir=session.cache_dir, reporter=session.reporter
     )
     _look(looking, report, tokenizer)
     for finding in dict.fromkeys(looking.findings):

@@ -9,7 +9,6 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.conversion.transformers_like import trainer_defaults
 from ftcli.plain import JsonObject
 
 #: What its registry of datasets calls a conversation of `from` and `value`, and one of OpenAI's form.
@@ -138,7 +137,7 @@ def _after(draft: Draft) -> None:
     draft.default("train.learning_rate", 5e-5)
     if draft.said("stage") == "pt":
         draft.put("data.format", "text", draft.given.get("stage"))
-    trainer_defaults(draft)
+    r.trainer_defaults(draft)
     remark = "rows that are too long are cut, as there; `data.overlong: drop` leaves them out"
     if draft.get("data.overlong") == "truncate":
         draft.remark("LLaMA-Factory cuts rows at cutoff_len without a word, prompt and answer in proportion", remark)

@@ -49,6 +49,13 @@ def apply(rules: Rules, draft: Draft) -> None:
     rules.after(draft)
 
 
+def trainer_defaults(draft: Draft) -> None:
+    """What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing."""
+    draft.default("train.num_train_epochs", 3.0)
+    draft.default("train.per_device_train_batch_size", 8)
+    draft.default("train.optim", "adamw_torch_fused")
+
+
 # -- rules that dialects share ------------------------------------------------------------------------------------
 
 

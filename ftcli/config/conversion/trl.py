@@ -6,7 +6,6 @@ from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.config.conversion.transformers_like import trainer_defaults
 from ftcli.config.tree import ListNode, MapNode, plain_tree
 
 #: Settings that only its trainers of preferences and rewards have.
@@ -95,7 +94,7 @@ def _after(draft: Draft) -> None:
     draft.default("data.max_seq_len", 1024)
     draft.default("data.overlong", "truncate")
     draft.default("train.learning_rate", 2e-5)
-    trainer_defaults(draft)
+    r.trainer_defaults(draft)
 
 
 RULES = r.Rules(

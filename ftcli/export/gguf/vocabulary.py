@@ -8,6 +8,7 @@ expression that llama.cpp knows by a name. Merges of text with spaces as ``▁``
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +21,9 @@ from ftcli.plain import JsonMap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: The tags of a chat template that only training reads.
+_BEGIN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_END = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 #: Kinds of tokens, by llama.cpp's numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -203,7 +207,10 @@ def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[s
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Value]:
-    from ftcli.export.gguf.template import served_template
-
     template = tokenizer.chat_template
     return {"tokenizer.chat_template": served_template(template)} if isinstance(template, str) and template else {}
+
+
+def served_template(template: str) -> str:
+    """``template`` with its generation blocks as blocks that always hold: it renders the same text in any Jinja."""
+    return _END.sub(r"{%\1 endif \2%}", _BEGIN.sub(r"{%\1 if true \2%}", template))

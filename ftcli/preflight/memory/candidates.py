@@ -14,7 +14,7 @@ from ftcli.config import LoraConfig
 from ftcli.config.overrides import Settings
 from ftcli.facts.device import DeviceFacts
 from ftcli.preflight.memory.estimate import MemoryEstimate, estimate_memory, offloaded_of, pinned_by
-from ftcli.preflight.memory.host import pinnable_bytes, pinned_whole
+from ftcli.preflight.memory.pinned import pinnable_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
 from ftcli.tables import policies, quantizations
 from ftcli.tables.policies import PolicyName

@@ -15,7 +15,7 @@ from ftcli.facts.trained import optimizer_state
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.generation import Generator, generation
-from ftcli.preflight.memory.host import pinnable_bytes, pinned_bytes, pinned_whole
+from ftcli.preflight.memory.pinned import pinnable_bytes, pinned_bytes, pinned_whole
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import (
     GENERATION,

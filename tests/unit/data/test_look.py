@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ftcli.config import DataConfig, GenerateConfig
 from ftcli.data.asked import room_of_task
-from ftcli.data.budget import Budget
 from ftcli.data.look import RowSurvey
 from ftcli.data.prepare import prepare
 from ftcli.errors import FtcliError
+from ftcli.patience import TimeBudget
 from ftcli.reporting import SilentReporter
 
 STOPS = (1,)
 
 
-class Counted(Budget):
+class Counted(TimeBudget):
     """Is spent after a number of questions instead of seconds."""
 
     def __init__(self, questions: int) -> None:
@@ -39,7 +39,7 @@ def data_of(folder: Path, *rows: Any, **options: Any) -> DataConfig:
     return DataConfig.model_validate({"train": [str(path)], "max_seq_len": 100, **options})
 
 
-def look(data: DataConfig, tokenizer: PreTrainedTokenizerBase, budget: Budget, cache: Path) -> RowSurvey:
+def look(data: DataConfig, tokenizer: PreTrainedTokenizerBase, budget: TimeBudget, cache: Path) -> RowSurvey:
     looking = RowSurvey(data, tokenizer, budget, cache_dir=cache, reporter=SilentReporter())
     looking.rows("data.train", data.train, STOPS)
     return looking
@@ -47,7 +47,7 @@ def look(data: DataConfig, tokenizer: PreTrainedTokenizerBase, budget: Budget, c
 
 def test_what_is_tokenized_whole_is_kept_for_the_run(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     data = data_of(tmp_path, *({"text": f"row {n}"} for n in range(300)))
-    looking = look(data, bytes_tokenizer, Budget(1e6), tmp_path / "cache")
+    looking = look(data, bytes_tokenizer, TimeBudget(1e6), tmp_path / "cache")
     assert [(one.rows, one.whole) for one in looking.found] == [(300, True)]
     found = prepare(data.train, data, bytes_tokenizer, STOPS, cache_dir=tmp_path / "cache")
     assert found.from_cache == (True,)
@@ -70,7 +70,7 @@ def test_what_was_seen_to_be_wrong_is_refused_though_the_budget_is_spent(
         data = data_of(tmp_path, *rows, max_bad_rows=allowed)
         looking = look(data, bytes_tokenizer, Counted(2), tmp_path / "cache")
         assert bool(looking.failures) == refused, "of the beginning of a source a share says nothing"
-    assert look(data, bytes_tokenizer, Budget(1e6), tmp_path / "cache").failures, "it does of the whole"
+    assert look(data, bytes_tokenizer, TimeBudget(1e6), tmp_path / "cache").failures, "it does of the whole"
 
 
 def test_prompts_stop_as_well(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_prompts_stop_as_well(bytes_tokenizer: PreTrainedTokenizerBase, tmp_path
         looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
         looking.raise_failures()
         assert [(one.rows, one.whole) for one in looking.found] == [(rows, False)]
-    looking = RowSurvey(data, bytes_tokenizer, Budget(1e6), cache_dir=None, reporter=SilentReporter())
+    looking = RowSurvey(data, bytes_tokenizer, TimeBudget(1e6), cache_dir=None, reporter=SilentReporter())
     looking.prompts("eval.tasks", data.train, room_of_task(data, GenerateConfig(max_new_tokens=10)))
     with pytest.raises(FtcliError, match="FT412"):
         looking.raise_failures()

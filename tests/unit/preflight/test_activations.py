@@ -19,7 +19,7 @@ from ftcli.model.patch import patch
 from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, norm_bytes, plain_layers
 from ftcli.preflight.memory.checkpointing import HeldBytes, Offloaded
 from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.preflight.memory.host import pinned_bytes
+from ftcli.preflight.memory.pinned import pinned_bytes
 from ftcli.tables import code_of, families, policies
 
 SIZES: dict[str, Any] = {
