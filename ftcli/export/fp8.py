@@ -32,7 +32,7 @@ from ftcli.export.merge import outputs
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import require_room
-from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, random_base, save_config
+from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, require_kept_base, save_config
 from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
 from ftcli.export.verify import (
     Update,
@@ -85,8 +85,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
             there, and as the format ``safetensors``.
         OSError: it cannot be written.
     """
-    if source.base.init == "random" and source.kind == "adapter":
-        raise random_base(source)
+    require_kept_base(source)
     if source.verify:
         require_compressed_tensors()
     plan = plan_model(source, offline=offline)

@@ -117,8 +117,7 @@ def write_merged(source: ExportSource, folder: Path, *, offline: bool, say: Call
             dtype, FT740 as :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322.
         OSError: it cannot be written.
     """
-    if source.base.init == "random" and source.kind == "adapter":
-        raise random_base(source)
+    require_kept_base(source)
     plan = plan_model(source, offline=offline)
     _require_memory(plan)
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
@@ -299,9 +298,11 @@ def _require_memory(plan: ModelPlan) -> None:
     )
 
 
-def random_base(source: ExportSource) -> FtcliError:
-    """FT747: nothing can be merged with weights that are not kept."""
-    return FtcliError.single(
+def require_kept_base(source: ExportSource) -> None:
+    """Raises FtcliError FT747 (exit 2) for an adapter of random weights: they are not kept, to be merged with."""
+    if source.base.init != "random" or source.kind != "adapter":
+        return
+    raise FtcliError.single(
         "FT747",
         "the base model has random weights (model.init: random), which are not kept, so nothing can be merged with it",
         exit_code=ExitCode.RECIPE,

@@ -21,6 +21,7 @@ from torch import Tensor
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, read_adapter_config, unusable
 from ftcli.export.tensorfile import finite_tensors
 from ftcli.export.weights import StoredWeights, base_weights, ends, source_config
+from ftcli.facts.shape import means
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.checkpoint import hollow
 from ftcli.plain import JsonObject
@@ -81,7 +82,7 @@ def _brings_embeddings(source: ExportSource, *, offline: bool) -> bool:
 def _covers(modules: Any, weight: str) -> bool:
     """Whether ``modules_to_save`` names the module of a weight, as PEFT matches them."""
     module = weight.removesuffix(".weight")
-    return any(module == each or module.endswith(f".{each}") for each in modules)
+    return any(means(each, module) for each in modules)
 
 
 def _written(source: ExportSource, folder: Path, *, offline: bool) -> ExportSource:

@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from ftcli.config import LoraConfig
 from ftcli.errors import Finding, Origin
-from ftcli.facts.shape import Linear, ModelShape
+from ftcli.facts.shape import Linear, ModelShape, means
 from ftcli.patience import TookTooLong, limited_time
 
 #: The first number in a path is the layer's; those of experts come later.
@@ -108,7 +108,7 @@ def excludes(excluded: str | re.Pattern[str], name: str) -> bool:
     """Whether one of ``lora.exclude_modules`` means a module."""
     if isinstance(excluded, re.Pattern):
         return excluded.fullmatch(name) is not None
-    return name == excluded or name.endswith(f".{excluded}")
+    return means(excluded, name)
 
 
 def before_index(pattern: str) -> str:

@@ -106,12 +106,14 @@ class ModelShape:
         """The layer's linears that PEFT would adapt: all, or those whose name is or ends in a target."""
         if isinstance(target_modules, str):
             return self.linears
-        return tuple(linear for linear in self.linears if any(_matches(linear.name, t) for t in target_modules))
+        return tuple(
+            linear for linear in self.linears if any(means(t, f"model.layers.0.{linear.name}") for t in target_modules)
+        )
 
 
-def _matches(name: str, target: str) -> bool:
-    path = f"model.layers.0.{name}"
-    return path == target or path.endswith(f".{target}")
+def means(name: str, path: str) -> bool:
+    """Whether a name in a recipe, or in PEFT's settings, means the module of this path: it is the end of it."""
+    return path == name or path.endswith(f".{name}")
 
 
 def shape_of(config: Config) -> ModelShape | None:

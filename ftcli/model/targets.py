@@ -25,6 +25,7 @@ from ftcli.facts.adapters import (
     problem_finding,
     problems,
 )
+from ftcli.facts.shape import means
 from ftcli.facts.trained import PlannedAdapters
 from ftcli.model.backbone import decoder_layers
 
@@ -93,8 +94,8 @@ def resolve_targets(
         if experts and not _peft_keeps(model, target):
             by_peft.append(target)
             continue
-        matched = [name for name in linears if _names(target, name)]
-        stacked = [name for name in experts if _names(target, name)]
+        matched = [name for name in linears if means(target, name)]
+        stacked = [name for name in experts if means(target, name)]
         if not matched and not stacked:
             raise _no_such_layer(model, target, [*linears, *experts])
         modules += matched
@@ -296,12 +297,8 @@ def _peft_keeps(model: PreTrainedModel, target: str) -> bool:
     return target in (config.target_modules or ())
 
 
-def _names(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
 def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) -> FtcliError:
-    if any(_names(target, end) for end in _ends(model)):
+    if any(means(target, end) for end in _ends(model)):
         return FtcliError([head_finding(target)], ExitCode.PREFLIGHT)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     close = get_close_matches(target, leaves, 1)

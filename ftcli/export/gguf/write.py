@@ -26,7 +26,7 @@ from ftcli.export.loading import not_verified, source_tokenizer, unwritten
 from ftcli.export.probe import continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource, read_adapter_config
 from ftcli.export.room import require_room
-from ftcli.export.safetensors import random_base
+from ftcli.export.safetensors import require_kept_base
 from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
@@ -112,8 +112,7 @@ def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], No
     Raises:
         FtcliError: as :func:`write`.
     """
-    if source.base.init == "random" and source.kind == "adapter":
-        raise random_base(source)
+    require_kept_base(source)
     config = source_config(source, offline=offline)
     text: Any = config.get_text_config()
     architecture = architecture_of(text.model_type, usual_activation(text))

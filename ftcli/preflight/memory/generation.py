@@ -9,7 +9,6 @@ from ftkernels.limits import why_no_decode_attention
 
 from ftcli.facts.generation import (
     LOGIT_COPIES,
-    MOST_ROWS,
     PREFILL_TOKENS,
     CacheShape,
     cache_bytes,
@@ -53,7 +52,7 @@ def generation(setup: Setup, batch: Generation) -> GenerationBytes:
 
 def _by_engine(setup: Setup, batch: Generation) -> GenerationBytes:
     """The pages of the rows that are decoded together, a pass over prompts, and what choosing their tokens takes."""
-    shape, element, together = setup.shape, setup.plan.compute_bytes, min(batch.rows, MOST_ROWS)
+    shape, element, together = setup.shape, setup.plan.compute_bytes, batch.rows
     each = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, element)
     at_once = PREFILL_TOKENS["cuda" if setup.device.kind == "cuda" else "cpu"]
     tokens = max(batch.prompt, min(together * batch.prompt, at_once))

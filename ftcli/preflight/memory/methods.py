@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ftkernels.limits import log_prob_bytes
 
+from ftcli.facts.generation import MOST_ROWS
 from ftcli.preflight.memory.setup import Generation, MethodMemory, Setup
 
 
@@ -13,7 +14,8 @@ def supervised(setup: Setup) -> MethodMemory:
 
 
 def grpo(setup: Setup) -> MethodMemory:
-    """All completions of a generation batch are made at once; the loss takes log-probabilities from hidden states.
+    """The completions of a generation batch are made together, as many as GRPO decodes at once. The loss takes
+    log-probabilities from hidden states.
 
     Full fine-tuning with ``beta`` needs a second model as reference. Adapters need none: they can be switched off.
     """
@@ -28,7 +30,7 @@ def grpo(setup: Setup) -> MethodMemory:
         seq_len=seq_len,
         loss_bytes=_loss_bytes(setup, train.per_device_train_batch_size * settings.max_completion_length),
         reference_bytes=setup.shape.parameters * setup.plan.parameter_bytes if second else 0,
-        generation=Generation(completions, settings.max_prompt_length, seq_len),
+        generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
 
 

@@ -30,7 +30,7 @@ _M = TypeVar("_M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A batch that is generated: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
+    """What is generated at once: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
 
     rows: int
     prompt: int

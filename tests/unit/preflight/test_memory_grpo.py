@@ -31,6 +31,23 @@ def test_grpo_counts_the_cache_of_a_generation_batch(case: Callable[..., Case]) 
     assert halved_by.estimate(work="grpo").parts["key-value cache"] == estimate.parts["key-value cache"]
 
 
+def test_as_many_rows_count_as_are_decoded_at_once(case: Callable[..., Case]) -> None:
+    """GRPO decodes 128 together at most, whoever generates; evaluation as many as its batch has, which were 128 too."""
+    of_grpo = [
+        case("mistralai/Mistral-7B-v0.3", LORA + GRPO, f"train.gradient_accumulation_steps={steps}").estimate(
+            work="grpo"
+        )
+        for steps in (16, 32)
+    ]
+    assert generation_bytes(of_grpo[0]) == generation_bytes(of_grpo[1])
+    text = LORA + "data: {eval: ['bundled:sample-chat']}\neval: {tasks: [{use: exact_match}]}\n"
+    answered = [
+        case("mistralai/Mistral-7B-v0.3", text, f"eval.per_device_eval_batch_size={rows}").estimate(work="eval")
+        for rows in (128, 512)
+    ]
+    assert answered[1].parts["evaluation"] > 3.5 * answered[0].parts["evaluation"]
+
+
 def test_smaller_batches_make_as_many_completions(case: Callable[..., Case]) -> None:
     made = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *TWO_OF_FOUR)
     proposed = next(iter(smaller_batches(setup_of(made.recipe, made.facts, "h100", "grpo"))))

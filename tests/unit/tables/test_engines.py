@@ -36,7 +36,11 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_a_made_up_engine_starts_the_run(user: User) -> None:
     launched = {"engine": "made-up", "num_processes": 1}
-    assert user.done("train", user.recipe("r", train={"max_steps": 1}, launch=launched))["processes"] == 1
+    recipe = user.recipe("r", train={"max_steps": 1}, launch=launched)
+    assert user.done("train", recipe)["processes"] == 1
+    status, document = user.run("check", recipe, "--set", "launch.engine=madeup")
+    assert status == 2
+    assert "made-up" in str(document["findings"])
 
 
 def test_a_number_of_processes_that_an_engine_does_not_take_is_refused_by_name(user: User) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -74,6 +74,13 @@ def test_a_made_up_method_trains(user: User) -> None:
     assert user.done("train", recipe)["method"] == "pairs"
     checked = user.done("check", recipe)
     assert checked["memory"]["parts"]["reference model"] == checked["model"]["parameters"]
+
+
+def test_a_command_of_its_own_comes_with_its_row(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(methods.row("pairs"), command="pair", help="Learn from pairs.")
+    monkeypatch.setattr(methods, "TABLE", {**methods.TABLE, "pairs": row})
+    recipe = user.recipe("r", train={"method": "pairs", "max_steps": 1, "per_device_train_batch_size": 2})
+    assert user.done("pair", recipe)["method"] == "pairs"
 
 
 def test_it_is_held_to_its_rules_and_to_what_it_supports(user: User) -> None:

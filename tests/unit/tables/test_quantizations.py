@@ -86,6 +86,9 @@ def test_a_made_up_quantisation_trains(tmp_path: Path, capsys: pytest.CaptureFix
             train={"max_steps": 1},
         )
         user.done("train", recipe)
+        if name == "stored":
+            shown = user.done("check", recipe)
+            assert shown["memory"]["parts"]["dequantized weights"] == 512 * 256 * 4  # one product's, in float32
         table: list[dict[str, Any]] = json.loads((tmp_path / name / "manifest.json").read_text())["quantization"]
         assert len(table) == 4 * 7
         return table
