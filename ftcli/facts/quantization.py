@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ftkernels.limits import NF4_BLOCK_SIZE, NF4_NESTED_BLOCK_SIZE, Gpu
 
-from ftcli.config import QuantizationConfig
+from ftcli.config import QuantizationConfig, Recipe
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.precision import DtypePlan
 from ftcli.facts.shape import SHARED_INPUTS, Linear, ModelShape
@@ -48,6 +48,11 @@ def weight_bytes(
     layer = sum(stored_bytes(linear, quantization) for linear in shape.linears)
     packed = shape.num_layers - dequantized_layers
     return (shape.parameters - packed * _elements(shape.linears)) * parameter_bytes + packed * layer
+
+
+def trains_rounded(recipe: Recipe) -> bool:
+    """Whether the base weights are trained, and rounded in every pass."""
+    return recipe.lora is None and quantizations.row(recipe.quantization.method).training is not None
 
 
 def layers_with_room(
@@ -176,15 +181,17 @@ def stores_ternary(config: JsonMap) -> bool:
 
     What it calls online is a checkpoint of master weights.
     """
-    stored = config.get("quantization_config")
-    if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
-        return False
-    return bool(stored.get("quantization_mode", "offline") == "offline")
+    return _ternary_mode(config) == "offline"
 
 
 def stores_ternary_masters(config: JsonMap) -> bool:
     """Whether a config.json says of weights in full precision that they are rounded to ternary values when used."""
+    return _ternary_mode(config) == "online"
+
+
+def _ternary_mode(config: JsonMap) -> str | None:
+    """Which of the two a `bitnet` checkpoint is, as transformers calls them; None for another."""
     stored = config.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitnet":
-        return False
-    return bool(stored.get("quantization_mode", "offline") == "online")
+        return None
+    return str(stored.get("quantization_mode", "offline"))

@@ -12,6 +12,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.facts.batches import Batches
 from ftcli.facts.download import missing_bytes
+from ftcli.facts.quantization import trains_rounded
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of
@@ -91,9 +92,9 @@ def build_base(job: Job, *, weights: Path | None = None, num_layers: int | None 
         source=str(weights) if weights is not None else None,
         num_layers=num_layers,
         # A full fine-tune was never stored by a method that freezes the base.
-        quantization=recipe.quantization if weights is None or _trains_quantized(job) else None,
+        quantization=recipe.quantization if weights is None or trains_rounded(job.recipe) else None,
         dequantized_layers=_dequantized_layers(job),
-        trained=_trains_quantized(job) or (parts is not None and not parts.joins),
+        trained=trains_rounded(job.recipe) or (parts is not None and not parts.joins),
         parts=parts,
     )
     align_special_tokens(model, job.tokenizer, job.stops)
@@ -123,17 +124,11 @@ def _dequantized_layers(job: Job) -> int:
     return sys.maxsize if job.recipe.quantization.keep_dequantized is True else 0
 
 
-def _trains_quantized(job: Job) -> bool:
-    """Whether the base weights are trained while every pass quantises them."""
-    recipe = job.recipe
-    return recipe.lora is None and quantizations.row(recipe.quantization.method).training is not None
-
-
 def _stored(job: Job) -> str:
     method, layers = job.recipe.quantization.method, _dequantized_layers(job)
     if quantizations.row(method).quantize is None:
         return ""
-    if _trains_quantized(job):
+    if trains_rounded(job.recipe):
         return f", linear layers trained in {method}"
     count = "all" if job.report.memory is None else layers
     held = "" if not layers else f" ({count} decoder layers held dequantized)"
@@ -165,8 +160,9 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
     from ftcli.model.selfcheck import ROWS, self_check
 
     kernels = job.recipe.model.kernels
-    if job.report.setup.execution.on_kernels and job.plan.parameter != job.plan.compute:
-        stream_in(model, getattr(torch, job.plan.compute))
+    stream = job.report.setup.stream
+    if stream != job.plan.parameter:
+        stream_in(model, getattr(torch, stream))
     check = None
     with whole_layers(model):
         applied = patch(model, kernels)

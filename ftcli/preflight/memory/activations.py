@@ -237,16 +237,20 @@ def _mlp_backward(shape: ModelShape, setting: ActivationSettings) -> float:
     return shape.intermediate_size * (setting.bytes_compute * copies + (4 if setting.autocast else 0))
 
 
+def scores_at_work(shape: ModelShape, setting: ActivationSettings) -> float:
+    """Bytes that eager attention allocates: scores and their scaled or capped successor, then the float32 softmax with
+    its float32 input. In backward the gradients of the probabilities (c), of the softmax (4) and of its input (4), then
+    of the scores (c): as much.
+    """
+    return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
+
+
 def _eager_forward(shape: ModelShape, setting: ActivationSettings) -> float:
-    # Scores and their scaled or capped successor, then the float32 softmax with its float32 input.
-    scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
-    return max(scores, _mlp_forward(shape, setting))
+    return max(scores_at_work(shape, setting), _mlp_forward(shape, setting))
 
 
 def _eager_backward(shape: ModelShape, setting: ActivationSettings) -> float:
-    # Gradients of the probabilities (c), of the softmax (4) and of its input (4), then of the scores (c).
-    scores = shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
-    return max(scores, _mlp_backward(shape, setting))
+    return max(scores_at_work(shape, setting), _mlp_backward(shape, setting))
 
 
 def _sdpa_forward(shape: ModelShape, setting: ActivationSettings) -> float:

@@ -32,7 +32,7 @@ from types import MappingProxyType
 from ftkernels.limits import packed_rank
 
 from ftcli.facts.shape import ModelShape
-from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes
+from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, eager_scores, norm_bytes, scores_at_work
 from ftcli.preflight.memory.checkpointing import fetched_ahead
 
 _PRODUCTS = 7
@@ -64,11 +64,11 @@ def fused_layers(*, capped_without_kernel: bool, reference: bool, attention_by_k
         return kept + (rotated if reference else 0)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = _scores(shape, setting) if capped_without_kernel else 0
+        scores = scores_at_work(shape, setting) if capped_without_kernel else 0
         return max(setting.bytes_compute * (3 * shape.intermediate_size + 2 * shape.hidden_size), scores)
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = _scores(shape, setting) if capped_without_kernel else 0
+        scores = scores_at_work(shape, setting) if capped_without_kernel else 0
         return max(_backward_in_torch(shape, setting) if reference else _backward(shape, setting), scores)
 
     kept = {
@@ -117,7 +117,3 @@ def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
 def _ahead(shape: ModelShape) -> int:
     """Whoever makes attention's output."""
     return fetched_ahead(shape.family.most_sent)
-
-
-def _scores(shape: ModelShape, setting: ActivationSettings) -> float:
-    return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)

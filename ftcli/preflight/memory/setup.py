@@ -15,13 +15,14 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import Execution, Work, execution_of, wants_kernels
 from ftcli.facts.graphs import most_graph_tokens, why_no_graphs
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.precision import DtypePlan, plan_dtypes
+from ftcli.facts.precision import DTYPE_BYTES, DtypePlan, plan_dtypes
+from ftcli.facts.quantization import trains_rounded
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.spreading import spreads
 from ftcli.facts.trained import EMBEDDING, HEAD, TrainedParameters, trained_parameters
 from ftcli.preflight.memory.activations import ActivationSettings, LayerMemory, plain_layers
 from ftcli.preflight.memory.fused_activations import fused_layers
-from ftcli.tables import code_of, optimizers, policies, quantizations
+from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
 
@@ -131,11 +132,14 @@ class Setup:
         )
 
     @property
+    def stream(self) -> str:
+        """Dtype of the residual stream: on the kernels that of the products, elsewhere as the embeddings give it."""
+        return self.plan.compute if self.execution.on_kernels else self.plan.parameter
+
+    @property
     def stream_bytes(self) -> int:
-        """Bytes of one element of the residual stream: on the kernels in the compute dtype, elsewhere as the embeddings
-        give it.
-        """
-        return self.plan.compute_bytes if self.execution.on_kernels else self.plan.parameter_bytes
+        """Bytes of one element of the residual stream."""
+        return DTYPE_BYTES[self.stream]
 
     @property
     def own_optimizer(self) -> bool:
@@ -261,7 +265,7 @@ class Setup:
     @property
     def rounds(self) -> Literal["no", "apart", "in norms"]:
         """How linear layers that are trained rounded keep their input."""
-        if self.recipe.lora is not None or quantizations.row(self.recipe.quantization.method).training is None:
+        if not trains_rounded(self.recipe):
             return "no"
         by_kernel = self.device.kind == "cuda" and wants_kernels(self.recipe.model.kernels)
         return "in norms" if by_kernel and self.shape.family.norm == "llama" else "apart"
