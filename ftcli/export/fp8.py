@@ -27,7 +27,7 @@ from ftcli.export.clean.request import LOGITS
 from ftcli.export.compare import difference
 from ftcli.export.copying import copy_processors
 from ftcli.export.lazy import computing_from
-from ftcli.export.loading import attach, not_verified, plain_config, source_tokenizer, unwritten
+from ftcli.export.loading import not_verified, plain_config, source_tokenizer, unwritten
 from ftcli.export.merge import outputs
 from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
@@ -214,8 +214,7 @@ def _verify(
     say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
-    base = base_weights(source, offline=offline)
-    adapted = attach(unwritten(plan.config), source.folder).float() if source.kind == "adapter" else None
+    base, adapted = base_weights(source, offline=offline, known=True), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     problems = _compare_weights(folder, plan, rounded, base, changes)
     say("verifying: loading the result again")

@@ -42,8 +42,8 @@ def load_written(folder: Path, **options: Any) -> PreTrainedModel:
         raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
 
 
-def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
-    """The weight files of the model that the adapter belongs to.
+def base_files(source: ExportSource, *, offline: bool, known: bool = False) -> list[Path]:
+    """The weight files of the model that the adapter belongs to; ``known`` ones are not held against training's.
 
     Raises:
         FtcliError: FT323 when there are none, FT735 when they are not those that it was trained on.
@@ -52,18 +52,18 @@ def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
     name = source_of(model.name_or_path)
     try:
         files = weight_files(name, model.revision, offline)
-        config = read_config(name, revision=model.revision, offline=offline)
+        if not known and source.run is not None:
+            config = read_config(name, revision=model.revision, offline=offline)
+            _require_base(source, source.run, getattr(config, "_commit_hash", None))
     except OSError as error:
         raise _no_base(source, error) from error
-    _require_base(source, getattr(config, "_commit_hash", None))
     return files
 
 
-def _require_base(source: ExportSource, commit: str | None) -> None:
-    if source.run is not None:
-        run, seed = source.run
-        now = Inputs(weights=_local_weights(source.base.name_or_path), commit=commit)
-        require_same_base(run, source.base, seed, now)
+def _require_base(source: ExportSource, trained: tuple[Path, int], commit: str | None) -> None:
+    run, seed = trained
+    now = Inputs(weights=_local_weights(source.base.name_or_path), commit=commit)
+    require_same_base(run, source.base, seed, now)
 
 
 def _no_base(source: ExportSource, error: BaseException) -> FtcliError:

@@ -69,7 +69,7 @@ class ModelPlan:
 
     Attributes:
         config: The base's, which the written one is made of.
-        trained: Whether ``base`` is what was trained, as in a full fine-tune.
+        adapted: PEFT's adapter on a model without the base's weights; None in a full fine-tune.
         merged: How many pairs of matrices the adapter has.
         stops: Ids that end a turn.
     """
@@ -80,6 +80,7 @@ class ModelPlan:
     rounding: Rounding
     merged: int
     stops: tuple[int, ...]
+    adapted: PeftModel | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +151,7 @@ def plan_model(source: ExportSource, *, offline: bool) -> ModelPlan:
     dtype = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
     rounding = rounding_of(model, dtype, _plain_dtype(config, source))
     adapter = AdapterUpdates(adapted)
-    return ModelPlan(config, base, adapter, rounding, len(adapter.layers), stops)
+    return ModelPlan(config, base, adapter, rounding, len(adapter.layers), stops, adapted)
 
 
 def _stored_config(source: ExportSource, *, offline: bool) -> PretrainedConfig:
@@ -203,7 +204,9 @@ def _both_ends_stored(model: PreTrainedModel, plan: ModelPlan) -> bool:
 def verify_merged(
     source: ExportSource, folder: Path, plan: ModelPlan, *, offline: bool, say: Callable[[str], None]
 ) -> Verified:
-    """Compare what was written with base and adapter, opened anew: weights, logits, tokenizer and stop tokens.
+    """Compare what was written with the files of base and adapter: weights, logits, tokenizer and stop tokens.
+
+    The files are opened anew. Weights are held against the adapter's own file, logits against PEFT's layers.
 
     A warning (FT744) tells when rounding took away most of what the adapter does.
 
@@ -212,8 +215,7 @@ def verify_merged(
     """
     say("verifying: comparing weights")
     written = open_written(folder)
-    base = base_weights(source, offline=offline)
-    adapted = attach(unwritten(plan.config), source.folder).float() if source.kind == "adapter" else None
+    base, adapted = base_weights(source, offline=offline, known=True), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     problems = compare_written(written, base, changes, plan.rounding)
     say("verifying: comparing logits")

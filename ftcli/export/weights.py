@@ -276,8 +276,11 @@ def source_weights(
     return MergedWeights(base, source_updates(source, adapted)), adapted
 
 
-def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
+def base_weights(source: ExportSource, *, offline: bool, known: bool = False) -> StoredWeights:
     """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
+
+    Args:
+        known: They are not held against what training had: as where that was done, or nothing is made of them.
 
     Raises:
         FtcliError: FT323 when they are not there or damaged, FT735 when they are others than training had, FT740 for
@@ -288,7 +291,8 @@ def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
         return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
     model = hollow(plain_config(config))
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
-    return StoredWeights(base_files(source, offline=offline), model, base_in_training(source, config, model), rows)
+    files = base_files(source, offline=offline, known=known)
+    return StoredWeights(files, model, base_in_training(source, config, model), rows)
 
 
 def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Update]:
