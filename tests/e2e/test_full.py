@@ -39,7 +39,7 @@ def test_a_run_learns_and_goes_on_to_the_last_bit(user: User, precision: str, po
         model={"dtype": "bfloat16", "kernels": "reference"},
         lora=None,
         data={"eval": [{"path": "bundled:smoke-eval", "max_rows": 2}]},
-        train={"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": optim}
+        train={"max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": optim}
         | {"gradient_checkpointing": policy, **settings},
         eval={"every_steps": 2, "samples": 0},
         checkpoint={"every_steps": 3},

@@ -14,7 +14,7 @@ GRPO: dict[str, Any] = {
     "num_generations": 4,
     "max_prompt_length": 48,
     "max_completion_length": 5,
-    "rewards": [{"use": "regex", "pattern": "[0-4]"}],
+    "rewards": [{"use": "regex", "pattern": "[a-z]"}],  # of five random bytes, as often as not
     "temperature": 2.0,
 }
 DATA: dict[str, Any] = {
@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "QLoRA, ratios of completions": {
         "quantization": {"method": "nf4"},
+        "train": {"max_steps": 5},  # a rollout after the one that the checkpoint is in the middle of
         "grpo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.02},
     },
     "fp8, on the kernels' torch form, few kept": {
@@ -52,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "DoRA on a few layers, plateau": {
         "train": {
-            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "max_steps": 5, "lr_scheduler_type": "reduce_lr_on_plateau",
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"},
         },
         "lora": {"r": 4, "use_dora": True, "layers_to_transform": [1], "rank_pattern": {"q_proj": 2}},
@@ -64,7 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_run_honours_it_and_goes_on_alike(name: str, narrow: User) -> None:
     change = dict(SETTINGS[name])
-    train = {"max_steps": 5, "gradient_accumulation_steps": 1, **change.pop("train", {})}
+    train = {"max_steps": 4, "gradient_accumulation_steps": 1, **change.pop("train", {})}
     grpo = {**GRPO, **change.pop("grpo", {})}
     recipe = narrow.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 3}, **change)
     narrow.done("grpo", recipe)
@@ -112,8 +113,9 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
         ({"entropy": {"min_entropy": 90.0, "patience": 3}}, 3, "entropy was below 90 nats a token in 3 steps in a row"),
     ],
 )
-def test_it_ends_where_nothing_more_is_learnt(stops: dict[str, Any], steps: int, said: str, user: User) -> None:
-    same, different = {"use": "length", "max_chars": 1000}, {"use": "regex", "pattern": "[5-9]"}
+def test_it_ends_where_nothing_more_is_learnt(stops: dict[str, Any], steps: int, said: str, narrow: User) -> None:
+    user = narrow
+    same, different = {"use": "length", "max_chars": 1000}, {"use": "regex", "pattern": "[A-Z]"}
     grpo = {**GRPO, "temperature": 2.0, "rewards": [same if "reward" in stops else different], "early_stopping": stops}
     change = {"train": {"max_steps": 20}, "grpo": grpo, "data": DATA, "checkpoint": {"every_steps": steps - 1}}
     recipe = user.recipe("r", **change, logging={"every_steps": 7})
@@ -155,17 +157,18 @@ def test_rewards_are_tried_before_a_weight_is_loaded(user: User) -> None:
     assert user.run("train", recipe, "--dry-rewards")[0] == 2
 
 
-#: Fails on what begins with an even digit, as a picky service would.
+#: Fails on what begins with an even character, as a picky service would.
 PICKY = """
 def score(completions, prompts, answer, **columns):
     for text in completions:
-        if text[:1] in "02468" and text:
+        if text and ord(text[0]) % 2 == 0:
             raise ValueError("an even number")
-    return [float(len(text)) for text in completions]
+    return [1.0 for text in completions]
 """
 
 
-def test_a_reward_that_fails_on_some_completions(user: User) -> None:
+def test_a_reward_that_fails_on_some_completions(narrow: User) -> None:
+    user = narrow
     file = user.folder / "mine.py"
     file.write_text(PICKY)
     rewards = [{"file": f"{file}:score", "on_error": -1.0}, {"use": "json_valid", "json_schema": {"type": "integer"}}]

@@ -35,6 +35,10 @@ ARGUMENTS: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 CASES = [(name, *case) for name, cases in ARGUMENTS.items() for case in cases]
 
 
+#: No rate depends on what is trained: a run on few modules is set up, and does its steps, sooner.
+FEW: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]}
+
+
 @pytest.fixture
 def user(narrow: User) -> User:
     """What is asked here does not depend on what the model knows."""
@@ -55,9 +59,8 @@ def test_a_run_has_the_rates_that_transformers_gives(
     warm_up = 0 if name == "constant" else 2
     train = {"lr_scheduler_type": name, "lr_scheduler_kwargs": ours, "warmup_steps": warm_up, "max_steps": 9}
     rows = [{"path": "bundled:smoke-train", "max_rows": 9}]
-    user.done(
-        "train", user.recipe("r", train={**train, "per_device_train_batch_size": 1}, data={"train": rows, "eval": []})
-    )
+    change = {"train": {**train, "per_device_train_batch_size": 1}, "data": {"train": rows, "eval": []}}
+    user.done("train", user.recipe("r", lora=FEW, **change))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     oracle = get_scheduler(name, optimizer, warm_up, 9, theirs)
     wanted = []
@@ -82,7 +85,7 @@ def test_a_run_that_goes_on_has_the_same_rates(name: str, arguments: dict[str, A
     held_out: dict[str, Any] = {"data": {"eval": []}}
     if schedules.row(name).by_evaluations:
         held_out = {"eval": {"every_steps": 1, "samples": 0}}
-    recipe = user.recipe("r", train=train, checkpoint={"every_steps": 3}, **held_out)
+    recipe = user.recipe("r", lora=FEW, train=train, checkpoint={"every_steps": 3}, **held_out)
     user.done("train", recipe)
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     assert len(set(rates)) > 2
@@ -92,7 +95,7 @@ def test_a_run_that_goes_on_has_the_same_rates(name: str, arguments: dict[str, A
 def test_the_rate_falls_when_evaluations_get_no_better(user: User) -> None:
     arguments = {"patience": 1, "factor": 0.1, "threshold": 100.0, "threshold_mode": "abs"}  # nothing is better
     train = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": arguments, "max_steps": 6}
-    user.done("train", user.recipe("r", train=train, eval={"every_steps": 1, "samples": 0}))
+    user.done("train", user.recipe("r", lora=FEW, train=train, eval={"every_steps": 1, "samples": 0}))
     rates = [line["learning_rate"] for line in user.metrics("r") if "loss" in line]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
 
@@ -103,7 +106,7 @@ def test_a_warm_up_as_long_as_training_is_told_where_its_length_follows_from_the
 ) -> None:
     data = {"train": [{"path": "bundled:smoke-train", "max_rows": 8}], "eval": []}
     train = {"max_steps": None, "num_train_epochs": 1, "warmup_steps": warm_up}
-    status, document = user.run("train", user.recipe("r", data=data, train=train))
+    status, document = user.run("train", user.recipe("r", lora=FEW, data=data, train=train))
     assert status == 0
     found = [finding for finding in document["findings"] if finding["code"] == "FT268"]
     assert [finding["severity"] for finding in found] == told

@@ -124,7 +124,7 @@ def test_auto_says_in_one_line_what_it_came_to(user: User) -> None:
 
 def test_a_run_goes_on_under_another_policy_with_the_same_bits(user: User) -> None:
     """On a machine with other memory `auto` comes to something else; older recipes spell a policy out."""
-    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "lora": {"dropout": 0.2}, "eval": {"samples": 0}}
+    change: dict[str, Any] = {"checkpoint": {"every_steps": 3}, "lora": {"dropout": 0.2}, "data": {"eval": []}}
     user.done("train", user.recipe("whole", **change))
     whole = weights(user.folder / "whole")
     for name, before in (("older", False), ("again", True)):

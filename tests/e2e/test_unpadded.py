@@ -9,10 +9,10 @@ import pytest
 
 from tests.e2e.conftest import User
 
-#: Five micro-batches of three rows a step, and an evaluation in between.
+#: Three micro-batches of three rows a step, and an evaluation in between.
 CHANGE: dict[str, Any] = {
     "model": {"kernels": "reference"},
-    "train": {"max_steps": 4, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5},
+    "train": {"max_steps": 3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
     "eval": {"every_steps": 2, "per_device_eval_batch_size": 4, "samples": 0},
 }
 

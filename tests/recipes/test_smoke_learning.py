@@ -20,10 +20,10 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ("train.max_steps=80", "train.per_device_train_batch_size=8", "train.learning_rate=4e-3")
 SFT = [f"--set={setting}" for setting in (*SMALL, "data.eval=[{path: 'bundled:smoke-eval', max_rows: 60}]")]
 SHORT = (
-    "train.max_steps=14",
+    "train.max_steps=8",
     "train.per_device_train_batch_size=32",
-    "train.learning_rate=0.15",
-    "data.eval=[{path: 'bundled:smoke-grpo-eval', max_rows: 100}]",
+    "train.learning_rate=0.2",
+    "data.eval=[{path: 'bundled:smoke-grpo-eval', max_rows: 60}]",
 )
 GRPO = {"short": SHORT, "as it ships": ("train.max_steps=28",)}
 
