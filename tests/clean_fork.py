@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
@@ -30,6 +30,14 @@ _LIBRARIES = (
 )
 
 
+def import_libraries() -> None:
+    """Plain libraries, as that process has them."""
+    gc.disable()  # a million objects are not searched for garbage again and again
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    gc.enable()
+
+
 class Fork:
     """A child of this process that answers requests; what :class:`CleanProcess` uses of a Popen."""
 
@@ -37,15 +45,12 @@ class Fork:
     stdout: IO[str]
 
     def __init__(self) -> None:
-        gc.disable()  # a million objects are not searched for garbage again and again
-        for name in _LIBRARIES:
-            importlib.import_module(name)
-        gc.enable()
+        import_libraries()
         asked, ask = os.pipe()
         say, answer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _serve(asked, answer, (ask, say))
+            serve(asked, answer, ask, say)
         os.close(asked)
         os.close(answer)
         self.stdin, self.stdout = os.fdopen(ask, "w", encoding="utf-8"), os.fdopen(say, encoding="utf-8")
@@ -72,8 +77,8 @@ class Fork:
             self.stdout.close()
 
 
-def _serve(asked: int, answer: int, others: tuple[int, int]) -> None:
-    """What the child does, and nothing of pytest's."""
+def serve(asked: int, answer: int, *others: int) -> NoReturn:
+    """What the child does, and nothing else; it closes the ``others`` among what it has open."""
     status = 1
     try:
         for descriptor in others:  # it ends when its questions do: no end of theirs may be its own

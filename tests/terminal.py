@@ -16,7 +16,6 @@ import termios
 import time
 from collections.abc import Iterator, Sequence
 
-from tests.e2e import drill
 from tests.e2e.drill import Server
 
 #: Of one wait. Loading the libraries takes some ten seconds where several tests share a core.
@@ -106,7 +105,7 @@ def in_terminal(*words: str, columns: int = 80, server: Server | None = None) ->
     Args:
         server: Runs it in a fork of itself, which starts in a moment.
     """
-    client = ["-m", "ftcli"] if server is None else ["-S", "-E", drill.__file__, server.socket]
+    client = ["-m", "ftcli"] if server is None else server.client[1:]
     terminal = Terminal([*client, *words], columns)
     try:
         yield terminal

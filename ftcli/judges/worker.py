@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import resource
 import signal
 import sys
 from multiprocessing.connection import Connection
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import Any
 
 _NEWUSER, _NEWNET, _SET_DEATH_SIGNAL = 0x10000000, 0x40000000, 1
@@ -82,7 +81,7 @@ def _called(function: Any, arguments: dict[str, Any], count: int, alarm: float |
         try:
             _set_alarm(alarm)
             result = function(**arguments)
-            if inspect.iscoroutine(result):
+            if isinstance(result, CoroutineType):
                 import asyncio  # half of what a process takes to start, and few functions need it
 
                 result = asyncio.run(result)

@@ -15,7 +15,6 @@ import yaml
 
 from ftcli.assets import asset
 from ftcli.cli.app import main
-from tests.e2e import drill
 from tests.e2e.drill import Server
 
 if TYPE_CHECKING:
@@ -178,20 +177,24 @@ def shell(tmp_path: Path, drill_server: Server, narrow_files: Path) -> dict[str,
     """An environment in which `ftcli` starts in a moment, trains the narrow model as the bundled one, and measures on
     a few rows of the bundled held-out data.
 
-    `ftcli recipes` is the installed command all the same, in a process that imports everything anew.
+    `ftcli recipes copy gemma2-9b` is the installed command all the same, in a process that imports everything anew.
     """
     folder = Path(sys.executable).parent
     command = tmp_path / "bin" / "ftcli"
     command.parent.mkdir()
     command.write_text(
         "#!/bin/sh\n"
-        f'case "$1" in recipes) exec {folder}/ftcli "$@" ;; esac\n'
-        f'exec {sys.executable} -S -E {drill.__file__} {drill_server.socket} "$@"\n'
+        f'case "$*" in "recipes copy gemma2-9b "*) exec {folder}/ftcli "$@" ;; esac\n'
+        f'exec {" ".join(drill_server.client)} "$@"\n'
     )
     command.chmod(0o755)
     path = f"{command.parent}:{folder}:{os.environ['PATH']}"
     held_out = tmp_path / "held-out"
     held_out.mkdir()
-    own = {"PATH": path, "FTCLI_CACHE": str(tmp_path / "cache"), "PAUSE": "0"}
-    prepared = json.dumps([["few_held_out", 12, str(held_out)], ["bundled_models", str(narrow_files.parent)]])
-    return {**drill_server.environment, **own, "DRILL_PREPARATIONS": prepared}
+    own = {"PATH": path, "FTCLI_CACHE": drill_server.cache, "PAUSE": "0"}
+    shortcuts = [
+        ["few_held_out", 12, str(held_out)],
+        ["bundled_models", str(narrow_files.parent)],
+        ["warm_clean", drill_server.socket],
+    ]
+    return {**drill_server.environment, **own, "DRILL_PREPARATIONS": json.dumps(shortcuts)}

@@ -2,8 +2,8 @@
 
 Importing torch, transformers and TRL takes seconds. A server (drill_server.py) imports them once, and trains one step;
 each command line then runs in a fork of it, with its own streams, folder, environment, limits and signals: a process
-like any other, which can be killed, starved of memory or disk, or stopped at a chosen place. ``python drill.py SOCKET
-WORD...`` runs one command (and passes signals on), for shell scripts.
+like any other, which can be killed, starved of memory or disk, or stopped at a chosen place. drill_client.py runs one
+for shell scripts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -22,25 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.drill_client import ask, number
+
 _SECONDS = 60.0
-
-
-def _ask(path: str, request: dict[str, Any], descriptors: list[int]) -> tuple[socket.socket, int]:
-    """Starts a command; the socket, which will say how it ends, and the command's pid."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
-    return connection, _number(connection)
-
-
-def _number(connection: socket.socket) -> int:
-    text = b""
-    while not text.endswith(b"\n"):
-        part = connection.recv(1)
-        if not part:
-            raise ConnectionError("the server has ended")
-        text += part
-    return int(text)
 
 
 @dataclass
@@ -88,7 +71,7 @@ class Drill:
         if self.status is None:
             self.connection.settimeout(seconds)
             try:
-                self.status = _number(self.connection)
+                self.status = number(self.connection)
             except TimeoutError:
                 os.kill(self.pid, signal.SIGKILL)
                 raise AssertionError(f"it has not ended in {seconds} s:\n{self.said}") from None
@@ -111,6 +94,8 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.socket = str(folder / "socket")
+        #: What runs the words after it as a command; drill_client.py.
+        self.client = (sys.executable, "-S", "-E", str(Path(__file__).with_name("drill_client.py")), self.socket)
         self._folder = folder
         self._started: list[Drill] = []
         #: Runs that were never disturbed, by what their recipes say; several tests compare with the same one.
@@ -126,9 +111,14 @@ class Server:
         #: Where rows stay tokenized for all commands that are given it, in place of a cache of their own.
         self.cache = str(folder / "cache")
         quiet["FTCLI_CACHE"] = self.cache
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("drill_server.py")), self.socket]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.drill_server", self.socket]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment | quiet, text=True
+            command,
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.environment | quiet,
+            text=True,
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
@@ -141,24 +131,24 @@ class Server:
         script: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Drill:
-        """A command, or another program, in its own process. A pause among ``preparations`` is written without its
-        folder.
+        """A command, or another program, in its own process. What is released among ``preparations`` is
+        written without its folder.
         """
         folder = self._folder / str(len(self._started))
         folder.mkdir()
-        prepared = [[*p, str(folder)] if p[0] == "pause" else list(p) for p in preparations]
+        prepared = [[*p, str(folder)] if p[0] in ("pause", "hurried") else list(p) for p in preparations]
         request = {
             "words": list(words),
             "script": None if script is None else str(script),
             "folder": str(cwd),
             "environment": {**self.environment, "FTCLI_CACHE": str(cwd / "cache"), **(environment or {})},
-            "preparations": prepared,
+            "preparations": json.dumps(prepared),
             "closed": [],
             "limits": {},
         }
         output = folder / "output"
         with output.open("wb") as file, Path(os.devnull).open("rb") as nothing:
-            connection, pid = _ask(self.socket, request, [nothing.fileno(), file.fileno(), file.fileno()])
+            connection, pid = ask(self.socket, request, [nothing.fileno(), file.fileno(), file.fileno()])
         self._started.append(Drill(pid, connection, output, folder))
         return self._started[-1]
 
@@ -176,34 +166,3 @@ class Server:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(10)
-
-
-def _open(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.fstat(descriptor)
-        return True
-    return False
-
-
-def client(path: str, words: list[str]) -> int:
-    """Runs one command as if it were this process: its streams, its signals, its status."""
-    request: dict[str, Any] = {"words": words, "script": None, "folder": str(Path.cwd())}
-    request["environment"] = dict(os.environ)
-    request["preparations"] = json.loads(request["environment"].pop("DRILL_PREPARATIONS", "[]"))
-    request["closed"] = [number for number in (0, 1, 2) if not _open(number)]
-    for _ in request["closed"]:
-        os.open(os.devnull, os.O_RDWR)  # in its place, so that nothing else comes there
-    request["limits"] = {number: resource.getrlimit(number) for number in (resource.RLIMIT_FSIZE, resource.RLIMIT_DATA)}
-    connection, pid = _ask(path, request, [0, 1, 2])
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda received, _frame: os.kill(pid, received))
-    status = _number(connection)
-    if status < 0:
-        if -status != signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(client(sys.argv[1], sys.argv[2:]))

@@ -1,16 +1,15 @@
 """The server of drill.py: it imports everything once and runs each command in a fork of itself.
 
-``python drill_server.py SOCKET`` answers until its stdin is closed.
+``python -m tests.e2e.drill_server SOCKET`` answers until its stdin is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import importlib
 import io
 import json
+import marshal
 import os
 import resource
 import runpy
@@ -18,222 +17,25 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 60.0
-_M_MMAP_THRESHOLD = -3  # malloc.h
+from tests.e2e import drill_clean
+from tests.e2e.drill_preparations import PREPARATIONS
+
 _BLOCK = 1 << 16
-
-
-# -- what a command's process does before it runs ------------------------------------------------------------------
-
-
-def _wrap(target: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts a function around ``module:function`` or ``module:Class.method``, in this process only."""
-    module, _, path = target.partition(":")
-    owner: Any = importlib.import_module(module)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    setattr(owner, name, around(getattr(owner, name)))
-
-
-def pause(target: str, call: int, folder: str) -> None:
-    """In the ``call``-th call of ``target``, makes ``folder/reached`` and waits for ``folder/released``."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                Path(folder, "reached").touch()
-                deadline = time.monotonic() + _SECONDS
-                while not Path(folder, "released").exists() and time.monotonic() < deadline:
-                    time.sleep(0.005)
-            return function(*args, **kwargs)
-
-        return waiting
-
-    _wrap(target, around)
-
-
-def starve(target: str, call: int, spare: int) -> None:
-    """From the ``call``-th call of ``target`` on, this process may take ``spare`` bytes more than it has.
-
-    Blocks of 64 KiB and more are taken from the system one by one and given back at once; those that are free in the
-    process itself are taken from it before.
-    """
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.mallopt(_M_MMAP_THRESHOLD, _BLOCK)
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        def starved(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                libc.malloc_trim(0)
-                lines = Path("/proc/self/status").read_text().splitlines()
-                held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
-                resource.setrlimit(resource.RLIMIT_DATA, (held, resource.RLIM_INFINITY))
-                while libc.malloc(_BLOCK):
-                    pass
-                resource.setrlimit(resource.RLIMIT_DATA, (held + spare, resource.RLIM_INFINITY))
-            return function(*args, **kwargs)
-
-        return starved
-
-    _wrap(target, around)
-
-
-def fail(target: str, message: str, call: int = 1) -> None:
-    """From its ``call``-th call on, ``target`` raises RuntimeError."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls >= call:
-                raise RuntimeError(message)
-            return function(*args, **kwargs)
-
-        return failing
-
-    _wrap(target, around)
-
-
-def scarce(what: str, rows: int) -> None:
-    """Memory runs out in the middle of a forward pass of spread weights of more than ``rows`` rows: in `evaluation`, or
-    in `generation`, where keys and values are kept.
-    """
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def short(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_it = not self.training and ("cached" in kwargs) == (what == "generation")
-            if is_it and isinstance(self, FSDPModule) and self.self_attn.layer_idx and len(hidden) > rows:
-                raise torch.OutOfMemoryError
-            return function(self, hidden, *args, **kwargs)
-
-        return short
-
-    _wrap("ftcli.model.fused:FusedDecoderLayer.compute", around)
-
-
-def spoil(target: str, call: int) -> None:
-    """In its ``call``-th call, ``target`` gives NaN."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
-
-        def spoilt(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            result = function(*args, **kwargs)
-            return result * float("nan") if calls == call else result
-
-        return spoilt
-
-    _wrap(target, around)
-
-
-def impatient(seconds: float) -> None:
-    """The ranks of this process wait for others no longer than ``seconds`` without a sign of life."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        patience = importlib.import_module("ftcli.run.signs").Patience(told=seconds / 2, silent=seconds)
-        return lambda self, place, reporter: function(self, place, reporter, patience)
-
-    _wrap("ftcli.run.group:RankGroup.__init__", around)
-
-
-def small_files(limit: int) -> None:
-    """No file of this process may grow beyond ``limit`` bytes: the system refuses, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-
-
-def workers(count: int) -> None:
-    """Training data is collated in ``count`` worker processes."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: {**function(*args, **kwargs), "dataloader_num_workers": count}
-
-    _wrap("ftcli.trainers.sft:training_arguments", around)
-
-
-def few_held_out(count: int, folder: str) -> None:
-    """Of each file of held-out data that ships with ftcli there are the first ``count`` rows, in ``folder``."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def shortened(name: str, kind: str) -> Path | None:
-            stem: Path | None = function(name, kind)
-            if stem is None or not stem.name.endswith("-eval"):
-                return stem
-            short = Path(folder, f"{stem.name}.jsonl")
-            if not short.exists():
-                rows = Path(f"{stem}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-                short.write_text("".join(rows[:count]), encoding="utf-8")
-            return short.with_suffix("")
-
-        return shortened
-
-    _wrap("ftcli.rows.places:bundled", around)
-
-
-def bundled_models(folder: str) -> None:
-    """The models that ship with ftcli are those in ``folder``."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def found(*parts: str) -> Path:
-            path: Path = function(*parts)
-            return Path(folder, *parts[1:]) if parts[0] == "models" else path
-
-        return found
-
-    for module in ("ftcli.assets", "ftcli.facts.config_file"):
-        _wrap(f"{module}:asset", around)
-
-
-def warm_children(socket: str) -> None:
-    """The runs of a sweep are forks of the server, too: what `python -m ftcli` would start is its client."""
-    client = [sys.executable, "-S", "-E", str(Path(__file__).with_name("drill.py")), socket]
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        def started(command: list[str], **options: Any) -> Any:
-            ours = command[1:4] == ["-P", "-m", "ftcli"]
-            return function([*client, *command[4:]] if ours else command, **options)
-
-        return started
-
-    _wrap("ftcli.cli.children:subprocess.Popen", around)
-
-
-_FAULTS = (pause, starve, fail, scarce, spoil, impatient, small_files, workers)
-_SHORTCUTS = (few_held_out, bundled_models, warm_children)
-_PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}
-
-
-# -- the server ----------------------------------------------------------------------------------------------------
 
 
 def serve(path: str) -> None:
     """Answers until stdin is closed."""
+    drill_clean.offer(f"{path}-clean")
     gc.disable()
-    from untouched import changed_by_imports  # which lies beside this file
+    from tests.e2e.untouched import changed_by_imports
 
     Path(path).with_name("imported.json").write_text(json.dumps(changed_by_imports()), encoding="utf-8")
     os.fsync = _unflushed
+    gc.freeze()  # a million objects, which training would search for garbage
     _train_once(Path(path).parent)
     gc.enable()
     gc.collect()
@@ -286,7 +88,7 @@ class Commands:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for one in (connection, self._listener, *self._clients.values()):
                 one.close()
-            _become(json.loads(message), descriptors)
+            _become(marshal.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         self._clients[child] = connection
@@ -368,9 +170,9 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, limits in request["limits"].items():
-            resource.setrlimit(int(number), tuple(limits))
-        for name, *arguments in request["preparations"]:
-            _PREPARATIONS[name](*arguments)
+            resource.setrlimit(number, limits)
+        for name, *arguments in json.loads(request["preparations"]):
+            PREPARATIONS[name](*arguments)
         status = main(request["words"]) if request["script"] is None else _script(request["script"], request["words"])
     except BaseException:
         traceback.print_exc()

@@ -26,7 +26,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
 if __name__ == "__main__":
     from ftcli.cli.app import main
-    from tests.e2e.drill_server import pause
+    from tests.e2e.drill_preparations import pause
     if sys.argv[1] != "-":
         pause({STEP!r}, 4, sys.argv[1])
     sys.exit(main(sys.argv[2:]))

@@ -137,16 +137,15 @@ def test_a_signal_while_a_checkpoint_is_written_ends_all_ranks_after_it(drills: 
 
 
 def test_a_rank_that_hangs_is_named_while_it_is_waited_for_and_given_up_in_the_end(drills: Drills) -> None:
-    prepared = {0: (("impatient", 4.0),), 1: (("pause", STEP, 3),)}
+    prepared = {0: (("hurried",),), 1: (("pause", STEP, 3),)}
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
-    began = time.monotonic()
-    assert ranks.drills[0].wait(30) == 75, ranks.said
-    assert time.monotonic() - began < 20
+    ranks.drills[0].release()
+    assert ranks.drills[0].wait(20) == 75, ranks.said
     ranks.drills[1].signal(signal.SIGKILL)
     assert "waiting for rank 1 (" in ranks.said
-    assert "rank 1 has given no sign of life for 4 s" in ranks.said
+    assert "rank 1 has given no sign of life for 1 s" in ranks.said
     assert drills.checkpoints("r") == ["step-00000002"]
 
 

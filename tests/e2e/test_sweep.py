@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e import drill
 from tests.e2e.conftest import NARROW, RECIPE, merged
 from tests.e2e.drill import Server
 
@@ -32,7 +30,7 @@ def started(server: Server, folder: Path, *more: str) -> subprocess.Popen[str]:
         "DRILL_PREPARATIONS": json.dumps([["warm_children", server.socket]]),
     }
     return subprocess.Popen(
-        [sys.executable, "-S", "-E", drill.__file__, server.socket, *WORDS, *more],
+        [*server.client, *WORDS, *more],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -15,7 +14,6 @@ import pytest
 from ftcli.cli.environment import library_environment
 from ftcli.cli.streams import unfailing
 from ftcli.reporting import Session
-from tests.e2e import drill
 from tests.e2e.drill import Server
 
 RECIPE = """
@@ -93,8 +91,7 @@ def test_neither_output_that_cannot_be_written_nor_a_launchers_leavings_end_a_ru
     tmp_path: Path, shell: str, status: int, drill_server: Server
 ) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
-    client = f"{sys.executable} -S -E {drill.__file__} {drill_server.socket}"
-    words = ["bash", "-c", shell.replace("ftcli", client, 1)]
+    words = ["bash", "-c", shell.replace("ftcli", " ".join(drill_server.client), 1)]
     environment = {**drill_server.environment, "FTCLI_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == status, done.stderr

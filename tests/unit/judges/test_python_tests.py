@@ -42,7 +42,7 @@ def test_programs_pass_where_their_tests_run_to_the_end(monkeypatch: pytest.Monk
     completions, tests, wanted = zip(*CASES.values(), strict=True)
     found = python_tests(timeout=30.0)(completions, tests)
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, wanted, strict=True))
-    assert python_tests(timeout=0.5)(["while True: pass"], [""]) == [0.0]
+    assert python_tests(timeout=0.2)(["while True: pass"], [""]) == [0.0]
 
 
 #: Starts a grandchild in a session of its own, which holds a named pipe open, and goes on once it is there.
@@ -70,7 +70,7 @@ def test_nothing_is_left_behind(tmp_path: Path, late: bool) -> None:
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     program = DAEMON.format(path=str(path)) + ("time.sleep(600)\n" if late else "")
     try:
-        for seconds in (1.0, 4.0, 16.0) if late else (30.0,):
+        for seconds in (0.3, 4.0, 16.0) if late else (30.0,):
             assert python_tests(timeout=seconds)([program], [""]) == [float(not late)]
             if os.read(pipe, 1) == b"x":  # else it was too late to start the grandchild
                 break

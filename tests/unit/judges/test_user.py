@@ -136,7 +136,7 @@ def test_a_failure_of_the_batch_alone_fails_all_of_it(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_hanging_completions_takes_four_timeouts_at_most(tmp_path: Path) -> None:
-    judge = opened(tmp_path, "time.sleep(60)", on_error="skip", timeout=0.3)
+    judge = opened(tmp_path, "time.sleep(60)", on_error="skip", timeout=0.1)
     began = time.monotonic()
     assert judge.scores(CompletionBatch(["a"] * 50, ["p"] * 50)).values == [None] * 50
     assert time.monotonic() - began < 10
@@ -157,7 +157,7 @@ def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:
         "        except BaseException: pass"
     )
     try:
-        for seconds in (0.5, 4.0, 16.0):
+        for seconds in (0.2, 4.0, 16.0):
             judge = opened(tmp_path, body, on_error="skip", timeout=seconds)
             assert judge.scores(CompletionBatch(["a"], ["p"])).values == [None]
             if os.read(pipe, 1) == b"x":  # else its time was up before it had started anything
