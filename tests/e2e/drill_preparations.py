@@ -232,6 +232,11 @@ def warm_children(socket: str) -> None:
     _wrap("ftcli.cli.children:subprocess.Popen", around)
 
 
+def warm_check() -> None:
+    """The process that checks a sweep's runs is a fork of it, and need not import anything."""
+    _wrap("ftcli.pipeline.sweep_checks:get_context", lambda get: lambda _method: get("fork"))
+
+
 def warm_clean(socket: str) -> None:
     """The process that loads exports again is one that has imported its libraries; see drill_clean.py."""
 
@@ -242,6 +247,6 @@ def warm_clean(socket: str) -> None:
 
 
 _FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files, workers)
-_SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_clean)
+_SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_check, warm_clean)
 #: By name, as a request of drill.py has them.
 PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}

@@ -19,7 +19,7 @@ ODD: dict[str, Any] = {
     "lora": {"dropout": 0.2},
     "data": {"train": [{"path": "bundled:smoke-train", "max_rows": 28}]},
     "train": {"max_steps": 8, "gradient_accumulation_steps": 3, "num_train_epochs": 3},
-    "eval": {"every_steps": 2},
+    "eval": {"every_steps": 2, "samples": 1},
     "checkpoint": {"every_steps": 7, "keep_last": 5},
     "logging": {"every_steps": 3},
 }

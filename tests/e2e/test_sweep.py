@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ WORDS = ["sweep", "r.yaml", "--set", "train.learning_rate=1e-3,5e-3", "--offline
 FIRST = Path("runs/r/train.learning_rate=0.001")
 
 
-def started(server: Server, folder: Path, *more: str) -> subprocess.Popen[str]:
+def started(server: Server, folder: Path, *more: str, shortcuts: Sequence[list[str]] = ()) -> subprocess.Popen[str]:
     """The sweep and its runs in forks of the server."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "GPU-of-test",
-        "DRILL_PREPARATIONS": json.dumps([["warm_children", server.socket]]),
+        "DRILL_PREPARATIONS": json.dumps([["warm_children", server.socket], *shortcuts]),
     }
     return subprocess.Popen(
         [*server.client, *WORDS, *more],
@@ -63,7 +64,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path, drill_server: Server) ->
     status = json.loads((tmp_path / FIRST / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     stopped_at = max(path.name for path in (tmp_path / FIRST / "checkpoints").glob("step-*"))
-    process = started(drill_server, tmp_path, "--gpus", "1")
+    process = started(drill_server, tmp_path, "--gpus", "1", shortcuts=[["warm_check"]])
     while not (tmp_path / FIRST / "status.json").read_text().count('"running"'):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

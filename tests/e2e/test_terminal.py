@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.conftest import RECIPE, merged
+from tests.e2e.conftest import NARROW, recipe_of
 from tests.e2e.drill import Server
 from tests.terminal import in_terminal
 
@@ -19,9 +20,9 @@ from tests.terminal import in_terminal
 def test_the_line_keeps_step_and_time_and_ctrl_c_says_what_it_does(
     tmp_path: Path, columns: int, drill_server: Server
 ) -> None:
-    change = {"run": {"output_dir": str(tmp_path / "r")}, "train": {"max_steps": 400}, "eval": {"every_steps": 4}}
+    change: dict[str, Any] = {"train": {"max_steps": 400}, "eval": {"every_steps": 4, "samples": 1}}
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(merged(RECIPE, change)))
+    recipe.write_text(yaml.safe_dump(recipe_of(NARROW, tmp_path / "r", change)))
     with in_terminal("train", str(recipe), "--offline", columns=columns, server=drill_server) as terminal:
         terminal.wait_for(r"6/400")
         terminal.type("\x03")

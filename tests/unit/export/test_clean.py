@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,16 @@ def test_however_it_ends_nothing_is_left_and_the_exit_status_is_1(
     assert error.exit_code is ExitCode.BUG
     assert not list(made.run.export_dir.iterdir())
     assert all(each.poll() is not None for each in started if each is not None)
+
+
+def test_the_program_is_found_and_ends_with_its_questions(tmp_path: Path) -> None:
+    """As users start it; what it answers, a fork that has imported its libraries says to the other tests."""
+    place = Path(process.__file__).parents[3]
+    command = [sys.executable, "-P", "-c", process._START.format(place=str(place))]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_it_is_ended_with_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,18 +18,11 @@ import pytest
 from ftcli.errors import FtcliError
 from ftcli.run import checkpoint as module
 from ftcli.run.checkpoint import Checkpoints, damage, step_of
+from tests.unit.run.saving import save
 
 
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-def save(checkpoints: Checkpoints, step: int, *, size: int = 1000) -> Path:
-    with checkpoints.staging(step) as folder:
-        (folder / "optimizer").mkdir()
-        (folder / "optimizer" / "state.bin").write_bytes(step.to_bytes(8, "big") * (size // 8))
-        (folder / "model.safetensors").write_bytes(bytes([step % 256]) * size)
-    return checkpoints.path(step)
 
 
 @pytest.fixture
@@ -219,35 +215,41 @@ def test_thirty_kills_during_saving_leave_the_last_complete_one_usable(checkpoin
     """Each counts only if it met a save half done; then the newest usable one loads and is what was promised."""
     chance = random.Random(20)
     step, interrupted = 1, 0
-    save(checkpoints, step, size=300_000)
-    for attempt in range(400):
-        if interrupted == 30:
-            break
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            while True:  # saves until it is killed; tells each step that staging() says is complete
-                step += 1
-                save(checkpoints, step, size=300_000)
-                checkpoints.rotate(1 + attempt % 2)
-                os.write(write, step.to_bytes(4, "big"))
-        os.close(write)
-        time.sleep(chance.uniform(0.001, 0.012))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        promises = os.read(read, 1 << 20)
-        os.close(read)
-        promised = int.from_bytes(promises[-4:], "big") if promises else step
-        interrupted += any(name.startswith(".") for name in names(checkpoints.root))
-        checkpoints.clean()
-        newest = checkpoints.newest_sound().newest
-        assert newest is not None
-        assert step_of(newest) in (promised, promised + 1)
-        step = step_of(newest) or 0
-        assert (newest / "model.safetensors").read_bytes() == bytes([step % 256]) * 300_000
-        assert not [name for name in names(checkpoints.root) if name.startswith(".")]
-        assert checkpoints.scan().warnings == ()
+    save(checkpoints, step, size=100_000)
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.run.saving", str(checkpoints.root), str(write)],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[write],
+        text=True,
+    ) as saving:
+        assert saving.stdin is not None
+        assert saving.stdout is not None
+        for attempt in range(400):
+            if interrupted == 30:
+                break
+            print(step, 1 + attempt % 2, file=saving.stdin, flush=True)
+            child = int(saving.stdout.readline())
+            time.sleep(chance.uniform(0.001, 0.012))
+            os.kill(child, signal.SIGKILL)
+            assert saving.stdout.readline() == "ended\n"
+            promised = step
+            with contextlib.suppress(BlockingIOError):  # it was killed before it could promise anything
+                promised = int.from_bytes(os.read(read, 1 << 20)[-4:], "big")
+            interrupted += any(name.startswith(".") for name in names(checkpoints.root))
+            checkpoints.clean()
+            newest = checkpoints.newest_sound().newest
+            assert newest is not None
+            assert step_of(newest) in (promised, promised + 1)
+            step = step_of(newest) or 0
+            assert (newest / "model.safetensors").read_bytes() == bytes([step % 256]) * 100_000
+            assert not [name for name in names(checkpoints.root) if name.startswith(".")]
+            assert checkpoints.scan().warnings == ()
+    os.close(read)
+    os.close(write)
     assert interrupted == 30, "the kills never met a save: this test proves nothing"
 
 
