@@ -47,6 +47,13 @@ PLANS = {
     "full-float32": DtypePlan("float32", None, "float32", False, "test"),
     "full-bfloat16": DtypePlan("float32", None, "bfloat16", True, "test"),
 }
+
+
+def depths(family: str) -> tuple[int, int]:
+    """Numbers of layers that differ by one, with every kind of layer, and every mask, in both."""
+    return (2, 3) if "sliding_window" in OF_FAMILY.get(family, {}) else (1, 2)
+
+
 # A length that is no width of any weight, so that activations cannot be taken for cast copies of weights.
 BATCH, SEQ_LEN, RANK = 2, 72, 4
 SENT: tuple[Offloaded, ...] = ("layers", "halves")
@@ -179,7 +186,7 @@ CASES = [
 def test_one_more_layer_keeps_what_the_table_says(family: str, attention: str, plan: str) -> None:
     # The difference of two depths is exactly one layer, free of embeddings and the final norm.
     dtypes = PLANS[plan]
-    sizes = [measured_bytes(build(family, attention, dtypes, layers), dtypes) for layers in (2, 3)]
+    sizes = [measured_bytes(build(family, attention, dtypes, layers), dtypes) for layers in depths(family)]
     predicted = predicted_bytes(family, attention, dtypes)
     assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
@@ -187,7 +194,7 @@ def test_one_more_layer_keeps_what_the_table_says(family: str, attention: str, p
 @pytest.mark.parametrize("plan", ["lora-float32", "lora-bfloat16"])
 def test_a_single_row_needs_no_mask_and_no_repeated_heads(plan: str) -> None:
     dtypes = PLANS[plan]
-    sizes = [measured_bytes(build("llama", "sdpa", dtypes, layers), dtypes, batch=1) for layers in (2, 3)]
+    sizes = [measured_bytes(build("llama", "sdpa", dtypes, layers), dtypes, batch=1) for layers in (1, 2)]
     predicted = predicted_bytes("llama", "sdpa", dtypes, batch=1)
     assert predicted == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
@@ -206,9 +213,9 @@ def test_adapters_on_some_layers_only_keep_only_their_inputs(plan: str) -> None:
 def test_dora_keeps_what_base_and_adapter_give(plan: str, targets: Any) -> None:
     # Differences in depth and in rows: free of what makes the norms, which does not grow with tokens and is not kept.
     dtypes, options = PLANS[plan], {"targets": targets, "dora": True}
-    models = {n: build("llama", "sdpa", dtypes, n, **options) for n in (2, 3)}
+    models = {n: build("llama", "sdpa", dtypes, n, **options) for n in (1, 2)}
     sizes = {(n, rows): measured_bytes(model, dtypes, batch=rows) for n, model in models.items() for rows in (2, 4)}
-    measured = (sizes[3, 4] - sizes[2, 4]) - (sizes[3, 2] - sizes[2, 2])
+    measured = (sizes[2, 4] - sizes[1, 4]) - (sizes[2, 2] - sizes[1, 2])
     assert predicted_bytes("llama", "sdpa", dtypes, batch=2, **options) == pytest.approx(measured, rel=0.03)
 
 
@@ -263,8 +270,8 @@ def test_language_models_of_multimodal_ones_are_measured_as_the_families_that_th
 def test_one_more_fused_layer_keeps_what_the_table_says(family: str, plan: str) -> None:
     # Differences in depth and in rows leave one layer's bytes for two rows, free of packed adapters and tables.
     dtypes = PLANS[plan]
-    two, three = (on_kernels(family, dtypes, n, (2, 4)) for n in (2, 3))
-    measured = (three[1] - two[1]) - (three[0] - two[0])
+    fewer, more = (on_kernels(family, dtypes, n, (2, 4)) for n in depths(family))
+    measured = (more[1] - fewer[1]) - (more[0] - fewer[0])
     shape = shape_of(config_of(family, 1))
     assert shape is not None
     policy = fused_layers(capped_without_kernel=family == "gemma2", reference=True)

@@ -32,7 +32,7 @@ SETTINGS = QuantizationConfig(method="bitnet")
 def test_one_more_layer_keeps_what_the_estimate_says(family: str, plan: str, own_norms: bool, rounds: Any) -> None:
     dtypes = activations.PLANS[plan]
     sizes = []
-    for layers in (2, 3):
+    for layers in activations.depths(family):
         model = activations.build(family, "sdpa", dtypes, layers)
         for name in layers_to_quantize(model):
             model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
