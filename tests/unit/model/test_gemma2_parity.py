@@ -245,11 +245,19 @@ TRUE_WINDOW = {"num_attention_heads": 1, "hidden_size": 16, "intermediate_size":
     ("windowed", 4095, "1 packed"),
     ("alternating", 4096, "1 whole"),
     ("global", 4097, "1 whole"),
-    ("windowed", 4097, "2 left"),
 ])  # fmt: skip
 def test_gemma2s_own_window(kind: str, length: int, name: str) -> None:
     batch = next(batch for batch in layouts(length, rows=(int(name[0]),)) if batch.name == name)
     assert_parity_at_gemma2s_own_window(kind, batch)
+
+
+def test_a_padded_row_past_gemma2s_own_window() -> None:
+    """Its window counts from its own end, behind the padding on its left."""
+    ids = torch.randint(3, 48, (1, 4100), generator=torch.Generator().manual_seed(1))
+    tokens = (torch.arange(4100) >= 3)[None]
+    inputs = {"input_ids": ids.masked_fill(~tokens, 0), "attention_mask": tokens.long()}
+    labels = ids.masked_fill(~(tokens & tokens.roll(1, 1)), -100)
+    assert_parity_at_gemma2s_own_window("windowed", Batch("1 left", inputs, labels, tokens))
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from ftcli.trainers.grpo import GrpoTrainer, without_spread
 from ftcli.trainers.parity import allowed, check_parity
 from ftcli.trainers.policy import ScoredDocuments
 from ftcli.trainers.spans import Spans
-from tests.pairs import all_pairs
 from tests.quantised import TINY, load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
@@ -182,9 +181,14 @@ def same(both: Both, inputs: dict[str, Tensor], layout: str, entropy: bool = Tru
         assert mean == pytest.approx(wanted_mean, rel=2e-2 if coarse else 1e-4)
 
 
-@pytest.mark.parametrize(("both", "loss", "level"), all_pairs(list(KINDS), LOSSES, LEVELS), indirect=["both"])
+#: What the model is made of is below the log-probabilities and what is made of them above, so that every loss meets
+#: one kind, and every other kind one loss of tokens and one of sequences.
+CASES = [("LoRA", loss, level) for loss in LOSSES for level in LEVELS]
+CASES += [(kind, *case) for kind in KINDS if kind != "LoRA" for case in (("dapo", "token"), ("luspo", "sequence"))]
+
+
+@pytest.mark.parametrize(("both", "loss", "level"), CASES, indirect=["both"])
 def test_every_loss_is_trls_own(both: Both, loss: str, level: str) -> None:
-    """What the model is made of is below the log-probabilities, and what is made of them above."""
     both.set(loss_type=loss, importance_sampling_level=level, beta=0.0, epsilon_high=5.0 if loss == "cispo" else 0.28)
     # Rows without advantage are left out of ours, and their entropy with them: the mean is that of other rows.
     same(both, batch(), "unpadded", entropy=False)
