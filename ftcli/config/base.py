@@ -35,16 +35,20 @@ class Word:
     def __init__(self, names: Callable[[], Iterable[str]]) -> None:
         self._names = names
 
+    def names(self) -> tuple[str, ...]:
+        """The words that are allowed now."""
+        return tuple(self._names())
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self._checked, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"type": "string", "enum": list(self._names())}
+        return {"type": "string", "enum": list(self.names())}
 
     def _checked(self, value: Any) -> str:
-        names = tuple(self._names())
+        names = self.names()
         if isinstance(value, str) and value in names:
             return value
         *first, last = (repr(name) for name in names)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import TypeAlias
 
+from ftcli.config.base import Word
 from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonMap, JsonObject
+from ftcli.tables import loggers
 
 #: A part of a JSON schema.
 Node: TypeAlias = JsonMap
@@ -16,7 +19,8 @@ class RecipeSchema:
     """The JSON Schema of recipes, and answers about it. It is made from what the tables hold now."""
 
     def __init__(self) -> None:
-        self.root: Node = Recipe.model_json_schema()
+        switches = tuple((name, loggers.row(name).about, loggers.row(name).install) for name in loggers.names())
+        self.root: Node = _made(tuple(word.names() for word in _words()), switches)
 
     def resolve(self, node: Node) -> Node:
         """`node`, with its reference replaced by what it refers to. Keys beside the reference are kept."""
@@ -105,6 +109,30 @@ class RecipeSchema:
             return _section(node)
         words = {"boolean": "true or false", "string": "text", "null": "null"}
         return words.get(str(kind), "any value")
+
+
+@lru_cache(maxsize=2)
+def _made(words: tuple[tuple[str, ...], ...], switches: tuple[tuple[str, ...], ...]) -> Node:
+    """The schema, which takes pydantic 20 ms, of tables that hold these ``words`` and ``switches``."""
+    return Recipe.model_json_schema()
+
+
+@cache
+def _words() -> tuple[Word, ...]:
+    """All values of a recipe that are words of a table."""
+    return tuple(_words_in(Recipe.__pydantic_core_schema__))
+
+
+def _words_in(part: object) -> Iterator[Word]:
+    owner = getattr(part, "__self__", None)
+    if isinstance(owner, Word):
+        yield owner
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            yield from _words_in(value)
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from _words_in(value)
 
 
 def _section(node: Node) -> str:

@@ -6,8 +6,22 @@ import json
 
 import pytest
 
-from ftcli.config.schema import RecipeSchema, published
+from ftcli.config.recipe import Recipe
+from ftcli.config.schema import RecipeSchema, _words, published
 from ftcli.config.secrets import is_secret_key, mask
+from ftcli.tables import (
+    engines,
+    exports,
+    gguf,
+    judges,
+    layouts,
+    loggers,
+    methods,
+    optimizers,
+    policies,
+    quantizations,
+    schedules,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +46,26 @@ def test_a_value_in_words(path: str, words: str) -> None:
     node = schema.at(path.split("."))
     assert node is not None
     assert schema.describe(node) == words
+
+
+def test_it_is_made_once_for_what_the_tables_hold_and_again_when_a_row_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of a word asks its own table."""
+    first = RecipeSchema().root
+    assert RecipeSchema().root is first
+    asked = _words()
+    tables = (engines, exports, judges, methods, optimizers, policies, quantizations, schedules)
+    expected = {*(table.names() for table in tables), layouts.formats(), gguf.type_names()}
+    assert {word.names() for word in asked} == {tuple(names) for names in expected}
+    for word in asked:
+        words = (*word.names(), "a-made-up-row")
+        monkeypatch.setattr(word, "_names", lambda words=words: words)
+        made = RecipeSchema().root
+        assert made == Recipe.model_json_schema()
+        assert made != first
+        monkeypatch.undo()
+        assert RecipeSchema().root == first
+    monkeypatch.setattr("ftcli.tables.loggers.TABLE", {**loggers.TABLE, "made-up": next(iter(loggers.TABLE.values()))})
+    assert "made-up" in RecipeSchema().root["$defs"]["LoggingConfig"]["properties"]
 
 
 def test_keys_reach_into_lists() -> None:
