@@ -12,7 +12,7 @@ from typing import Any
 
 from ftcli.config.schema import Node, RecipeSchema
 from ftcli.config.supported import supported
-from ftcli.facts.trained import Matrices, bytes_of
+from ftcli.facts.trained import TrainedMatrices, bytes_of
 from ftcli.tables import optimizers, schedules
 
 _INTRO = """\
@@ -175,7 +175,7 @@ def _optimizers() -> Iterator[str]:
 
 
 def _state_bytes(row: optimizers.Optimizer) -> float:
-    matrix = Matrices(4096, 4096, 1)
+    matrix = TrainedMatrices(4096, 4096, 1)
     return bytes_of(row, matrix) / matrix.elements
 
 

@@ -23,7 +23,7 @@ from ftcli.cli.environment import (
     results_only_on_stdout,
     style_for,
 )
-from ftcli.cli.request import AnyRequest, Ended, Invocation
+from ftcli.cli.request import AnyRequest, EndedElsewhere, Invocation
 from ftcli.cli.streams import let_go_of_broken_streams, open_missing_streams, unfailing
 from ftcli.errors import ExitCode, Finding, first_line
 from ftcli.tables import methods
@@ -130,7 +130,7 @@ def _main(words: list[str]) -> int:
         _tell(parsed, command=None, json="--json" in words)
         return parsed.exit_code
     answer = _run(parsed, words)
-    if isinstance(answer.result, Ended) or not answer.told_by_us:
+    if isinstance(answer.result, EndedElsewhere) or not answer.told_by_us:
         return answer.exit_code
     if parsed.raw and answer.text is not None:
         typer.echo(answer.text)
@@ -174,7 +174,7 @@ def _run(request: AnyRequest, words: list[str]) -> _Answer:
 
 
 def _text_of(result: object, request: AnyRequest) -> str | None:
-    if isinstance(result, Ended) or (request.options.json and not request.raw):
+    if isinstance(result, EndedElsewhere) or (request.options.json and not request.raw):
         return None
     return request.render(result) if request.render is not None else render.result_text(result)
 

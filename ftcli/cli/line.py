@@ -13,7 +13,7 @@ Fields = Mapping[str, float | int | str]
 
 
 @dataclass
-class Count:
+class ProgressCount:
     """Something that is counted.
 
     Attributes:
@@ -49,7 +49,7 @@ class Count:
         return "" if left is None else f"ETA {duration(left)}"
 
 
-def line_text(count: Count, width: int) -> str:
+def line_text(count: ProgressCount, width: int) -> str:
     """The line in at most ``width`` columns: count and time always, then what fits of the rest, in this order: the
     note, the fields, the description, a bar.
     """
@@ -86,7 +86,7 @@ def _length(parts: list[str]) -> int:
     return len("  ".join(filter(None, parts)))
 
 
-def _bar(count: Count, width: int) -> str:
+def _bar(count: ProgressCount, width: int) -> str:
     assert count.total
     full = min(width, round(width * count.done / count.total))
     return "━" * full + "┄" * (width - full)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.cli import options
 from ftcli.cli.place import gpus_of_host, refuse_copies
-from ftcli.cli.request import Ended
+from ftcli.cli.request import EndedElsewhere
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Session
 from ftcli.tables import engines
@@ -16,12 +16,12 @@ from ftcli.tables import engines
 if TYPE_CHECKING:
     from ftcli.config.load import LoadedRecipe, Override
 
-__all__ = ["Ended", "exit_code", "run_as_ranks"]
+__all__ = ["EndedElsewhere", "exit_code", "run_as_ranks"]
 
 
 def run_as_ranks(
     load: Callable[[Sequence[Override]], LoadedRecipe], gpus: str | None, session: Session
-) -> LoadedRecipe | Ended:
+) -> LoadedRecipe | EndedElsewhere:
     """The recipe to run in this process; or how the processes ended that have run it.
 
     Args:
@@ -64,7 +64,7 @@ def run_as_ranks(
 
 def exit_code(result: object) -> int:
     """The status of a command that may have run in several processes."""
-    return result.exit_code if isinstance(result, Ended) else int(ExitCode.OK)
+    return result.exit_code if isinstance(result, EndedElsewhere) else int(ExitCode.OK)
 
 
 def _count() -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
-from ftcli.cli.line import Count, fields_text, line_text
+from ftcli.cli.line import ProgressCount, fields_text, line_text
 from ftcli.cli.render import Style, findings_text, of_row
 from ftcli.errors import Finding
 from ftcli.reporting import Progress, SilentProgress
@@ -64,7 +64,7 @@ class PlainProgress:
     """Progress as lines: ``training 40/100  loss 1.213  lr 0.0001  ETA 3m05s``."""
 
     def __init__(self, total: int | None, description: str, write: Callable[[str], None]) -> None:
-        self._count = Count(description, total)
+        self._count = ProgressCount(description, total)
         self._write = write
         self._written_at = time.monotonic()
 
@@ -92,7 +92,7 @@ class TerminalReporter(CollectingReporter):
         super().__init__(stream, style, quiet=quiet)
         self._color = color
         self._console: Console | None = None
-        self.shown: Count | None = None
+        self.shown: ProgressCount | None = None
 
     @contextmanager
     def progress(self, total: int | None, description: str) -> Iterator[Progress]:
@@ -100,17 +100,17 @@ class TerminalReporter(CollectingReporter):
         if self._quiet:
             yield SilentProgress()
         elif self.shown is not None:
-            inner = _Noted(self.shown, Count(description, total))
+            inner = _Noted(self.shown, ProgressCount(description, total))
             try:
                 yield inner
             finally:
                 inner.end()
         else:
-            with self._live(Count(description, total)) as progress:
+            with self._live(ProgressCount(description, total)) as progress:
                 yield progress
 
     @contextmanager
-    def _live(self, count: Count) -> Iterator[Progress]:
+    def _live(self, count: ProgressCount) -> Iterator[Progress]:
         from rich.console import Console
         from rich.live import Live
 
@@ -132,7 +132,7 @@ class TerminalReporter(CollectingReporter):
 class _Line:
     """A count as rich draws it: anew for each refresh, in the width that the terminal has then."""
 
-    def __init__(self, count: Count) -> None:
+    def __init__(self, count: ProgressCount) -> None:
         self._count = count
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -142,7 +142,7 @@ class _Line:
 
 
 class _LiveProgress:
-    def __init__(self, count: Count, live: Live) -> None:
+    def __init__(self, count: ProgressCount, live: Live) -> None:
         self._count = count
         self._live = live
 
@@ -157,7 +157,7 @@ class _LiveProgress:
 class _Noted:
     """A count inside of another one, on its line."""
 
-    def __init__(self, outer: Count, inner: Count) -> None:
+    def __init__(self, outer: ProgressCount, inner: ProgressCount) -> None:
         self._outer = outer
         self._inner = inner
         self._before = outer.note

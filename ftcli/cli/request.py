@@ -41,7 +41,7 @@ class Invocation(Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedElsewhere:
     """A command has run in other processes, one of which has told what came of it, with this exit status."""
 
     exit_code: int

@@ -19,7 +19,7 @@ from types import FrameType
 
 from ftcli.cli.children import PASSED_ON, obeying
 from ftcli.cli.place import FOLDER
-from ftcli.cli.request import Ended
+from ftcli.cli.request import EndedElsewhere
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import usable_cores
 from ftcli.ranks import SIGNAL_NAME, lost_name
@@ -51,7 +51,7 @@ class Ranks:
             for rank in range(count)
         ]
 
-    def wait(self) -> Ended:
+    def wait(self) -> EndedElsewhere:
         """Until all have ended. Raises FtcliError FT710 (exit 75) where rank 0 could not say how itself."""
         with self._signals_passed_on():
             while any(process.poll() is None for process in self._processes):
@@ -60,7 +60,7 @@ class Ranks:
         self._look()
         status = self._processes[0].returncode
         if status >= 0:
-            return Ended(status)
+            return EndedElsewhere(status)
         first = next(iter(self._lost), 0)
         message = f"rank {first} was killed by {self._lost.get(first, signal_name(-status))}"
         help = "start the same command again: it goes on from the last checkpoint"
@@ -130,7 +130,7 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
     return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
 
 
-def run_ranks(words: Sequence[str], count: int, devices: Sequence[str]) -> Ended:
+def run_ranks(words: Sequence[str], count: int, devices: Sequence[str]) -> EndedElsewhere:
     """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none."""
     with tempfile.TemporaryDirectory(prefix="ftcli-ranks-") as folder:
         return Ranks([sys.executable, "-P", "-m", "ftcli", *words], count, devices, Path(folder)).wait()

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignKey:
     """A key of other tools. ``target`` is our key, with its value where that is known; None: there is no such thing.
 
     ``only`` are the values, in small letters, of which that holds; none: of all.
@@ -381,15 +381,15 @@ _IN_SECTION: dict[tuple[str, str], _Parts] = {
 }
 
 #: Tools that write `_component_` under every key.
-_COMPONENT = Foreign(_TUNE, None, "recipes name no Python classes; see docs/recipes.md for the keys")
+_COMPONENT = ForeignKey(_TUNE, None, "recipes name no Python classes; see docs/recipes.md for the keys")
 
-FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: Foreign(*parts) for name, parts in _TABLE.items()})
-FOREIGN_IN: Mapping[tuple[str, str], Foreign] = MappingProxyType(
-    {where: Foreign(*parts) for where, parts in _IN_SECTION.items()}
+FOREIGN: Mapping[str, ForeignKey] = MappingProxyType({name: ForeignKey(*parts) for name, parts in _TABLE.items()})
+FOREIGN_IN: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
+    {where: ForeignKey(*parts) for where, parts in _IN_SECTION.items()}
 )
 
 
-def foreign(section: str, name: str) -> Foreign | None:
+def foreign(section: str, name: str) -> ForeignKey | None:
     """What other tools mean by this key, in this section (dotted, list positions left out)."""
     if name == "_component_" and section != "model":
         return _COMPONENT

@@ -17,19 +17,19 @@ MAX_CHAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedRecipe:
     """A recipe merged with everything that it extends, and the faults in those files that did not stop the reading."""
 
     tree: Tree
     findings: tuple[Finding, ...]
 
 
-def read_merged(path: Path) -> Merged:
+def read_merged(path: Path) -> MergedRecipe:
     """Read `path` and what it extends. Raises FtcliError with all findings up to the one that stopped the reading."""
     return _read(path, None, ())
 
 
-def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merged:
+def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> MergedRecipe:
     parsed = parse_file(read_text(path, named_by=named_by), str(path))
     findings = [*parsed.findings, *secrets_in(parsed.tree)]
     assert isinstance(parsed.tree, MapNode)  # parse_file promises it
@@ -37,13 +37,13 @@ def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merge
     extends = entries.pop("extends", None)
     tree = MapNode(parsed.tree.origin, entries)
     if extends is None:
-        return Merged(tree, tuple(findings))
+        return MergedRecipe(tree, tuple(findings))
     try:
         target = _target(extends.value, path)
         base = _read(target, extends.value.origin, _extended(chain, path, target, extends.value.origin))
     except FtcliError as error:
         raise FtcliError([*findings, *error.findings], error.exit_code) from None
-    return Merged(merge(base.tree, tree), (*base.findings, *findings))
+    return MergedRecipe(merge(base.tree, tree), (*base.findings, *findings))
 
 
 def _target(value: Tree, path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from ftcli.config.dump import dump_recipe
-from ftcli.config.extends import Merged, read_merged
+from ftcli.config.extends import MergedRecipe, read_merged
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
 from ftcli.config.overrides import Override, apply_overrides
@@ -48,10 +48,10 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
 def load_text(text: str, path: Path) -> LoadedRecipe:
     """As :func:`load_recipe`, of a text that is to become the file ``path``. It extends nothing."""
     parsed = parse_file(text, str(path))
-    return _loaded(Merged(parsed.tree, parsed.findings), path, ())
+    return _loaded(MergedRecipe(parsed.tree, parsed.findings), path, ())
 
 
-def _loaded(merged: Merged, path: Path, overrides: Sequence[Override]) -> LoadedRecipe:
+def _loaded(merged: MergedRecipe, path: Path, overrides: Sequence[Override]) -> LoadedRecipe:
     tree, refused = apply_overrides(merged.tree, overrides)
     origins = Origins(tree)
     recipe, invalid = validate(tree, origins)

@@ -35,14 +35,14 @@ _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedYaml:
     """A tree, and the faults in it that did not stop the reading."""
 
     tree: Tree
     findings: tuple[Finding, ...]
 
 
-def parse_file(text: str, source: str) -> Parsed:
+def parse_file(text: str, source: str) -> ParsedYaml:
     """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with."""
     parsed = _parse(text, source)
     if not isinstance(parsed.tree, MapNode):
@@ -54,18 +54,18 @@ def parse_file(text: str, source: str) -> Parsed:
             help = "start with `version: 1`; a space follows each colon"
         raise FtcliError.single(code, message, origin=parsed.tree.origin, help=help, exit_code=ExitCode.RECIPE)
     root = MapNode(Origin(source), parsed.tree.entries)
-    return Parsed(root, parsed.findings)
+    return ParsedYaml(root, parsed.findings)
 
 
-def parse_value(text: str, label: str) -> Parsed:
+def parse_value(text: str, label: str) -> ParsedYaml:
     """Parse the value of an option. Every origin in it is the option's ``label``, without line numbers."""
     origin = Origin(label)
     if not text.strip():
-        return Parsed(Leaf(origin, None, ""), ())
+        return ParsedYaml(Leaf(origin, None, ""), ())
     return _parse(text, label, fixed=origin)
 
 
-def _parse(text: str, source: str, fixed: Origin | None = None) -> Parsed:
+def _parse(text: str, source: str, fixed: Origin | None = None) -> ParsedYaml:
     places = _Places(source, mask_lines(lines_of(text)), fixed)
     try:
         composer = _Composer(text, places)
@@ -80,10 +80,10 @@ def _parse(text: str, source: str, fixed: Origin | None = None) -> Parsed:
         finding = Finding("FT110", "an escape that stands for no character", place, help)
         raise FtcliError([finding], ExitCode.RECIPE) from None
     if node is None:
-        return Parsed(Leaf(places.point(0, 0), None, ""), ())
+        return ParsedYaml(Leaf(places.point(0, 0), None, ""), ())
     converter = _Converter(places)
     tree = converter.tree(node)
-    return Parsed(tree, tuple(converter.findings))
+    return ParsedYaml(tree, tuple(converter.findings))
 
 
 class _Places:

@@ -30,7 +30,7 @@ class TokenizedText:
     apart: bool = True
 
 
-class Boundary:
+class BoundaryTokenizer:
     """Tokenizes rendered rows.
 
     Args:

@@ -29,7 +29,7 @@ FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileIdentity:
     """Identity of one file of a source. Of a Hub dataset: the commit in place of the hash, ``bytes`` 1 where it was
     read from this machine's copy.
     """
@@ -39,7 +39,7 @@ class Content:
     sha256: str
 
 
-def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[Content] | None:
+def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[FileIdentity] | None:
     """What the source holds now, by content; None for a Hub dataset whose commit nobody can say.
 
     Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
@@ -47,12 +47,12 @@ def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[Content
     if is_hub(source):
         commit = hub_commit(source, offline=offline)
         # What was read of this machine's copy is never taken for what the Hub has.
-        return None if commit is None else [Content(source.path, int(offline), commit)]
+        return None if commit is None else [FileIdentity(source.path, int(offline), commit)]
     found = []
     for file in files_of(source):
         with file.path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            found.append(Content(file.name, stream.tell(), digest))
+            found.append(FileIdentity(file.name, stream.tell(), digest))
     return found
 
 
@@ -67,7 +67,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def key_of(
     source: DatasetConfig,
-    contents: list[Content],
+    contents: list[FileIdentity],
     data: DataConfig,
     template: str | None,
     tokenizer: str,

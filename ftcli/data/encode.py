@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
-from ftcli.data.boundary import Boundary, TokenizedText
+from ftcli.data.boundary import BoundaryTokenizer, TokenizedText
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.forms import training_form
 from ftcli.data.presence import reasoning_of
@@ -119,7 +119,7 @@ class Encoder:
         self.loss_on = resolve_loss_on(data.loss_on, layout)
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
-        self._boundary = Boundary(tokenizer, split=data.history != "last")
+        self._boundary = BoundaryTokenizer(tokenizer, split=data.history != "last")
         self._stops = frozenset(stops)
         self._limit = data.max_seq_len
         self._overlong = data.overlong

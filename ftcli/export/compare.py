@@ -16,7 +16,7 @@ from ftcli.errors import FtcliError
 from ftcli.export.loading import not_verified, plain_config
 from ftcli.export.merge import Rounding
 from ftcli.export.tensorfile import TensorFile
-from ftcli.export.verify import UNIT_ROUNDOFF, Update, shortened
+from ftcli.export.verify import UNIT_ROUNDOFF, WeightUpdate, shortened
 from ftcli.export.weights import ModelWeights, StoredTensors, StoredWeights, untied
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 
@@ -40,7 +40,7 @@ def open_written(folder: Path) -> StoredWeights:
 
 
 def compare_written(
-    written: StoredWeights, base: StoredWeights, changes: Mapping[str, Update], rounding: Rounding
+    written: StoredWeights, base: StoredWeights, changes: Mapping[str, WeightUpdate], rounding: Rounding
 ) -> list[str]:
     """Problems found tensor by tensor; empty when there are none.
 
@@ -97,7 +97,7 @@ def _compare_merged(
     names: tuple[str, ...],
     written: StoredWeights,
     base: StoredWeights,
-    changes: Mapping[str, Update],
+    changes: Mapping[str, WeightUpdate],
     rounding: Rounding,
 ) -> Iterator[str]:
     for name in names:

@@ -33,10 +33,10 @@ from ftcli.export.probe import compare_logits, continued, logits, probe_batch
 from ftcli.export.resolve import ExportSource
 from ftcli.export.room import require_room
 from ftcli.export.safetensors import SHARD_BYTES, ModelPlan, plan_model, require_kept_base, save_config
-from ftcli.export.tensorfile import Output, TensorFile, computed, write_shards
+from ftcli.export.tensorfile import TensorFile, TensorToWrite, computed, write_shards
 from ftcli.export.verify import (
-    Update,
     Verified,
+    WeightUpdate,
     check_generation,
     check_stops,
     compare_tokenizers,
@@ -141,7 +141,7 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> RoundedTensors:
     return RoundedTensors(names)
 
 
-def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[Output]:
+def _outputs(plan: ModelPlan, rounded: RoundedTensors) -> Iterator[TensorToWrite]:
     """The merged model's tensors, a scale after each weight of eight bits. Both are computed when they are written."""
 
     def exact(name: str) -> Tensor:
@@ -250,7 +250,7 @@ def _verify(
 
 
 def _compare_weights(
-    folder: Path, plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, Update]
+    folder: Path, plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, WeightUpdate]
 ) -> list[str]:
     """Problems of the files, tensor by tensor: held against what the adapter's own file says, without PEFT."""
     try:
@@ -282,7 +282,7 @@ def _entries(path: Path) -> Iterator[tuple[str, TensorFile]]:
 
 
 def _not_rounded(
-    plan: ModelPlan, base: StoredWeights, rounded: RoundedTensors, changes: Mapping[str, Update]
+    plan: ModelPlan, base: StoredWeights, rounded: RoundedTensors, changes: Mapping[str, WeightUpdate]
 ) -> dict[str, str]:
     """The name in the model of each tensor that is no wider or narrower than in ``safetensors``, by its key."""
     found = {stored.keys[0]: stored.names[0] for stored in base.stored if stored.names}
@@ -291,7 +291,7 @@ def _not_rounded(
 
 
 def _keys(
-    plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, Update]
+    plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, WeightUpdate]
 ) -> dict[str, str]:
     """The key of each tensor of the model that is written, scales among them; a tied head has its embedding's."""
     found = {name: key for key, name in {**_not_rounded(plan, base, rounded, changes), **rounded.names}.items()}
@@ -299,7 +299,7 @@ def _keys(
     return found | {name: found[other] for name, other in base.ties.items() if name not in found}
 
 
-def _wanted(base: StoredWeights, changes: Mapping[str, Update], name: str) -> Tensor:
+def _wanted(base: StoredWeights, changes: Mapping[str, WeightUpdate], name: str) -> Tensor:
     change, tensor = changes.get(name), base.read(name)
     return tensor if change is None else change.applied(tensor.float())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.export.tensorfile import Output, computed, copied
+from ftcli.export.tensorfile import TensorToWrite, computed, copied
 from ftcli.export.weights import StoredTensors, StoredWeights, untied
 from ftcli.model import merging
 
@@ -118,7 +118,7 @@ def rounding_of(model: PreTrainedModel, dtype: torch.dtype | None, quantized: to
     return Rounding(dtype, quantized, kept)
 
 
-def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) -> list[Output]:
+def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) -> list[TensorToWrite]:
     """The merged model's tensors as they are written: under the base's names, and in its order.
 
     What is neither trained nor converted is copied byte for byte.
@@ -126,7 +126,7 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
     Raises:
         FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
     """
-    found: list[Output] = []
+    found: list[TensorToWrite] = []
     for stored in base.stored:
         if is_copied(base, adapter, stored):
             found += [_converted(stored, i, rounding) for i in range(len(stored.keys))]
@@ -145,7 +145,7 @@ def is_copied(base: StoredWeights, adapter: AdapterUpdates, stored: StoredTensor
     return not stored.packed and all(base.is_as_stored(name) and name not in changed for name in stored.names)
 
 
-def _converted(stored: StoredTensors, number: int, rounding: Rounding) -> Output:
+def _converted(stored: StoredTensors, number: int, rounding: Rounding) -> TensorToWrite:
     key, file = stored.keys[number], stored.files[number]
     if not stored.names or file.dtype(key) == (wanted := rounding.of(stored.names[0], stored)):
         return copied(key, file)
@@ -153,7 +153,7 @@ def _converted(stored: StoredTensors, number: int, rounding: Rounding) -> Output
     return computed(key, entry.shape, wanted, lambda: rounding.applied(key, file.read(key), wanted))
 
 
-def _one(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, name: str, key: str) -> Output:
+def _one(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, name: str, key: str) -> TensorToWrite:
     dtype = rounding.of(name, base.of(name))
 
     def make() -> Tensor:
@@ -162,7 +162,9 @@ def _one(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, name:
     return computed(key, base.shape(name), dtype, make)
 
 
-def _parts(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, stored: StoredTensors) -> list[Output]:
+def _parts(
+    base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding, stored: StoredTensors
+) -> list[TensorToWrite]:
     """Parts that are joined, merged and taken apart again when the first of them is written."""
     dtype = rounding.of(stored.names[0], stored)
     made: dict[str, Tensor] = {}

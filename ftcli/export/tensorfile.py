@@ -117,7 +117,7 @@ def _extent(told: JsonObject) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class TensorToWrite:
     """A tensor that is to be written: ``dtype`` by the layout's name, and what gives its bytes when its turn comes."""
 
     key: str
@@ -127,13 +127,13 @@ class Output:
     pieces: Callable[[], Iterator[Any]]
 
 
-def copied(key: str, file: TensorFile) -> Output:
+def copied(key: str, file: TensorFile) -> TensorToWrite:
     """A tensor as it is in ``file``, byte for byte."""
     entry = file.entries[key]
-    return Output(key, entry.dtype, entry.shape, entry.nbytes, lambda: file.pieces(key))
+    return TensorToWrite(key, entry.dtype, entry.shape, entry.nbytes, lambda: file.pieces(key))
 
 
-def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> Output:
+def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> TensorToWrite:
     """A tensor of this shape and dtype that ``make`` gives."""
     size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)
 
@@ -143,10 +143,10 @@ def computed(key: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[
             raise ValueError(f"{key} was made as {made.dtype} {tuple(made.shape)}, not as {dtype} {tuple(shape)}")
         yield made.contiguous().view(-1).view(torch.uint8).numpy().data
 
-    return Output(key, _NAMES[dtype], tuple(shape), size, pieces)
+    return TensorToWrite(key, _NAMES[dtype], tuple(shape), size, pieces)
 
 
-def write_shards(folder: Path, outputs: Sequence[Output], shard_bytes: int) -> None:
+def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: int) -> None:
     """Writes ``outputs`` under transformers' names: one file, or several with their index.
 
     Outputs are made in their order, but within a file those of wider dtypes go first: so each lies at a multiple of its
@@ -155,7 +155,7 @@ def write_shards(folder: Path, outputs: Sequence[Output], shard_bytes: int) -> N
     Raises:
         OSError: they cannot be written.
     """
-    shards: list[list[Output]] = [[]]
+    shards: list[list[TensorToWrite]] = [[]]
     size = 0
     for output in outputs:
         if shards[-1] and size + output.nbytes > shard_bytes:
@@ -174,7 +174,7 @@ def write_shards(folder: Path, outputs: Sequence[Output], shard_bytes: int) -> N
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, outputs: Sequence[Output]) -> None:
+def _write_file(path: Path, outputs: Sequence[TensorToWrite]) -> None:
     ordered = sorted(outputs, key=lambda output: -_width(output))  # stable
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -193,11 +193,11 @@ def _write_file(path: Path, outputs: Sequence[Output]) -> None:
             _write_pieces(file, output)
 
 
-def _width(output: Output) -> int:
+def _width(output: TensorToWrite) -> int:
     return output.nbytes // max(1, math.prod(output.shape))
 
 
-def _write_pieces(file: BinaryIO, output: Output) -> None:
+def _write_pieces(file: BinaryIO, output: TensorToWrite) -> None:
     written = 0
     for piece in output.pieces():
         file.write(piece)

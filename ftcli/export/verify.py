@@ -93,7 +93,7 @@ def places(adapted: PeftModel) -> dict[str, AdaptedWeight]:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class WeightUpdate:
     """How an adapter changes one weight (out, in): ``scale · b @ a`` is added to it, or ``whole`` replaces it.
 
     With ``magnitude`` (out,), which DoRA has, the sum's rows are then brought to these lengths.
@@ -131,7 +131,9 @@ class Update:
         return changed.to(weight.dtype)
 
 
-def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]) -> dict[str, Update]:
+def updates(
+    config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str, AdaptedWeight]
+) -> dict[str, WeightUpdate]:
     """What the adapter does to each weight, by the weight's name in the base model.
 
     Args:
@@ -140,16 +142,16 @@ def updates(config: JsonMap, tensors: Mapping[str, Tensor], placed: Mapping[str,
     Raises:
         ValueError: the file holds a tensor that neither LoRA nor DoRA has.
     """
-    found: dict[str, Update] = {}
+    found: dict[str, WeightUpdate] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix("base_model.model.")
         module, _, part = name.rpartition(".lora_")
         if not module:
-            found[name] = Update(whole=tensor)
+            found[name] = WeightUpdate(whole=tensor)
         elif part == "A.weight":
             place = placed[module]
             pattern = place.weight.removesuffix(".weight")
-            found[place.weight] = Update(
+            found[place.weight] = WeightUpdate(
                 tensor,
                 tensors.get(key.replace("lora_A", "lora_B")),
                 _scale(config, pattern),

@@ -21,7 +21,7 @@ from ftcli.export.base_in_training import ORIGINAL, BaseInTraining, base_in_trai
 from ftcli.export.loading import attach, base_files, plain_config, unwritten
 from ftcli.export.resolve import ExportSource, read_adapter_config, unusable
 from ftcli.export.tensorfile import TensorFile, finite_tensors
-from ftcli.export.verify import Update, places, updates
+from ftcli.export.verify import WeightUpdate, places, updates
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, read_config, weight_files
 from ftcli.model.load import config_of
@@ -230,7 +230,7 @@ class MergedWeights:
         untied: Tensors that the base has no file for, since they were another one.
     """
 
-    def __init__(self, base: StoredWeights, changes: Mapping[str, Update]) -> None:
+    def __init__(self, base: StoredWeights, changes: Mapping[str, WeightUpdate]) -> None:
         self.base, self.changes = base, changes
         self.untied = untied(base, changes)
 
@@ -295,7 +295,7 @@ def base_weights(source: ExportSource, *, offline: bool, known: bool = False) ->
     return StoredWeights(files, model, base_in_training(source, config, model), rows)
 
 
-def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, Update]:
+def source_updates(source: ExportSource, adapted: PeftModel) -> dict[str, WeightUpdate]:
     """What the adapter of ``source`` does to each weight."""
     try:
         return updates(read_adapter_config(source.folder), finite_tensors(source.folder), places(adapted))

@@ -23,10 +23,10 @@ def other_parameters(config: Config) -> int | None:
         return 0
     if row.towers is None:
         return None
-    return int(code_of(row.towers)(Vision(config.get("vision_config") or {}), config))
+    return int(code_of(row.towers)(VisionConfig(config.get("vision_config") or {}), config))
 
 
-class Vision:
+class VisionConfig:
     """A vision_config, whose values are whole numbers; what it leaves out is what transformers takes."""
 
     def __init__(self, values: JsonMap) -> None:
@@ -45,7 +45,7 @@ def _linear(inputs: int, outputs: int, *, bias: bool = True) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def siglip(vision: Vision, config: Config) -> int:
+def siglip(vision: VisionConfig, config: Config) -> int:
     """Gemma-3: SigLIP, and a projection to the language model's width."""
     hidden, inner = vision("hidden_size", 768), vision("intermediate_size", 3072)
     patch, side = vision("patch_size", 16), vision("image_size", 224)
@@ -58,7 +58,7 @@ def siglip(vision: Vision, config: Config) -> int:
     return int(embedding + vision("num_hidden_layers", 12) * layer + 2 * hidden + head + projection)
 
 
-def pixtral(vision: Vision, config: Config) -> int:
+def pixtral(vision: VisionConfig, config: Config) -> int:
     """Mistral-3: Pixtral's tower, a merger of patches and two linear layers."""
     hidden, inner = vision("hidden_size", 1024), vision("intermediate_size", 4096)
     layer = 2 * hidden + 4 * hidden**2 + 3 * hidden * inner
@@ -71,17 +71,17 @@ def pixtral(vision: Vision, config: Config) -> int:
     return tower + merged + _linear(features, width, bias=bias) + _linear(width, width, bias=bias)
 
 
-def _patches(vision: Vision, width: int, *, bias: bool, patch: int) -> int:
+def _patches(vision: VisionConfig, width: int, *, bias: bool, patch: int) -> int:
     pixels = vision("in_channels", 3) * vision("temporal_patch_size", 2) * vision("patch_size", patch) ** 2
     return _linear(pixels, width, bias=bias)
 
 
-def _merger(vision: Vision, width: int, out: int, norm: int) -> int:
+def _merger(vision: VisionConfig, width: int, out: int, norm: int) -> int:
     merged = width * vision("spatial_merge_size", 2) ** 2
     return norm + _linear(merged, merged) + _linear(merged, out)
 
 
-def qwen2(vision: Vision, config: Config) -> int:
+def qwen2(vision: VisionConfig, config: Config) -> int:
     width = vision("embed_dim", 1280)
     inner = width * vision("mlp_ratio", 4)
     block = (
@@ -91,7 +91,7 @@ def qwen2(vision: Vision, config: Config) -> int:
     return patches + vision("depth", 32) * block + _merger(vision, width, vision("hidden_size", 3584), 2 * width)
 
 
-def qwen2_5(vision: Vision, config: Config) -> int:
+def qwen2_5(vision: VisionConfig, config: Config) -> int:
     width, inner = vision("hidden_size", 3584), vision("intermediate_size", 3420)
     mlp = 2 * _linear(width, inner) + _linear(inner, width)
     block = 2 * width + _linear(width, 3 * width) + _linear(width, width) + mlp
@@ -99,7 +99,7 @@ def qwen2_5(vision: Vision, config: Config) -> int:
     return patches + vision("depth", 32) * block + _merger(vision, width, vision("out_hidden_size", 3584), width)
 
 
-def qwen3(vision: Vision, config: Config) -> int:
+def qwen3(vision: VisionConfig, config: Config) -> int:
     width, inner, out = vision("hidden_size", 1152), vision("intermediate_size", 4304), vision("out_hidden_size", 3584)
     block = (
         4 * width + _linear(width, 3 * width) + _linear(width, width) + _linear(width, inner) + _linear(inner, width)

@@ -24,7 +24,7 @@ TABLES = (HEAD, EMBEDDING)
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class TrainedMatrices:
     """``count`` trained tensors of (rows, columns). A ``hidden`` one is a matrix of a layer, or of an adapter."""
 
     rows: int
@@ -43,7 +43,7 @@ class TrainedParameters:
     """What is trained: how many elements, and the matrices. What is in none of them are norms and biases."""
 
     elements: int
-    matrices: tuple[Matrices, ...]
+    matrices: tuple[TrainedMatrices, ...]
 
     @property
     def by_autocast(self) -> int:
@@ -79,23 +79,23 @@ class PlannedAdapters:
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
     """What the recipe trains: all parameters of the language model, or adapters and ``modules_to_save``."""
     if recipe.lora is None:
-        layer = [Matrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
-        tables = [Matrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
-        tables += [] if shape.tied else [Matrices(shape.vocab_size, shape.hidden_size, 1, "head")]
+        layer = [TrainedMatrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
+        tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
+        tables += [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
         return TrainedParameters(shape.language_parameters, tuple(layer + tables))
-    layers, matrices = shape.num_layers, list[Matrices]()
+    layers, matrices = shape.num_layers, list[TrainedMatrices]()
     for each in adapters(shape, recipe.lora):
-        matrices.append(Matrices(each.rank, each.linear.in_features, each.layers))
-        matrices.append(Matrices(each.linear.out_features, each.rank, each.layers))
+        matrices.append(TrainedMatrices(each.rank, each.linear.in_features, each.layers))
+        matrices.append(TrainedMatrices(each.linear.out_features, each.rank, each.layers))
         if recipe.lora.use_dora:
-            matrices.append(Matrices(each.linear.out_features, 1, each.layers, "vector"))
+            matrices.append(TrainedMatrices(each.linear.out_features, 1, each.layers, "vector"))
     for name in recipe.lora.modules_to_save:
         if name in TABLES:
             part: Literal["head", "embedding"] = "head" if name == HEAD else "embedding"
-            matrices.append(Matrices(shape.vocab_size, shape.hidden_size, 1, part))
+            matrices.append(TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, part))
         if name == "norm":  # as PEFT reads it: every module whose name ends so
-            matrices.append(Matrices(shape.norm_parameters, 1, 1, "vector"))
-        matrices += [Matrices(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
+            matrices.append(TrainedMatrices(shape.norm_parameters, 1, 1, "vector"))
+        matrices += [TrainedMatrices(x.out_features, x.in_features, layers) for x in shape.linears if x.leaf == name]
     return TrainedParameters(sum(m.elements * m.count for m in matrices), tuple(matrices))
 
 
@@ -122,7 +122,7 @@ def optimizer_workspace(optim: str, trained: TrainedParameters, *, cuda: bool) -
     return max(largest, 4 * others if cuda else 0)
 
 
-def bytes_of(optimizer: optimizers.Optimizer, matrix: Matrices) -> int:
+def bytes_of(optimizer: optimizers.Optimizer, matrix: TrainedMatrices) -> int:
     """Bytes of state of one matrix."""
     whole = optimizer.state_bytes * matrix.elements
     if optimizer.state == "momentum" and matrix.part == "hidden":

@@ -1,7 +1,7 @@
 """The key-value cache, and how attention of one call reads and writes it.
 
-A call reaches the attention of each layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.Cached`);
-no module holds the cache.
+A call reaches the attention of each layer as the keyword argument ``cached``
+(:class:`ftcli.model.attention.AttentionCache`); no module holds the cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Prefill:
         softcap: float,
         window: int | None,
     ) -> None:
-        """As :class:`ftcli.model.attention.Cached` says: attention is left to the caller."""
+        """As :class:`ftcli.model.attention.AttentionCache` says: attention is left to the caller."""
         pages = self.cache.layer(layer)
         for pool, new in ((pages.keys, key), (pages.values, value)):
             pool[self.page, :, self.spot] = new[0].transpose(0, 1).to(pool.dtype)
@@ -91,7 +91,7 @@ class Decode:
         softcap: float,
         window: int | None,
     ) -> Tensor:
-        """As :class:`ftcli.model.attention.Cached` says: (B, 1, heads, features)."""
+        """As :class:`ftcli.model.attention.AttentionCache` says: (B, 1, heads, features)."""
         pages = self.cache.layer(layer)
         q, k, v = (tensor[:, :, 0].to(pages.keys.dtype) for tensor in (query, key, value))
         out = decode_attention(

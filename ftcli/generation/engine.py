@@ -15,7 +15,7 @@ from ftcli.generation.forward import Forward, cache_dtype, cache_shape
 from ftcli.generation.graphs import Stepper
 from ftcli.generation.pages import PagePool
 from ftcli.generation.requests import Completion, GenerationRequest, StopConditions, Token, collected
-from ftcli.generation.scheduler import Scheduler, Tools
+from ftcli.generation.scheduler import Scheduler, SchedulerParts
 from ftcli.generation.stopping import StopCheck
 
 #: Steps that a GPU is given before the host looks at the first one's tokens. For a row that has ended, so many more are
@@ -51,7 +51,7 @@ class Engine:
         self.layout = layout
         self.stepper = Stepper(forward, cache, batch, graphs=graphs and on_gpu)
         self._longest = longest
-        self._tools = Tools(
+        self._tools = SchedulerParts(
             forward, cache, PagePool(layout.pages), batch, self.stepper, layout.rows, device, ahead if on_gpu else 0
         )
 

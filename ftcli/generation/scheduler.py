@@ -26,7 +26,7 @@ _ENTER_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class SchedulerParts:
     """What a schedule works with. ``rows``: most at once; ``ahead``: steps that the device may be behind the host."""
 
     forward: Forward
@@ -67,7 +67,7 @@ class Scheduler:
     """One run of an engine over some requests."""
 
     def __init__(
-        self, tools: Tools, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck
+        self, tools: SchedulerParts, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck
     ) -> None:
         self._tools = tools
         self._sampling = sampling

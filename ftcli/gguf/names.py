@@ -58,7 +58,7 @@ _OTHER_PARTS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class TensorNames:
     """The names of one model's language model.
 
     Attributes:
@@ -75,7 +75,7 @@ class Names:
         return {stored: name for name, stored in self.stored.items()}
 
 
-def names_of(names: Sequence[str], family: Family | None, architecture: Architecture) -> Names:
+def names_of(names: Sequence[str], family: Family | None, architecture: Architecture) -> TensorNames:
     """How the tensors of a model are called in a file.
 
     Args:
@@ -93,7 +93,7 @@ def names_of(names: Sequence[str], family: Family | None, architecture: Architec
         if found is None:
             raise no_place(f"llama.cpp's {architecture.name} has no place for {name}")
         stored[name] = found
-    return Names(stored, left_out)
+    return TensorNames(stored, left_out)
 
 
 def _stored_name(name: str, family: Family | None, architecture: Architecture) -> str | None:

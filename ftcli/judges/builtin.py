@@ -8,7 +8,7 @@ from ftcli.config import RewardConfig
 from ftcli.config.judging import JudgeConfig
 from ftcli.errors import Finding
 from ftcli.judges.patterns import SECONDS, Pattern
-from ftcli.judges.verdicts import Failed, Scorer, Verdict
+from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
 from ftcli.patience import TookTooLong
 from ftcli.tables import code_of, judges
 
@@ -73,7 +73,7 @@ def length(max_chars: int, min_chars: int = 0) -> Scorer:
     return score
 
 
-_GIVEN_UP = Failed(f"has an expression that was given up after {SECONDS:g} s")
+_GIVEN_UP = FailedJudgement(f"has an expression that was given up after {SECONDS:g} s")
 
 
 def _found(text: str, expression: Pattern) -> Verdict:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.errors import ExitCode, FtcliError, first_line
-from ftcli.judges.verdicts import Failed, Scorer, Verdict
+from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
 from ftcli.paths import expanded
 from ftcli.patience import TookTooLong, limited_time
 from ftcli.plain import JsonObject
@@ -118,9 +118,9 @@ def _passes(text: str, validator: Validator | None) -> Verdict:
     except (ValueError, RecursionError):
         return 0.0
     except TookTooLong:
-        return Failed(f"took more than {SECONDS:g} s")
+        return FailedJudgement(f"took more than {SECONDS:g} s")
     except ArithmeticError as error:  # a number beyond every float, where the schema divides
-        return Failed(f"raised {type(error).__name__}: {first_line(error)}")
+        return FailedJudgement(f"raised {type(error).__name__}: {first_line(error)}")
 
 
 def _parsed(text: str) -> Any:

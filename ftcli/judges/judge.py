@@ -12,7 +12,7 @@ from ftcli.config.judging import JudgeConfig, OnError
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in
 from ftcli.judges.user import open_function
-from ftcli.judges.verdicts import CompletionBatch, Failed, JudgeScores, Verdict
+from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, JudgeScores, Verdict
 
 #: What is judged, how messages name it, and the code of its failures.
 _KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -37,11 +37,11 @@ class Judge:
                 ``on_error`` is ``stop``, or a function returns no list of as many numbers.
         """
         verdicts = self.ask(batch)
-        failed = tuple(place for place, verdict in enumerate(verdicts) if isinstance(verdict, Failed))
+        failed = tuple(place for place, verdict in enumerate(verdicts) if isinstance(verdict, FailedJudgement))
         if not failed:
-            return JudgeScores([v for v in verdicts if not isinstance(v, Failed)])
+            return JudgeScores([v for v in verdicts if not isinstance(v, FailedJudgement)])
         first = verdicts[failed[0]]
-        assert isinstance(first, Failed)
+        assert isinstance(first, FailedJudgement)
         what, code = _KINDS[self.kind]
         example = f"{what} {self.name} {first.reason} for {batch.named(failed[0])}"
         if self.on_error == "stop":
@@ -49,7 +49,7 @@ class Judge:
             origin = Origin(self.name)
             raise FtcliError.single(code, example, exit_code=ExitCode.DATA, origin=origin, help=help)
         instead = None if self.on_error == "skip" else float(self.on_error)
-        return JudgeScores([instead if isinstance(v, Failed) else v for v in verdicts], failed, example)
+        return JudgeScores([instead if isinstance(v, FailedJudgement) else v for v in verdicts], failed, example)
 
 
 def open_judge(config: RewardConfig | TaskConfig) -> Judge:

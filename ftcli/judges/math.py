@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ftcli.facts.device import usable_cores
 from ftcli.judges.process import FunctionSource, Worker, ask_each
-from ftcli.judges.verdicts import Failed, Scorer, Verdict
+from ftcli.judges.verdicts import FailedJudgement, Scorer, Verdict
 from ftcli.plain import JsonObject
 
 #: What a process may take for expressions that grow, and how many there are at most.
@@ -43,8 +43,8 @@ class _MathVerify:
 
     def _verdict(self, answer: JsonObject) -> Verdict:
         if "late" in answer:
-            return Failed(f"took more than {self._timeout:g} s")
+            return FailedJudgement(f"took more than {self._timeout:g} s")
         if "raised" in answer:
-            return Failed(str(answer["raised"]))
+            return FailedJudgement(str(answer["raised"]))
         score: float | None = answer["scores"][0]
-        return Failed("found no expression in the known answer") if score is None else score
+        return FailedJudgement("found no expression in the known answer") if score is None else score

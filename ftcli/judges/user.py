@@ -14,7 +14,7 @@ from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
-from ftcli.judges.verdicts import CompletionBatch, Failed, Verdict
+from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap
 from ftcli.rows.prompts import Prompt
@@ -59,46 +59,48 @@ class UserFunction:
         """
         count = len(batch.completions)
         together = self._call(batch, self.timeout)
-        if not isinstance(together, Failed) or count == 1:
-            return [together] * count if isinstance(together, Failed) else together
+        if not isinstance(together, FailedJudgement) or count == 1:
+            return [together] * count if isinstance(together, FailedJudgement) else together
         alone = self._alone(batch)
         left = [place for place in range(count) if alone[place] is None]
         if len(left) == count:
-            return [Failed(f"{together.reason}, though for none of {count} completions alone,")] * count
+            return [FailedJudgement(f"{together.reason}, though for none of {count} completions alone,")] * count
         again = self._call(batch.only(left), self.timeout) if left else []
-        if isinstance(again, Failed):
+        if isinstance(again, FailedJudgement):
             again = [again] * len(left)
         judged = dict(zip(left, again, strict=True))
         return [judged[place] if place in judged else alone[place] for place in range(count)]
 
-    def _alone(self, batch: CompletionBatch) -> list[Failed | None]:
+    def _alone(self, batch: CompletionBatch) -> list[FailedJudgement | None]:
         """How each completion fails when it is judged alone."""
-        found: list[Failed | None] = []
+        found: list[FailedJudgement | None] = []
         end = time.monotonic() + _ALONE_TIMES * self.timeout
         for place in range(len(batch.completions)):
             seconds = min(self.timeout, end - time.monotonic())
-            one = self._call(batch.only([place]), seconds) if seconds > 0 else Failed("did not arrive in time")
-            found.append(one if isinstance(one, Failed) else None)
+            one = self._call(batch.only([place]), seconds) if seconds > 0 else FailedJudgement("did not arrive in time")
+            found.append(one if isinstance(one, FailedJudgement) else None)
         return found
 
-    def _call(self, batch: CompletionBatch, seconds: float) -> list[Verdict] | Failed:
+    def _call(self, batch: CompletionBatch, seconds: float) -> list[Verdict] | FailedJudgement:
         count = len(batch.completions)
         given = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
         try:
             self.worker.ask({**given, **batch.columns, **self.arguments}, count)
             answer = self.worker.answer(seconds)
         except CallTimedOut:
-            return Failed(f"gave no answer within {seconds:g} seconds")
+            return FailedJudgement(f"gave no answer within {seconds:g} seconds")
         except WorkerGone as error:
-            return Failed(str(error))
+            return FailedJudgement(str(error))
         if "raised" in answer:
-            return Failed(answer["raised"])
+            return FailedJudgement(answer["raised"])
         if "shape" in answer:
             message = f"{self.what} {self.spec} returned {answer['shape']}, a list of {count} numbers was expected"
             raise FtcliError.single(self.code, message, exit_code=ExitCode.DATA, origin=Origin(self.spec))
         bad = answer["bad"]
         return [
-            Failed(f"{bad[str(place)]}, where a finite number or None was expected,") if str(place) in bad else score
+            FailedJudgement(f"{bad[str(place)]}, where a finite number or None was expected,")
+            if str(place) in bad
+            else score
             for place, score in enumerate(answer["scores"])
         ]
 

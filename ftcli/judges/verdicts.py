@@ -43,14 +43,14 @@ class CompletionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedJudgement:
     """A completion that could not be judged; ``reason`` goes on from the judge's name, as in "raised ValueError"."""
 
     reason: str
 
 
 #: Of one completion: a number; None, where the judge has no opinion; or why there is neither.
-Verdict = float | None | Failed
+Verdict = float | None | FailedJudgement
 
 
 class Scorer(Protocol):

@@ -32,7 +32,7 @@ _PRIORITIES: dict[str, list[SDPBackend]] = {
 _SCORE_BYTES = 256 * 2**20
 
 
-class Cached(Protocol):
+class AttentionCache(Protocol):
     """A cache of keys and values as attention of one call knows it: :mod:`ftcli.generation.cache`."""
 
     def attend(
@@ -69,7 +69,7 @@ def ftcli_attention_forward(
     kernels: BackendName = "auto",
     kept: KeptOutput | None = None,
     documents: Documents | None = None,
-    cached: Cached | None = None,
+    cached: AttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, Hkv, S', D) -> (B, S, Hq, D).

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.model.attention import Cached
+    from ftcli.model.attention import AttentionCache
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.model.stack import DecoderStack
 
@@ -106,7 +106,7 @@ def hidden_states(
     model: PreTrainedModel | PeftModel,
     inputs: Mapping[str, Tensor],
     stack: DecoderStack | None = None,
-    cached: Cached | None = None,
+    cached: AttentionCache | None = None,
     sequence: SequencePart | None = None,
 ) -> HiddenStates:
     """Runs the backbone (everything but the head) on ``input_ids``, ``attention_mask`` and the like.

@@ -62,7 +62,7 @@ class BuiltModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class GraphsRecord:
     """What the manifest says of CUDA graphs once training is over."""
 
     cuda_graphs: str
@@ -77,7 +77,7 @@ class BaseCard:
 
 
 @dataclass(frozen=True, slots=True)
-class BeganWith:
+class InputsRecord:
     """What the manifest says of the run's inputs."""
 
     inputs: Inputs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftcli.config import Recipe
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.pipeline.context import Launched, RunContext
+from ftcli.pipeline.context import GraphsRecord, RunContext
 from ftcli.pipeline.lifecycle import add_to_manifest, raise_if_stopped
 from ftcli.pipeline.progress import StepProgress
 from ftcli.pipeline.shortage import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
@@ -172,7 +172,7 @@ def _tell_launches(trainer: Any, context: RunContext) -> None:
     """CUDA graphs that were given up, or not made for all shapes, are said and kept in the manifest."""
     graphs = trainer.cuda_graphs()
     if graphs is not None and graphs != "on":
-        add_to_manifest(context, Launched(graphs))
+        add_to_manifest(context, GraphsRecord(graphs))
         context.session.reporter.info(f"CUDA graphs: {graphs}")
 
 

@@ -15,7 +15,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
 from ftcli.pipeline.checking import checked
-from ftcli.pipeline.context import BaseCard, BeganWith, BuiltModel, Launched, RunContext
+from ftcli.pipeline.context import BaseCard, BuiltModel, GraphsRecord, InputsRecord, RunContext
 from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
 from ftcli.plain import plain_fields
 from ftcli.preflight.report import PreflightReport
@@ -42,7 +42,7 @@ from ftcli.run.signals import (
 )
 
 if TYPE_CHECKING:
-    from ftcli.pipeline.reinforcement import Agreement
+    from ftcli.pipeline.reinforcement import LogProbsRecord
     from ftcli.run.group import RankGroup
 
 
@@ -274,10 +274,10 @@ def keep_inputs(context: RunContext, inputs: Inputs) -> None:
     if context.held_to_inputs:
         require_same_inputs(context.previous, inputs)
     licence = licence_of(context.report.facts, context.recipe.model.revision, offline=context.session.offline)
-    add_to_manifest(context, BeganWith(inputs, BaseCard(context.report.facts.model_type, licence)))
+    add_to_manifest(context, InputsRecord(inputs, BaseCard(context.report.facts.model_type, licence)))
 
 
-def add_to_manifest(context: RunContext, part: BuiltModel | BeganWith | Launched | Agreement) -> None:
+def add_to_manifest(context: RunContext, part: BuiltModel | InputsRecord | GraphsRecord | LogProbsRecord) -> None:
     """Adds what is known only once the model is built, or trained."""
     if not context.leads:
         return

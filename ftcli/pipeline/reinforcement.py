@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class LogProbsRecord:
     """What the manifest says of the log-probabilities that a policy is trained on."""
 
     log_probs: Parity
@@ -88,7 +88,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
 
     def agreement(parity: Parity) -> None:
         session.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
-        add_to_manifest(context, Agreement(parity))
+        add_to_manifest(context, LogProbsRecord(parity))
 
     fitted = fit(
         context,

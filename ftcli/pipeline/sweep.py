@@ -22,7 +22,7 @@ from ftcli.config.grid import Combination
 from ftcli.config.load import Override, load_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.sweep_checks import check_all
-from ftcli.pipeline.sweep_result import Outcome, SweepResult, sweep_result
+from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result
 from ftcli.reporting import Reporter, Session
 from ftcli.run.changes import HARMLESS, recipe_changes
 from ftcli.run.directory import RunDirectory, is_run_directory
@@ -134,7 +134,7 @@ def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | N
         if waiting:
             with stop.interruptible("checking the combinations"):
                 check_all([load_recipe(plan.recipe, run.overrides) for run in waiting], waiting[0].command, session)
-        outcomes = {run.path: Outcome(run.combination, run.path, 0, None, skipped=True) for run in finished}
+        outcomes = {run.path: RunOutcome(run.combination, run.path, 0, None, skipped=True) for run in finished}
         for run in finished:
             session.reporter.info(f"{run.path} is complete already")
         crew = _Crew(plan, session.reporter, start, devices, outcomes)
@@ -163,7 +163,7 @@ class _Crew:
         reporter: Reporter,
         start: Start,
         devices: Sequence[str | None],
-        outcomes: dict[Path, Outcome],
+        outcomes: dict[Path, RunOutcome],
     ) -> None:
         self._plan = plan
         self._reporter = reporter
@@ -216,7 +216,7 @@ class _Crew:
             self._running.remove(entry)
             self._free.append(device)
             status, reason = end
-            self._outcomes[run.path] = Outcome(run.combination, run.path, status, reason)
+            self._outcomes[run.path] = RunOutcome(run.combination, run.path, status, reason)
             if status in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
                 self._stopped_by = ExitCode(status)
             elif status != 0:

@@ -20,7 +20,7 @@ PAGE = "comparison.html"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run of a sweep ended: its exit status (negative: a signal), and why where it failed."""
 
     combination: Combination
@@ -87,7 +87,7 @@ _MEASURES = (
 )
 
 
-def sweep_result(folder: Path, outcomes: Sequence[Outcome]) -> SweepResult:
+def sweep_result(folder: Path, outcomes: Sequence[RunOutcome]) -> SweepResult:
     """The runs with their results, the best one, and the comparison, which is also written as a page.
 
     Raises FtcliError FT723 or FT724 where the page cannot be written, FT727 where a run's recipe is not readable.
@@ -109,7 +109,7 @@ def exit_code_of_sweep(result: SweepResult) -> int:
     return next((code if code > 0 else 1 for code in codes), 0)
 
 
-def _row(outcome: Outcome, summary: RunSummary | None) -> SweptRun:
+def _row(outcome: RunOutcome, summary: RunSummary | None) -> SweptRun:
     return SweptRun(
         summary,
         outcome.combination.name,
@@ -121,7 +121,7 @@ def _row(outcome: Outcome, summary: RunSummary | None) -> SweptRun:
     )
 
 
-def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> tuple[BestRun | None, list[str]]:
+def _best(complete: Sequence[RunOutcome], summaries: Mapping[Path, RunSummary]) -> tuple[BestRun | None, list[str]]:
     """The best, and remarks: what to keep in mind, or why there is none."""
     if not complete:
         return None, ["no run is complete, so none is the best"]
@@ -142,7 +142,7 @@ def _best(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> 
     return named, [*ties, *([] if equal else _at_an_edge(best, complete)), *_other_tokens(complete, summaries)]
 
 
-def _at_an_edge(best: Outcome, complete: Sequence[Outcome]) -> list[str]:
+def _at_an_edge(best: RunOutcome, complete: Sequence[RunOutcome]) -> list[str]:
     """The best of a row of numbers says little where the row ends with it."""
     remarks = []
     for key, value in best.combination.settings.items():
@@ -154,7 +154,7 @@ def _at_an_edge(best: Outcome, complete: Sequence[Outcome]) -> list[str]:
     return remarks
 
 
-def _other_tokens(complete: Sequence[Outcome], summaries: Mapping[Path, RunSummary]) -> list[str]:
+def _other_tokens(complete: Sequence[RunOutcome], summaries: Mapping[Path, RunSummary]) -> list[str]:
     counts = {summaries[outcome.path].eval_tokens for outcome in complete} - {None}
     if len(counts) < 2:
         return []

@@ -9,7 +9,7 @@ from ftcli.reporting import Reporter
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.history import metrics_of
 from ftcli.run.status import read_status
-from ftcli.trainers.best import Best
+from ftcli.trainers.best import BestEvaluation
 
 BEST = "best"
 
@@ -50,7 +50,7 @@ def _the_end_is_best(run: RunDirectory) -> bool:
     status = read_status(run.status_path)
     if run.result_dir is None or status is None or status.trained is None:
         return False
-    best = Best()
+    best = BestEvaluation()
     for line in metrics_of(run):
         best.note(int(line["step"]), line)
     return best.value is not None and best.step == status.trained.steps

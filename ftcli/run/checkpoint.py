@@ -72,7 +72,7 @@ def _step_number(path: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class FoundCheckpoints:
     """What a folder of checkpoints holds: usable ones by rising step, and a warning for each damaged one."""
 
     usable: tuple[Path, ...]
@@ -145,7 +145,7 @@ class Checkpoints:
         else:
             delete(trash)
 
-    def scan(self) -> Scan:
+    def scan(self) -> FoundCheckpoints:
         """Look at every checkpoint: which are usable, and FT726 for each that is damaged."""
         usable: list[Path] = []
         damaged: list[Path] = []
@@ -158,7 +158,7 @@ class Checkpoints:
                 continue
             damaged.append(path)
             warnings.append(_passed_over(path, reason))
-        return Scan(tuple(usable), tuple(damaged), tuple(warnings))
+        return FoundCheckpoints(tuple(usable), tuple(damaged), tuple(warnings))
 
     def newest(self) -> Path | None:
         """The usable checkpoint of the highest step, or None."""
@@ -224,7 +224,7 @@ class Checkpoints:
         if replaced is not None:
             shutil.rmtree(replaced)
 
-    def newest_sound(self) -> Scan:
+    def newest_sound(self) -> FoundCheckpoints:
         """Like :meth:`scan`, but every byte of the newest usable checkpoint is read and compared.
 
         A checkpoint that fails is passed over with a warning, and the one before it is read.
@@ -234,7 +234,7 @@ class Checkpoints:
         while usable and (reason := damage(usable[-1], thorough=True)) is not None:
             damaged.append(usable.pop())
             warnings.append(_passed_over(damaged[-1], reason))
-        return Scan(tuple(usable), tuple(damaged), tuple(warnings))
+        return FoundCheckpoints(tuple(usable), tuple(damaged), tuple(warnings))
 
     def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
         """Delete all but the newest ``keep_last`` usable checkpoints and those of ``spared`` steps.

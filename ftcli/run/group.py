@@ -27,10 +27,10 @@ from ftcli.errors import FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.ranks import ENDED_NAME, Place
 from ftcli.reporting import Reporter
-from ftcli.run.guard import Guard
+from ftcli.run.guard import ConnectionGuard
 from ftcli.run.meeting import meeting_point
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.run.signs import Patience, SignsOfLife
+from ftcli.run.signs import SignsOfLife, Timeouts
 from ftcli.run.told import PeerFailed, RankLost, as_json, from_json, is_of_connections, killed, reasons
 
 #: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
@@ -54,9 +54,9 @@ class RankGroup:
         FtcliError: FT712 (exit 3) when there is nobody to meet.
     """
 
-    def __init__(self, place: Place, reporter: Reporter, patience: Patience | None = None) -> None:
+    def __init__(self, place: Place, reporter: Reporter, patience: Timeouts | None = None) -> None:
         self.place, self.rank, self.size, self.leads = place, place.rank, place.size, place.leads
-        self._reporter, self._patience = reporter, patience or Patience()
+        self._reporter, self._patience = reporter, patience or Timeouts()
         self.requested: SignalName | None = None
         self._stop: Callable[[], SignalName | None] = lambda: None
         self._calls = 0
@@ -66,7 +66,7 @@ class RankGroup:
         self._rows: list[Any] = []
         self._reduced: torch.cuda.Event | None = None
         self._over = self._is_cut = self._on_gpus = False
-        self._guard: Guard | None = None
+        self._guard: ConnectionGuard | None = None
         self._store = meeting_point(place, self._patience.meeting)
         self._signs = SignsOfLife(meeting_point(place, self._patience.meeting, client=True), place)
         self._signs.start()
@@ -135,7 +135,7 @@ class RankGroup:
         row; or (copies, ranks of a copy), where consecutive ranks have the weights together.
         """
         if self._on_gpus:
-            self._guard = Guard(self._someone_gone, self.cut)
+            self._guard = ConnectionGuard(self._someone_gone, self.cut)
             self._guard.start()
         elif self._device is self._host:
             self._device = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience.silent))

@@ -14,7 +14,7 @@ _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 5.0
 
 
-class Guard(threading.Thread):
+class ConnectionGuard(threading.Thread):
     """Looks every second.
 
     Args:

@@ -18,7 +18,7 @@ _SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """Seconds: to find the others; until a wait is told; without a sign of life until a rank counts as lost; and that
     a rank that lives may be late.
     """

@@ -142,7 +142,7 @@ class Multimodal:
         senses: What the other parts are for.
         text: The language model's ``model_type`` where config.json does not say.
         tied: Whether embedding and head are one matrix where config.json does not say.
-        towers: Code: a function of a :class:`ftcli.facts.towers.Vision` and the config.json that counts the other
+        towers: Code: a function of a :class:`ftcli.facts.towers.VisionConfig` and the config.json that counts the other
             parts' parameters. None where nothing is known of them.
     """
 

@@ -18,7 +18,7 @@ CONSTANT_AFTER_WARMUP = "constant_with_warmup"
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class ScheduleArgument:
     """One argument of a schedule.
 
     Attributes:
@@ -81,27 +81,27 @@ class LearningRateSchedule:
     """
 
     about: str
-    arguments: Mapping[str, Argument] = field(default_factory=dict)
+    arguments: Mapping[str, ScheduleArgument] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
     warms_up: bool = True
     by_evaluations: bool = False
 
 
-_WAVES = Argument("number", above=True)
-_FRACTION = Argument("number", most=1)
-_COUNT = Argument("whole")
-_RATE = Argument("number", below_peak=True, example=1e-6)
-_SHAPES = Argument("word", words=("linear", "cosine", "1-sqrt"))
+_WAVES = ScheduleArgument("number", above=True)
+_FRACTION = ScheduleArgument("number", most=1)
+_COUNT = ScheduleArgument("whole")
+_RATE = ScheduleArgument("number", below_peak=True, example=1e-6)
+_SHAPES = ScheduleArgument("word", words=("linear", "cosine", "1-sqrt"))
 _TO_A_LOWEST = {"num_cycles": _WAVES, "min_lr": _RATE, "min_lr_rate": _FRACTION}
-_FACTOR = Argument("number", above=True, most=0.999999)
+_FACTOR = ScheduleArgument("number", above=True, most=0.999999)
 _LIKE_PLATEAU = {
     "factor": _FACTOR,
     "patience": _COUNT,
-    "threshold": Argument("number"),
-    "threshold_mode": Argument("word", words=("rel", "abs")),
+    "threshold": ScheduleArgument("number"),
+    "threshold_mode": ScheduleArgument("word", words=("rel", "abs")),
     "cooldown": _COUNT,
-    "eps": Argument("number"),
+    "eps": ScheduleArgument("number"),
     "min_lr": _RATE,
 }
 
@@ -111,7 +111,7 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
         "cosine": LearningRateSchedule("Falls along a half cosine to 0.", {"num_cycles": _WAVES}),
         "cosine_with_restarts": LearningRateSchedule(
             "Falls along a half cosine to 0, `num_cycles` times over (1).",
-            {"num_cycles": Argument("whole", least=1)},
+            {"num_cycles": ScheduleArgument("whole", least=1)},
         ),
         "cosine_with_min_lr": LearningRateSchedule(
             "Falls along a half cosine to `min_lr`, or to `min_lr_rate` times the peak.",
@@ -125,13 +125,16 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
         ),
         "polynomial": LearningRateSchedule(
             "Falls to `lr_end` (1e-7) with the `power` (1) of what is left.",
-            {"lr_end": Argument("number", below_peak=True, default=1e-7), "power": Argument("number", above=True)},
+            {
+                "lr_end": ScheduleArgument("number", below_peak=True, default=1e-7),
+                "power": ScheduleArgument("number", above=True),
+            },
         ),
         "warmup_stable_decay": LearningRateSchedule(
             "Stays at the peak and falls in the last `num_decay_steps` to `min_lr_ratio` (0) times the peak.",
             {
-                "num_decay_steps": Argument("steps", above=True),
-                "num_stable_steps": Argument("steps"),
+                "num_decay_steps": ScheduleArgument("steps", above=True),
+                "num_stable_steps": ScheduleArgument("steps"),
                 "min_lr_ratio": _FRACTION,
                 "warmup_type": _SHAPES,
                 "decay_type": _SHAPES,
@@ -140,7 +143,7 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
             required=("num_decay_steps",),
         ),
         "inverse_sqrt": LearningRateSchedule(
-            "Falls with one over the square root of the steps.", {"timescale": Argument("whole", least=1)}
+            "Falls with one over the square root of the steps.", {"timescale": ScheduleArgument("whole", least=1)}
         ),
         CONSTANT: LearningRateSchedule("Stays.", warms_up=False),
         CONSTANT_AFTER_WARMUP: LearningRateSchedule("Stays after the warm-up."),
@@ -156,7 +159,7 @@ TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
             {
                 **_LIKE_PLATEAU,
                 "warmup": _COUNT,
-                "max_lr": Argument("number", above_peak=True, example=1e-3),
+                "max_lr": ScheduleArgument("number", above_peak=True, example=1e-3),
                 "reset_start": _COUNT,
             },
             required=("min_lr", "max_lr"),

@@ -17,7 +17,7 @@ from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.checkpoint import TRAINER_STATE
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.best import Best, measured
+from ftcli.trainers.best import BestEvaluation, measured
 from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState, readable
 from ftcli.trainers.hooks import TrainerHooks
 from ftcli.trainers.optimisation import OptimisationMixin
@@ -54,7 +54,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.batch_shape: tuple[int, ...] | None = None
         self.evaluation_due = False
         self.saved_step = 0
-        self.best = Best()
+        self.best = BestEvaluation()
         self.stopped_by: SignalName | None = None
         self._token_count: Tensor | None = None
         self._pending: list[WatchedNumber] = []
@@ -250,7 +250,7 @@ class RunTrainerMixin(OptimisationMixin):
         self.tokens_seen = self.state.num_input_tokens_seen if found.tokens_seen is None else found.tokens_seen
         self.tokens_computed = found.tokens_computed or 0
         self.evaluation_due = found.evaluation_due
-        self.best = found.best or Best()
+        self.best = found.best or BestEvaluation()
         self.restore_extra_window(found.extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -21,7 +21,7 @@ class EarlyStopping:
 
 
 @dataclass(slots=True)
-class Best:
+class BestEvaluation:
     """The best evaluation so far.
 
     Attributes:

@@ -23,7 +23,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.run.checkpoint import STATE_NAME
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.trainers.best import Best
+from ftcli.trainers.best import BestEvaluation
 
 #: What torch, numpy and pickle raise at content that is not what they wrote.
 _UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
@@ -79,7 +79,7 @@ class WindowState:
     tokens_seen: int | None = None
     tokens_computed: int | None = None
     evaluation_due: bool = False
-    best: Best | None = None
+    best: BestEvaluation | None = None
     extra: JsonObject = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class WindowState:
         raw = json.loads(path.read_text(encoding="utf-8"))
         known = {name: raw[name] for name in cls.__slots__ if name in raw}
         best = known.get("best")
-        return cls(**{**known, "best": None if best is None else Best(**best)})
+        return cls(**{**known, "best": None if best is None else BestEvaluation(**best)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class WarmUp(TrainerCallback):  # type: ignore[misc]
         self._set_share(self._model, min(state.global_step / self._steps, 1.0))
 
 
-class Anew(TrainerCallback):  # type: ignore[misc]
+class QuantiseOncePerStep(TrainerCallback):  # type: ignore[misc]
     """Tells a model after each step that its weights are others, so that they are quantised once a step.
 
     And before the first micro-batch of one, since a run that goes on has loaded them.
@@ -66,6 +66,6 @@ def train_quantised(trainer: Trainer, settings: QuantizationConfig, *, trained: 
     training = quantizations.row(settings.method).training
     if training is None or not trained:
         return
-    trainer.add_callback(Anew(trainer.model, code_of(training.written)))
+    trainer.add_callback(QuantiseOncePerStep(trainer.model, code_of(training.written)))
     if settings.lambda_warmup_steps:
         trainer.add_callback(WarmUp(trainer.model, settings.lambda_warmup_steps, code_of(training.share)))

@@ -17,14 +17,14 @@ from ftcli.errors import ExitCode, FtcliError
 MOST_SKIPPED = 20
 
 
-class Scaled(Protocol):
+class HasAccelerator(Protocol):
     """A trainer with an accelerator."""
 
     accelerator: Any
     optimizer: Any
 
 
-def use_loss_scaling(trainer: Scaled, device: torch.device) -> None:
+def use_loss_scaling(trainer: HasAccelerator, device: torch.device) -> None:
     """Gives the trainer a scaler; called before training prepares its optimizer, which then steps through it.
 
     accelerate would make one itself only together with an autocast of its own, which the precision plan rules out.
@@ -32,7 +32,7 @@ def use_loss_scaling(trainer: Scaled, device: torch.device) -> None:
     trainer.accelerator.scaler = torch.amp.GradScaler(device.type)
 
 
-def unscale(trainer: Scaled) -> bool:
+def unscale(trainer: HasAccelerator) -> bool:
     """Divides the scale out of the gradients, once a step and before they are clipped; False without a scaler."""
     scaler = trainer.accelerator.scaler
     if scaler is None:

@@ -108,7 +108,7 @@ class SftTrainer(SpreadMixin, TogetherMixin, RunTrainerMixin, SFTTrainer):  # ty
 
 
 @dataclass(frozen=True, slots=True)
-class WithRows:
+class RowNamingCollator:
     """A collator that also says which sequences a batch holds, so that messages can name the rows of a bad batch, and
     where its supervised positions are, for which the loss would have to wait for the device.
     """
@@ -256,7 +256,7 @@ def build_sft_trainer(
         trainer = SftTrainer(
             model=model,
             args=args,
-            data_collator=WithRows(collate, head_of(model).weight.shape[0], sequence),
+            data_collator=RowNamingCollator(collate, head_of(model).weight.shape[0], sequence),
             # The trainer draws numbers; the collator reads those rows from the memory-mapped files.
             train_dataset=_numbers(epochs.units + (group is not None)),
             processing_class=job.tokenizer,

@@ -14,7 +14,7 @@ ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_pr
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SpanMark:
     """From here on time belongs to ``part``; None: to none that is told."""
 
     part: str | None
@@ -24,7 +24,7 @@ class Mark:
 @dataclass(slots=True)
 class _Step:
     number: int
-    marks: list[Mark]
+    marks: list[SpanMark]
     tokens: dict[str, int]
 
 
@@ -82,15 +82,15 @@ class Spans:
                 numbers[f"seconds/{before.part}"] += _between(before, after)
         return numbers | {f"processed_tokens/{part}": float(count) for part, count in step.tokens.items()}
 
-    def _mark(self, part: str | None) -> Mark:
+    def _mark(self, part: str | None) -> SpanMark:
         if not self._cuda:
-            return Mark(part, time.perf_counter())
+            return SpanMark(part, time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        return Mark(part, event)
+        return SpanMark(part, event)
 
 
-def _between(before: Mark, after: Mark) -> float:
+def _between(before: SpanMark, after: SpanMark) -> float:
     if isinstance(before.at, float) or isinstance(after.at, float):
         return float(after.at) - float(before.at)  # type: ignore[arg-type]
     return float(before.at.elapsed_time(after.at)) / 1000.0

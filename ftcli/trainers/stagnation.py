@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ftcli.config.training import GrpoStoppingConfig
 from ftcli.plain import JsonObject
-from ftcli.trainers.best import Best
+from ftcli.trainers.best import BestEvaluation
 
 
 @dataclass(slots=True)
@@ -18,14 +18,14 @@ class Stagnation:
     Attributes:
         settings: None: nothing is looked for.
         rewards: Mean rewards of the rollouts since the last measurement.
-        best: The best measurement, as :class:`Best` counts: negated.
+        best: The best measurement, as :class:`BestEvaluation` counts: negated.
         low: Steps in a row with too little entropy.
         entropy: That of the last step that had any, in nats a token.
     """
 
     settings: GrpoStoppingConfig | None = None
     rewards: list[float] = field(default_factory=list)
-    best: Best = field(default_factory=Best)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     low: int = 0
     entropy: float | None = None
 
@@ -80,5 +80,5 @@ class Stagnation:
 
     def restore(self, state: JsonObject) -> None:
         """Goes on from what :meth:`state` returned."""
-        self.rewards, self.best = list(state["rewards"]), Best(**state["best"])
+        self.rewards, self.best = list(state["rewards"]), BestEvaluation(**state["best"])
         self.low, self.entropy = state["low"], state["entropy"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Early:
+class EarlySave:
     """Holds the input of one call: ``save`` is called in front of the operation, ``tensor`` in its backward."""
 
     __slots__ = ("_node", "_plain")
@@ -42,7 +42,7 @@ class Early:
 
 class _Save(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, early: Early, z: Tensor) -> Tensor:
+    def forward(ctx: Any, early: EarlySave, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
         early._node = ctx
         return z

@@ -42,7 +42,7 @@ from ftkernels.device import BackendName, accumulate_dtype, choose_backend, with
 from ftkernels.gemm import compute_dtype, mm_accurate
 from ftkernels.limits import LOG_PROB_COLUMNS, LOG_PROB_ROWS
 from ftkernels.linear_cross_entropy import check_head_shapes, labelled_rows
-from ftkernels.log_prob import LogitOptions, Running, Slab, Upstream, fold, fold_reference, grad, grad_reference
+from ftkernels.log_prob import LogitOptions, RunningSums, Slab, Upstream, fold, fold_reference, grad, grad_reference
 
 
 def linear_log_prob(
@@ -190,7 +190,7 @@ def _forward(
     found = _Found(*zeros, _gradient_like(hidden, plan) if gather else None)
     step = fold if plan.triton else fold_reference
     for where, x, chosen in tiles.chunks():
-        running = Running.before(x.shape[0], found.log_probs)
+        running = RunningSums.before(x.shape[0], found.log_probs)
         gathered: Tensor | None = None
         for slab, head in tiles.slabs(x):
             weights, decay = step(slab, chosen, running, plan.options, weights=plan.dtype if gather else None)

@@ -38,7 +38,7 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningSums:
     """What is known of C rows after some slabs, each (C,) float32 or float64.
 
     highest: the largest z. others: sum of exp(z - highest) over all entries but the label. weighted: sum of
@@ -52,7 +52,7 @@ class Running:
     slope: Tensor
 
     @classmethod
-    def before(cls, rows: int, like: Tensor) -> Running:
+    def before(cls, rows: int, like: Tensor) -> RunningSums:
         """Before the first slab; dtype and device of ``like``."""
         zeros = like.new_zeros(4, rows)
         return cls(like.new_full((rows,), float("-inf")), *zeros)
@@ -80,7 +80,7 @@ class Upstream:
 
 
 def fold_reference(
-    slab: Slab, labels: Tensor, running: Running, options: LogitOptions, *, weights: torch.dtype | None
+    slab: Slab, labels: Tensor, running: RunningSums, options: LogitOptions, *, weights: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor]:
     """Takes a slab into ``running``, in place, in plain torch.
 
@@ -263,7 +263,7 @@ def _grad_kernel(
 
 
 def fold(
-    slab: Slab, labels: Tensor, running: Running, options: LogitOptions, *, weights: torch.dtype | None
+    slab: Slab, labels: Tensor, running: RunningSums, options: LogitOptions, *, weights: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor]:
     """``fold_reference`` in one Triton launch; the weights lie over the products where they are no wider."""
     count, columns = slab.products.shape

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
-from ftkernels.early import Early
+from ftkernels.early import EarlySave
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
 from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_adapters
@@ -70,7 +70,7 @@ def lora_linear(
         raise ValueError(f"unknown save mode {save!r}")
     plan = make_plan(z, [projection], norm, backend)
     weight = None if norm is None else norm.weight
-    early = Early() if save == "input" else None
+    early = EarlySave() if save == "input" else None
     if early is not None:
         z = early.save(z)
     trained = (*adapter_tensors([projection]), *weight_tensors([projection]))
@@ -90,7 +90,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         plan: GroupPlan,
-        early: Early | None,
+        early: EarlySave | None,
         z: Tensor,
         residual: Tensor | None,
         norm_weight: Tensor | None,

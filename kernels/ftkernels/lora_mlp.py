@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
-from ftkernels.early import Early
+from ftkernels.early import EarlySave
 from ftkernels.gemm import add_mm_
 from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
 from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
@@ -105,7 +105,7 @@ def lora_mlp(
     inner = make_plan(z, [gate, up], norm, backend)
     # The second half computes in the first half's dtype, whatever the dtype of down's weight.
     outer = replace(make_plan(z, [down], None, backend), dtype=inner.dtype)
-    early = Early() if save == "input" else None
+    early = EarlySave() if save == "input" else None
     spec = _Spec(inner, outer, activation, inner.fused and outer.fused and not outer.drops, save, early, _Handed())
     weight = None if norm is None else norm.weight
     if early is not None:
@@ -155,7 +155,7 @@ class _Spec:
     activation: Activation
     fused: bool
     save: Save
-    early: Early | None
+    early: EarlySave | None
     handed: _Handed
 
 

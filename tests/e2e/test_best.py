@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.evaluate.loss import LossResult
 from ftcli.evaluate.suite import Evaluator
-from ftcli.trainers.best import Best
+from ftcli.trainers.best import BestEvaluation
 from tests.e2e.conftest import User
 
 #: So large a rate that the held-out loss rises from the second step on.
@@ -90,7 +90,7 @@ def test_without_evaluations_it_is_refused(change: dict[str, Any], user: User) -
 
 
 def test_what_counts_as_better() -> None:
-    best = Best()
+    best = BestEvaluation()
     assert best.note(1, {"eval_loss": 2.0}, 0.1)
     assert best.note(2, {"eval_loss": 1.95}, 0.1)  # the best so far, and no improvement
     assert (best.value, best.step, best.worse) == (1.95, 2, 1)
@@ -99,8 +99,8 @@ def test_what_counts_as_better() -> None:
     assert best.note(4, {"eval_loss": 1.5}, 0.1)
     assert best.worse == 0
     assert not best.note(5, {"eval_loss": float("nan")})
-    assert not Best().note(1, {})
-    scores = Best()
+    assert not BestEvaluation().note(1, {})
+    scores = BestEvaluation()
     assert scores.note(1, {"eval_exact_match": 0.5})
     assert not scores.note(2, {"eval_exact_match": 0.25})
     assert scores.note(3, {"eval_exact_match": 0.75})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ftcli.facts.trained import Matrices, TrainedParameters, optimizer_state
+from ftcli.facts.trained import TrainedMatrices, TrainedParameters, optimizer_state
 from ftcli.tables import optimizers
 from ftcli.trainers.muon import MuonWithAdamW
 from tests.e2e.conftest import User
@@ -100,7 +100,7 @@ def test_the_state_that_is_counted_is_what_the_optimizer_keeps(name: str, shape:
         for key, v in inner[weight].items()
         if torch.is_tensor(v) and v.dim() > 0 and not key.startswith("qmap")  # one of 1 KiB for all parameters
     )
-    state = optimizer_state(name, TrainedParameters(shape[0] * shape[1], (Matrices(*shape, 1),)))
+    state = optimizer_state(name, TrainedParameters(shape[0] * shape[1], (TrainedMatrices(*shape, 1),)))
     assert state.total == kept
     assert bool(state.paged) == (optimizers.row(name).paged and shape == (256, 512))
 

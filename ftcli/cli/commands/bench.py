@@ -58,12 +58,12 @@ def bench(
       ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
 
-    def action(session: Session) -> BenchResult | ranks.Ended:
+    def action(session: Session) -> BenchResult | ranks.EndedElsewhere:
         from ftcli import pipeline
 
         changes = options.overrides(set_)
         loaded = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-        if isinstance(loaded, ranks.Ended):
+        if isinstance(loaded, ranks.EndedElsewhere):
             return loaded
         wanted = pipeline.BenchOptions(
             batch=batch, seq=seq, lengths=lengths, layers=layers, steps=steps, profile=profile, evaluation=evaluation

@@ -38,7 +38,7 @@ def training_command(method: Method) -> Callable[..., AnyRequest]:
                     result: object = code_of(method.dry)(options.load(recipe, changes), session)
                 return result
             spread = ranks.run_as_ranks(lambda more: options.load(recipe, (*changes, *more)), gpus, session)
-            if isinstance(spread, ranks.Ended):
+            if isinstance(spread, ranks.EndedElsewhere):
                 return spread
             with results_only_on_stdout():
                 return pipeline.train(spread, session, method.command)

@@ -18,7 +18,7 @@ from ftcli.export.gguf.verify import ExpectedFile
 from ftcli.export.lazy import computing_from
 from ftcli.export.loading import unwritten
 from ftcli.export.probe import compare_logits, logits
-from ftcli.export.verify import Update, shortened
+from ftcli.export.verify import WeightUpdate, shortened
 from ftcli.export.weights import MergedWeights
 from ftcli.gguf.file import ReadFile
 from ftcli.gguf.names import from_file, no_place, to_file
@@ -102,16 +102,16 @@ def verify_gguf_adapter(wanted: ExpectedFile, path: Path) -> tuple[list[str], fl
     return _compare(wanted, _changes(wanted, found, alpha))
 
 
-def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) -> dict[str, Update]:
+def _changes(wanted: ExpectedFile, found: Mapping[str, Tensor], alpha: float) -> dict[str, WeightUpdate]:
     changes = {}
     for weight in _pairs(wanted):
         stored = wanted.names.stored[weight]
         a, b = found[f"{stored}.lora_a"], found[f"{stored}.lora_b"]
-        changes[weight] = Update(a, from_file(stored, b, wanted.heads, wanted.architecture), alpha / a.shape[0])
+        changes[weight] = WeightUpdate(a, from_file(stored, b, wanted.heads, wanted.architecture), alpha / a.shape[0])
     return changes
 
 
-def _compare(wanted: ExpectedFile, changes: Mapping[str, Update]) -> tuple[list[str], float]:
+def _compare(wanted: ExpectedFile, changes: Mapping[str, WeightUpdate]) -> tuple[list[str], float]:
     weights = unsplit(wanted.weights)
     assert isinstance(weights, MergedWeights)
     model = unwritten(wanted.config)

@@ -28,7 +28,7 @@ from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
 from ftcli.export.verify import check_generation, logits_problems, reloaded, same_greedy, shortened
 from ftcli.export.weights import ModelWeights
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import Names, from_file, to_file
+from ftcli.gguf.names import TensorNames, from_file, to_file
 from ftcli.plain import JsonMap
 from ftcli.tables.gguf import TYPES, Architecture, StoredType
 
@@ -55,7 +55,7 @@ class ExpectedFile:
 
     config: PretrainedConfig
     architecture: Architecture
-    names: Names
+    names: TensorNames
     weights: ModelWeights
     heads: Mapping[str, int]
     factors: Mapping[str, Tensor]

@@ -31,7 +31,7 @@ from ftcli.export.verify import Verified, not_asked
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
 from ftcli.facts.model import read_facts
 from ftcli.gguf.file import require_gguf_package
-from ftcli.gguf.names import Names, names_of, no_place, to_file
+from ftcli.gguf.names import TensorNames, names_of, no_place, to_file
 from ftcli.model.load import stop_token_ids
 from ftcli.tables import quantizations
 from ftcli.tables.families import family_of
@@ -166,7 +166,7 @@ def _heads(config: Any) -> dict[str, int]:
     return {"attn_q": heads, "attn_k": getattr(config, "num_key_value_heads", None) or heads}
 
 
-def _without_images(description: Description, names: Names) -> Description:
+def _without_images(description: Description, names: TensorNames) -> Description:
     """With a warning where the model has other parts than its language model."""
     if not names.left_out:
         return description

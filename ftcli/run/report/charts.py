@@ -54,7 +54,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ReferenceLine:
     """A value to compare with, as a horizontal line, such as the base model's."""
 
     name: str
@@ -109,7 +109,7 @@ class ChartLook:
 
 
 def line_chart(
-    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Iterable[Level] = ()
+    title: str, series: Sequence[Series], look: ChartLook | None = None, levels: Iterable[ReferenceLine] = ()
 ) -> Markup:
     """A chart with its title and legend; empty when no series has a single value."""
     look = look or ChartLook()
@@ -130,12 +130,12 @@ def line_chart(
     return tag("figure", *switch, caption, *drawn)
 
 
-def _all_positive(series: Sequence[Series], levels: Sequence[Level]) -> bool:
+def _all_positive(series: Sequence[Series], levels: Sequence[ReferenceLine]) -> bool:
     values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
     return min(values) > 0
 
 
-def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[Level]) -> Markup:
+def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine]) -> Markup:
     keys = [_key(one, i) for i, one in enumerate(series)] if len(series) > 1 or levels else []
     keys += [tag("span", tag("i", class_="level"), level.name) for level in levels]
     if any(_is_smoothed(one) for one in series):
@@ -145,7 +145,9 @@ def _legend(series: Sequence[Series], look: ChartLook, levels: Sequence[Level]) 
     return tag("span", *keys, class_="legend") if keys else Markup()
 
 
-def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Sequence[Level], *, log: bool) -> Markup:
+def _drawing(
+    title: str, series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool
+) -> Markup:
     axes = _axes(series, look, levels, log=log)
     body = [
         _grid(axes),
@@ -164,7 +166,7 @@ def _drawing(title: str, series: Sequence[Series], look: ChartLook, levels: Sequ
     return tag("svg", *body, viewBox=size, role="img", aria_label=label, class_="log" if log else "linear")
 
 
-def _axes(series: Sequence[Series], look: ChartLook, levels: Sequence[Level], *, log: bool) -> Axes:
+def _axes(series: Sequence[Series], look: ChartLook, levels: Sequence[ReferenceLine], *, log: bool) -> Axes:
     steps = [*(step for one in series for step, _ in one.points), *(look.steps or ())]
     values = [*(value for one in series for _, value in one.finite), *(level.value for level in levels)]
     if not log:
@@ -216,7 +218,7 @@ def _band(axes: Axes, series: Series, index: int) -> Markup:
     return tag("polygon", points=" ".join(upper + lower), class_=f"band s{index % COLOURS}")
 
 
-def _level(axes: Axes, level: Level, show: Callable[[float], str]) -> Markup:
+def _level(axes: Axes, level: ReferenceLine, show: Callable[[float], str]) -> Markup:
     y = axes.y(level.value)
     above = y - 6 if y > TOP + 16 else y + 16
     return tag(

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ftcli.plain import JsonMap
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import ChartLook, Level, Series, line_chart
+from ftcli.run.report.charts import ChartLook, ReferenceLine, Series, line_chart
 from ftcli.run.report.values import as_words, map_in, maps, number_or_none, percent
 from ftcli.units import GIB
 
@@ -126,14 +126,14 @@ def has_rewards(lines: Lines) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnCharts:
     """The drawn charts: those that say whether the model learns, and the others."""
 
     main: Sequence[Markup]
     lesser: Sequence[Markup]
 
 
-def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> Drawn:
+def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> DrawnCharts:
     """The drawn charts; a chart in which no curve has two points is left out: its value stands among the figures.
 
     Args:
@@ -145,7 +145,7 @@ def curves(lines: Lines, evaluation: JsonMap, resumed: Sequence[int]) -> Drawn:
         [drawn for chart in some if (drawn := _drawn(chart, lines, look))] for some in _charts(lines, evaluation)
     )
     pairs = len(main) + len(main) % 2  # two stand side by side
-    return Drawn([*main, *lesser][:pairs], [*main, *lesser][pairs:])
+    return DrawnCharts([*main, *lesser][:pairs], [*main, *lesser][pairs:])
 
 
 def _charts(lines: Lines, evaluation: JsonMap) -> tuple[Sequence[Chart], Sequence[Chart]]:
@@ -202,7 +202,7 @@ def _drawn(chart: Chart, lines: Lines, look: ChartLook) -> Markup:
     series = [_series(lines, curve, chart.unit) for curve in chart.curves]
     if all(len(one.finite) < 2 for one in series):
         return Markup()
-    levels = [] if chart.base is None else [Level("base model", chart.base)]
+    levels = [] if chart.base is None else [ReferenceLine("base model", chart.base)]
     how = replace(look, from_zero=chart.from_zero, log=chart.log, note=chart.note)
     if chart.share:
         highest = max(value for one in series for _, value in one.finite)

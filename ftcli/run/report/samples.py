@@ -29,7 +29,7 @@ Kind = Literal["same", "extra", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ClippedText:
     """The beginning of a text in pieces, and how many characters are left out."""
 
     pieces: Sequence[tuple[Kind, str]]
@@ -40,7 +40,7 @@ class Text:
 class ModelAnswer:
     """What a model said; ``right`` is None where nobody can tell."""
 
-    text: Text
+    text: ClippedText
     right: bool | None
     score: str = ""
 
@@ -50,8 +50,8 @@ class ShownRow:
     """One held-out row as it was asked and answered."""
 
     task: str
-    prompt: Text
-    reference: Text | None
+    prompt: ClippedText
+    reference: ClippedText | None
     before: ModelAnswer | None
     after: ModelAnswer | None
 
@@ -115,23 +115,23 @@ def _answer(said: Any, score: Any, reference: Any) -> ModelAnswer | None:
     return ModelAnswer(shown, right, number(value) if value is not None and partly else "")
 
 
-def _plain(text: str) -> Text:
-    return Text([("same", text[:SHOWN_CHARACTERS])] if text else [], max(0, len(text) - SHOWN_CHARACTERS))
+def _plain(text: str) -> ClippedText:
+    return ClippedText([("same", text[:SHOWN_CHARACTERS])] if text else [], max(0, len(text) - SHOWN_CHARACTERS))
 
 
-def compared(expected: str, got: str) -> Text:
+def compared(expected: str, got: str) -> ClippedText:
     """``got`` with what is wrong about it: pieces that were not expected, and those that are missing."""
     wanted, found = expected.strip()[:SHOWN_CHARACTERS], got.strip()[:SHOWN_CHARACTERS]
     left_out = max(0, len(got.strip()) - SHOWN_CHARACTERS)
     if not found:
-        return Text([])
+        return ClippedText([])
     by_character = max(len(wanted), len(found)) <= _BY_CHARACTER
     a, b = (list(text) if by_character else _PIECE.findall(text) for text in (wanted, found))
     if len(a) > _MOST_PIECES or len(b) > _MOST_PIECES:
-        return Text([("same", found)], left_out)
+        return ClippedText([("same", found)], left_out)
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     if matcher.ratio() < (_LEAST_ALIKE_BY_CHARACTER if by_character else _LEAST_ALIKE):
-        return Text([("extra", found)], left_out)
+        return ClippedText([("extra", found)], left_out)
     pieces: list[tuple[Kind, str]] = []
     for kind, a0, a1, b0, b1 in matcher.get_opcodes():
         if kind == "equal":
@@ -141,15 +141,15 @@ def compared(expected: str, got: str) -> Text:
             pieces.append(("extra", "".join(b[b0:b1])))
         if a1 > a0:
             pieces.append(("missing", "".join(a[a0:a1])))
-    return Text(pieces, left_out)
+    return ClippedText(pieces, left_out)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledCompletion:
     """One completion of training with its rewards as text."""
 
-    prompt: Text
-    text: Text
+    prompt: ClippedText
+    text: ClippedText
     rewards: Sequence[tuple[str, str]]
 
 
@@ -158,7 +158,7 @@ class StepSamples:
     """Completions of one step, the lowest rewards first."""
 
     title: str
-    rows: Sequence[Sampled]
+    rows: Sequence[SampledCompletion]
 
 
 def sampled(completions: Completions, rows: int = 4) -> list[StepSamples]:
@@ -182,6 +182,6 @@ def _different(found: Sequence[ScoredCompletion], rows: int) -> list[ScoredCompl
     return [*first.values(), *others][:rows]
 
 
-def _sampled(one: ScoredCompletion) -> Sampled:
+def _sampled(one: ScoredCompletion) -> SampledCompletion:
     rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
-    return Sampled(_plain(one.prompt), _plain(one.text), rewards)
+    return SampledCompletion(_plain(one.prompt), _plain(one.text), rewards)

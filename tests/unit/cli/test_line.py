@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ftcli.cli.line import Count, line_text
+from ftcli.cli.line import ProgressCount, line_text
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import TerminalReporter
 from ftcli.pace import Pace
@@ -17,10 +17,10 @@ FIELDS: dict[str, float | int | str] = {
 }  # fmt: skip
 
 
-def counted(done: int = 45, total: int | None = 100, seconds: float = 2.0) -> Count:
+def counted(done: int = 45, total: int | None = 100, seconds: float = 2.0) -> ProgressCount:
     """A count that has come to ``done`` at ``seconds`` each."""
     now = [0.0]
-    count = Count("train", total, pace=Pace(lambda: now[0]))
+    count = ProgressCount("train", total, pace=Pace(lambda: now[0]))
     for _ in range(done):
         now[0] += seconds
         count.advance(1)
@@ -75,7 +75,7 @@ def test_an_unknown_total_and_an_unknown_pace() -> None:
 
 def test_a_resumed_count_is_not_timed_by_what_was_there_before() -> None:
     now = [0.0]
-    count = Count("train", 1000, pace=Pace(lambda: now[0]))
+    count = ProgressCount("train", 1000, pace=Pace(lambda: now[0]))
     count.advance(900)
     for _ in range(4):
         now[0] += 10

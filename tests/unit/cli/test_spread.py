@@ -10,7 +10,7 @@ import pytest
 
 from ftcli.cli import ranks, workers
 from ftcli.cli.app import main
-from ftcli.cli.request import Ended
+from ftcli.cli.request import EndedElsewhere
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int,
     """What was started, in place of starting it; there are four GPUs."""
     found: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = []
 
-    def run(words: Sequence[str], count: int, devices: Sequence[str]) -> Ended:
+    def run(words: Sequence[str], count: int, devices: Sequence[str]) -> EndedElsewhere:
         found.append((tuple(words), count, tuple(devices)))
-        return Ended(6)
+        return EndedElsewhere(6)
 
     monkeypatch.setattr(workers, "run_ranks", run)
     monkeypatch.setattr(ranks, "_count", lambda: 4)

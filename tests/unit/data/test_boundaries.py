@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from ftcli.assets import asset
 from ftcli.data.answers import Rendered
-from ftcli.data.boundary import Boundary
+from ftcli.data.boundary import BoundaryTokenizer
 from ftcli.data.prepare import PreparedData
 from ftcli.labels import IGNORE_INDEX
 
@@ -85,7 +85,7 @@ def test_a_tokenizer_that_writes_a_space_before_a_text_keeps_the_text(joining: A
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     text = "the sky is blue</s>"
-    ((one,),) = Boundary(tokenizer).tokenized([Rendered(text, ((11, len(text)),), answers=True)])
+    ((one,),) = BoundaryTokenizer(tokenizer).tokenized([Rendered(text, ((11, len(text)),), answers=True)])
     assert one.apart
     assert tokenizer.decode(one.ids) == text
     start = next(n for n, (a, _) in enumerate(one.offsets) if a >= 11)
@@ -97,7 +97,7 @@ def test_a_token_that_cannot_be_taken_apart_is_told() -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     text = "the skyblue</s>"
-    ((one,),) = Boundary(tokenizer).tokenized([Rendered(text, ((7, len(text)),), answers=True)])
+    ((one,),) = BoundaryTokenizer(tokenizer).tokenized([Rendered(text, ((7, len(text)),), answers=True)])
     assert not one.apart
 
 

@@ -15,7 +15,7 @@ from ftcli.errors import ExitCode
 from ftcli.export import adapter as adapter_format
 from ftcli.export import safetensors as merged_format
 from ftcli.export.merge import AdapterUpdates
-from ftcli.export.tensorfile import Output, write_shards
+from ftcli.export.tensorfile import TensorToWrite, write_shards
 from tests.unit.export.conftest import Trained, edit_json
 from tests.unit.export.test_export import code, export, failure
 
@@ -49,7 +49,7 @@ def another_weight_touched(patch: pytest.MonkeyPatch) -> None:
     def broken(folder: Path, planned: Any, size: int) -> None:
         write_shards(folder, [touched(each) if each.key == "model.norm.weight" else each for each in planned], size)
 
-    def touched(output: Output) -> Output:
+    def touched(output: TensorToWrite) -> TensorToWrite:
         data = bytearray(b"".join(output.pieces()))
         data[3] ^= 1
         return dataclasses.replace(output, pieces=lambda: iter([bytes(data)]))

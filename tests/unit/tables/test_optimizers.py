@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ftcli.facts.trained import Matrices, OptimizerState, TrainedParameters, optimizer_state
+from ftcli.facts.trained import OptimizerState, TrainedMatrices, TrainedParameters, optimizer_state
 from ftcli.preflight.checks import crossfield
 from ftcli.preflight.checks.context import Context
 from ftcli.tables import optimizers
@@ -33,7 +33,7 @@ def test_a_made_up_optimizer_trains(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.usefixtures("rmsprop")
 def test_its_state_is_counted_and_the_settings_that_it_reads_are_known(context: Callable[..., Context]) -> None:
-    assert optimizer_state("rmsprop", TrainedParameters(1000, (Matrices(10, 100, 1),))) == OptimizerState(4000)
+    assert optimizer_state("rmsprop", TrainedParameters(1000, (TrainedMatrices(10, 100, 1),))) == OptimizerState(4000)
 
     def without_effect(*overrides: str) -> list[str]:
         findings: Any = crossfield.check(context("data: {train: [a.jsonl]}\n", *overrides))

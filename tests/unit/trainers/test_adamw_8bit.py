@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftcli.facts.trained import Matrices, bytes_of
+from ftcli.facts.trained import TrainedMatrices, bytes_of
 from ftcli.tables import code_of, optimizers
 from ftcli.trainers.adamw import AdamW, AdamW8bit
 
@@ -49,7 +49,7 @@ def test_matrices_of_layers_have_moments_in_8_bits_and_nothing_else_has() -> Non
     for name, part in (("hidden", "hidden"), ("small", "hidden"), ("embedding", "embedding")):
         state = optimizer.state[parameters[name]]
         held = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        counted = bytes_of(row, Matrices(*SHAPES[name], 1, part))  # type: ignore[arg-type]
+        counted = bytes_of(row, TrainedMatrices(*SHAPES[name], 1, part))  # type: ignore[arg-type]
         assert held == pytest.approx(counted, rel=1e-2)
         assert (state["exp_avg"].dtype == torch.uint8) == (name == "hidden")
     assert optimizer.state[parameters["norm"]]["exp_avg"].dtype == torch.float32
