@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.config.schema import Node, RecipeSchema
-from ftcli.config.supported import supported
+from ftcli.config.usable import usable_values
 from ftcli.facts.trained import TrainedMatrices, bytes_of
 from ftcli.tables import optimizers, schedules
 
@@ -124,7 +124,7 @@ def _rows(schema: RecipeSchema, node: Node, prefix: str, section: str) -> Iterat
 
 def _not_yet(schema: RecipeSchema, node: Node, key: str) -> str:
     """Which of the words of a key this version refuses."""
-    usable = supported(key)
+    usable = usable_values(key)
     resolved = schema.resolve(node)
     words = schema.choices(resolved) or schema.choices(resolved.get("items", {}))
     missing = [word for word in words if word not in usable] if usable is not None else []

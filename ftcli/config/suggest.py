@@ -9,7 +9,7 @@ from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN_IN, foreign
 from ftcli.config.origins import Path
 from ftcli.config.schema import RecipeSchema
-from ftcli.config.supported import supported
+from ftcli.config.usable import usable_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
 def word(path: Path, given: str, choices: tuple[str, ...]) -> str:
     """Help for a word that is not one of `choices`."""
     said = VALUES.get(_section(path), {}).get(given) or VALUES.get(_section(path), {}).get(given.lower())
-    has = supported(_section(path))
+    has = usable_values(_section(path))
     usable = has or choices
     if has is not None and said is not None and said not in has:
         return f"`{said}`, as it is called here, is not in this version; use {' or '.join(usable)}"
@@ -97,7 +97,7 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sug
 def _not_yet(target: str) -> str | None:
     """What to do instead of writing something that would be refused; None where it would not."""
     key, _, value = target.partition(": ")
-    usable = supported(key)
+    usable = usable_values(key)
     if usable is None or (value.strip("[]") in usable if value else len(usable) > 1):
         return None
     return f"remove it; `{key}` may be {' or '.join(usable)}"

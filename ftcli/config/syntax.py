@@ -1,4 +1,4 @@
-"""PyYAML's complaints in words that say what to change, at the place where to change it."""
+"""PyYAML's complaints in words that say what to change, and where."""
 
 from __future__ import annotations
 

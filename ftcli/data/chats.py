@@ -10,7 +10,8 @@ from ftcli.data.answers import AnswerTurn, Rendered, StopTexts, after_prompt, co
 from ftcli.data.blocks import Look, placed
 from ftcli.data.bounded import REFUSALS
 from ftcli.data.presence import PROBE, Tools, reasoning_of
-from ftcli.data.template import Renderer, left_out
+from ftcli.data.refusals import left_out
+from ftcli.data.template import Renderer
 from ftcli.errors import FtcliError
 from ftcli.rows.row import Message, Ranges, Row, data_error
 

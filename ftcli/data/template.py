@@ -18,7 +18,8 @@ from ftcli.config import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.bounded import REFUSALS, Allowance, TemplateStopped
 from ftcli.data.presence import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
-from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.data.refusals import left_out, refused, stopped, unknown_role
+from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
 from ftcli.rows.prompts import Prompt
@@ -265,30 +266,13 @@ class Renderer:
 
     def _refusal(self, messages: Sequence[Message], row: Row, error: Exception) -> FtcliError:
         if isinstance(error, TemplateStopped):
-            return data_error(
-                "FT422",
-                f"the chat template was stopped: {first_line(error)}",
-                row.origin,
-                "use another template (data.chat_template); if only one row is that large, remove it",
-            )
-        own = isinstance(error, TemplateError)
+            return stopped(row, error)
         roles = dict.fromkeys(str(message["role"]) for message in messages)
-        for role in roles if own and self._knows("user") else ():  # else it is not about the role
+        # A refusal that is not the template's own, or by one that does not render a user's either, is about no role.
+        for role in roles if isinstance(error, TemplateError) and self._knows("user") else ():
             if not self._knows(role):
-                return data_error(
-                    "FT425",
-                    f"the chat template has no role {role!r}: {first_line(error)}",
-                    row.origin,
-                    _role_help(role),
-                )
-        return data_error(
-            "FT422",
-            f"the chat template refuses this conversation: {_said(error)}",
-            row.origin,
-            help="user and assistant must alternate, starting with the user"
-            if own
-            else "the template expects something other than the row holds, such as arguments of a call as text",
-        )
+                return unknown_role(row, role, error)
+        return refused(row, error)
 
     def _knows(self, role: str) -> bool:
         """Whether the template renders a message of ``role`` anywhere in the shortest conversation that has one."""
@@ -314,12 +298,6 @@ class Renderer:
             return text in self.apply(chat, None, False)
         except REFUSALS:
             return False
-
-
-def _said(error: Exception) -> str:
-    """What a template says itself when it refuses; what Python says with the kind of its error."""
-    said = first_line(error)[:500]
-    return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
 
 
 def _bos_of(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -354,18 +332,6 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def left_out(part: MessagePart, row: Row) -> FtcliError:
-    """FT426: the template does not show a part of the row."""
-    return data_error(
-        "FT426",
-        f"the chat template leaves out {part.name}, which would be lost silently",
-        row.origin,
-        "remove it from the row (data.reasoning: drop does so), or use a template that shows it (data.chat_template)"
-        if part.kind == "reasoning"
-        else "use a template that shows it (data.chat_template), or remove it from the row",
-    )
-
-
 def read_template(name: str) -> str:
     """Text of a template file, or of the bundled template of that name. Raises FtcliError FT424."""
     path = template_path(name)
@@ -378,12 +344,3 @@ def read_template(name: str) -> str:
             exit_code=ExitCode.RECIPE,
             origin=Origin(name),
         ) from error
-
-
-def _role_help(role: str) -> str:
-    if role == "system":
-        return (
-            "move that text into the first user message; for Gemma, data.chat_template: gemma-system does so, "
-            "in training, evaluation and export alike"
-        )
-    return "use a template that has it (data.chat_template), or rename the role in the data"

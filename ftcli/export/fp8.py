@@ -252,7 +252,7 @@ def _verify(
 def _compare_weights(
     folder: Path, plan: ModelPlan, rounded: RoundedTensors, base: StoredWeights, changes: Mapping[str, WeightUpdate]
 ) -> list[str]:
-    """Problems of the files, tensor by tensor: held against what the adapter's own file says, without PEFT."""
+    """Problems of the files, tensor by tensor: compared with what the adapter's own file says, without PEFT."""
     try:
         files = {key: file for path in sorted(folder.glob("*.safetensors")) for key, file in _entries(path)}
         problems: list[str] = []

@@ -46,7 +46,7 @@ class ExportSource:
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
         settings: What is asked of the formats.
-        verify: Whether what is written is held against what was trained.
+        verify: Whether what is written is compared with what was trained.
         reload: Loads what was written again, in a process of its own.
         llama_cpp: What there is of llama.cpp on the machine (``ftcli.export.gguf.llama``).
         quantization: How training held the base weights.

@@ -198,7 +198,7 @@ class LogitsReport:
     """What comparing logits found; all but ``problems`` is written into the export.
 
     Attributes:
-        relative_error: Against base and adapter, weights rounded alike: what is held against ``tolerance``.
+        relative_error: Against base and adapter, weights rounded alike: what is compared with ``tolerance``.
         rounding: How far rounding the merged weights moved the logits.
         adapter_effect: How far the adapter moves them.
         top1_agreement: Share of positions whose likeliest token rounding left as it was.

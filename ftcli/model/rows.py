@@ -1,4 +1,4 @@
-"""Tensors of which each rank has some rows: the own ones, and all of them."""
+"""Tensors of which each rank has some rows: its own, and all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads tokenizers, and tries them: what a damaged tokenizer.json does is often seen in its use only."""
+"""Loads tokenizers, and tries them: damage to a tokenizer.json often shows only in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark is held against: the memory estimate, and the machine's arithmetic for the operations of a step."""
+"""What a benchmark is compared with: the memory estimate, and the machine's arithmetic for the operations of a step."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class ArithmeticBound:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What `ftcli bench` answers: what was timed, what was measured, and what that is held against."""
+    """What `ftcli bench` answers: what was timed, what was measured, and what that is compared with."""
 
     recipe: str
     mode: Literal["training", "evaluation"]

@@ -45,7 +45,7 @@ def bench_step(
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
 
-    The ranks of ``group`` take as many steps each by itself before, which is what the steps together are held against.
+    The ranks of ``group`` take as many steps each by itself before, which is what the steps together are compared with.
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
     report = _checked(loaded, session, options)

@@ -30,9 +30,9 @@ def tell_start(context: RunContext, job: Job, model: Any, rows: TrainingRows) ->
     tokens = "" if rows.tokens is None else f" of {rows.tokens:,} tokens"
     path = context.directory.path
     lines = (
-        ("parameters", trained(job, model)),
+        ("parameters", trained_share(job, model)),
         ("data", f"{rows.count:,} {rows.unit}{tokens}"),
-        ("batch", batch(context.recipe, job.report.setup.method)),
+        ("batch", effective_batch(context.recipe, job.report.setup.method)),
         ("run", f"{path}; {context.directory.report_path.name} in it shows how it goes"),
         ("Ctrl-C", "once finishes the step and writes a checkpoint, twice stops at once"),
     )
@@ -50,7 +50,7 @@ def tell_warm_ups(context: RunContext, steps: int) -> None:
         context.session.reporter.finding(Finding("FT268", problem, help=remedy, severity="warning"))
 
 
-def trained(job: Job, model: Any) -> str:
+def trained_share(job: Job, model: Any) -> str:
     """How many parameters are trained, of how many. A quantised layer holds several in one element."""
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if quantizations.row(job.recipe.quantization.method).quantize is None:
@@ -62,7 +62,7 @@ def trained(job: Job, model: Any) -> str:
     return f"{count:,}{share} are trained"
 
 
-def batch(recipe: Recipe, method: Method) -> str:
+def effective_batch(recipe: Recipe, method: Method) -> str:
     """The effective batch: what one step of the optimizer learns from."""
     size, accumulated = recipe.train.per_device_train_batch_size, recipe.train.gradient_accumulation_steps
     ranks, shared = recipe.launch.row_shares, recipe.launch.context_parallel_size

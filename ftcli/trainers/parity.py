@@ -1,4 +1,4 @@
-"""Before GRPO's first step: the log-probabilities that it trains on, held against the model's own and the sampler's.
+"""Before GRPO's first step: the log-probabilities that it trains on, compared with the model's own and the sampler's.
 
 A policy gradient is silently wrong where the two sides of a ratio come from different arithmetic: another mask, other
 positions, a cap or a temperature that one side does not know. So a few completions of the first batch go through

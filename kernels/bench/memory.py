@@ -10,7 +10,7 @@ each counts its own allocator's bytes, so they do not disturb one another, and a
 total fits beside the others. Ends with 1 when a case is out of the margin, fails, or found no time.
 
 What is compared is stated at ``memory_schedule.Row``. On a CPU, whose memory is the process', each case has a process
-of its own and the estimate with the interpreter and its libraries is held against the peak of the resident set.
+of its own and the estimate with the interpreter and its libraries is compared with the peak of the resident set.
 """
 
 from __future__ import annotations

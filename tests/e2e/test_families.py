@@ -217,7 +217,7 @@ def formats_of(model_type: str) -> list[str]:
 @pytest.mark.families
 @pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL}))
 def test_every_family_in_every_format(model_type: str, user: User, tmp_path: Path) -> None:
-    """Each is loaded again and held against what was trained: `export` ends with 0 where all of that holds."""
+    """Each is loaded again and compared with what was trained: `export` ends with 0 where all of that holds."""
     formats = formats_of(model_type)
     # Beside a config.json of Qwen2's, transformers takes the tokenizer of bytes for Qwen2's, and adds a token.
     model = {"name_or_path": str(tmp_path / "base"), "dtype": "float32", "tokenizer": "bytes"}

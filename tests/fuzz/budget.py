@@ -1,4 +1,4 @@
-"""How many examples a property is held against."""
+"""How many examples a property is tried on."""
 
 from __future__ import annotations
 

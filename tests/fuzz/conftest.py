@@ -30,7 +30,7 @@ settings.load_profile("long" if SECONDS else "short")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Under `make fuzz` a property is held against new examples again and again until its share of the time is up."""
+    """Under `make fuzz` a property is tried on new examples again and again until its share of the time is up."""
     if not SECONDS or not hasattr(pyfuncitem.obj, "hypothesis"):
         return None
     items = [item for item in pyfuncitem.session.items if hasattr(getattr(item, "obj", None), "hypothesis")]

@@ -1,6 +1,6 @@
 """Tensors of more than 2^31 elements: every address that depends on a row is formed in 64 bits.
 
-On a GPU with tensors that are that large, zero but for their last rows, which are held against plain torch on those
+On a GPU with tensors that are that large, zero but for their last rows, which are compared with plain torch on those
 rows alone. In the interpreter, whose integers wrap as the GPU's do, with rows that lie far apart in memory that is
 never touched between them: this covers whatever kernels read through a stride.
 """

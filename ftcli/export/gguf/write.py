@@ -1,4 +1,4 @@
-"""The format ``gguf``: one file for each type of ``export.gguf.types``, each read again and held against training."""
+"""The format ``gguf``: one file for each type of ``export.gguf.types``, each read again and compared with training."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _adapter(source: ExportSource, prepared: PreparedGguf, folder: Path, say: Ca
 
 
 def prepare_gguf(source: ExportSource, *, offline: bool, say: Callable[[str], None]) -> PreparedGguf:
-    """Reads what is exported and computes what its files are held against.
+    """Reads what is exported and computes what its files are compared with.
 
     Raises:
         FtcliError: as :func:`write`.

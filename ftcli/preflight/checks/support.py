@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 
 from ftcli.config import LaunchConfig
-from ftcli.config.supported import supported
+from ftcli.config.usable import usable_values
 from ftcli.errors import Finding
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
 from ftcli.tables import engines, exports, loggers, quantizations
@@ -32,10 +32,10 @@ def _values(context: Context) -> Findings:
     recipe = context.recipe
     quantization = quantizations.row(recipe.quantization.method)
     refused = (
-        ("quantization.method", recipe.quantization.method, supported("quantization.method")),
+        ("quantization.method", recipe.quantization.method, usable_values("quantization.method")),
         ("launch.num_processes", recipe.launch.num_processes, _processes(recipe.launch)),
-        ("launch.engine", recipe.launch.engine, supported("launch.engine")),
-        ("model.attention", recipe.model.attention, supported("model.attention")),
+        ("launch.engine", recipe.launch.engine, usable_values("launch.engine")),
+        ("model.attention", recipe.model.attention, usable_values("model.attention")),
     )
     for path, value, usable in refused:
         if usable is not None and value not in usable:
@@ -74,7 +74,7 @@ def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row = exports.row(name)
         if not row.supported:
-            usable = supported("export.formats") or ()
+            usable = usable_values("export.formats") or ()
             yield _not_yet(context, f"export.formats.{index}", name, usable, key="export.formats")
         elif row.package is not None and not installed(row.package.name):
             yield context.error(

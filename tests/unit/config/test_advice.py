@@ -11,7 +11,7 @@ from ftcli.config.dialect_values import VALUES
 from ftcli.config.dialects import FOREIGN, FOREIGN_IN
 from ftcli.config.schema import RecipeSchema
 from ftcli.config.suggest import unknown_key, word
-from ftcli.config.supported import supported
+from ftcli.config.usable import usable_values
 
 SCHEMA = RecipeSchema()
 HEAD = (
@@ -27,17 +27,17 @@ def test_what_a_hint_says_to_write_is_supported(path: tuple[str, ...]) -> None:
     if not said.help.startswith("write `") or known.target is None:
         return
     key, _, value = known.target.partition(": ")
-    usable = supported(key)
+    usable = usable_values(key)
     assert usable is None or (value.strip("[]") in usable if value else len(usable) > 1), said
 
 
-@pytest.mark.parametrize("key", [key for key in VALUES if supported(key) is not None])
+@pytest.mark.parametrize("key", [key for key in VALUES if usable_values(key) is not None])
 def test_a_word_of_another_tool_leads_to_one_that_is_supported(key: str) -> None:
     choices = SCHEMA.choices(SCHEMA.at(tuple(key.split("."))) or {})
     for given in VALUES[key]:
         help = word(tuple(key.split(".")), given, choices)
         meant = help.removeprefix("did you mean `").removesuffix("`?")
-        assert meant == help or meant in (supported(key) or ()), (given, help)
+        assert meant == help or meant in (usable_values(key) or ()), (given, help)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_page_of_recipes_says_what_is_not_there_yet() -> None:
     for key in ("launch.engine", "model.attention", "export.formats"):
         row = next(line for line in page.splitlines() if line.startswith(f"| `{key.partition('.')[2]}` |"))
         every = SCHEMA.choices(SCHEMA.at(tuple(key.split("."))) or {}) or _items(key)
-        missing = [name for name in every if name not in (supported(key) or ())]
+        missing = [name for name in every if name not in (usable_values(key) or ())]
         assert (f"not yet: {', '.join(missing)}" in row) if missing else ("not yet" not in row), row
 
 

@@ -98,7 +98,7 @@ def test_damage_is_caught_and_removed(fault: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_values_that_are_packed_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files and what they are first held against agree, and neither is what was trained."""
+    """Files and what they are first compared with agree, and neither is what was trained."""
     pack = bitnet.pack_ternary
     monkeypatch.setattr(bitnet, "pack_ternary", lambda data: pack(-data))
     with pytest.raises(FtcliError, match="not those of its masters") as caught:

@@ -78,7 +78,7 @@ def test_other_types_hold_them_too(kind: str, tmp_path: Path) -> None:
 
 
 def test_masters_that_are_not_rounded_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written and what it is held against agree, and are not what was trained."""
+    """What is written and what it is compared with agree, and are not what was trained."""
     made = rounded_run(tmp_path, "llama")
     kept = ternary.ternarise
     monkeypatch.setattr(ternary, "ternarise", lambda weight: kept(weight.abs()))

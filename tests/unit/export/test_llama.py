@@ -1,4 +1,4 @@
-"""llama.cpp itself: what it makes of a file is held against training, and that it is not there is said once.
+"""llama.cpp itself: what it makes of a file is compared with training, and that it is not there is said once.
 
 The library is asked where it is installed; elsewhere a stand-in of `llama-server` says what the test has it say.
 """

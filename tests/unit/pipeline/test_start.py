@@ -10,7 +10,7 @@ import torch
 
 from ftcli.config import Recipe
 from ftcli.pipeline import build
-from ftcli.pipeline.start import batch, trained
+from ftcli.pipeline.start import effective_batch, trained_share
 from ftcli.tables import methods
 
 GRPO = {"grpo": {"num_generations": 8, "rewards": [{"use": "json_valid"}]}}
@@ -30,20 +30,20 @@ def recipe(**sections: Any) -> Recipe:
     ("sft", {"train": {"per_device_train_batch_size": 64}, **GRPO}, "64 rows a step (64 at a time x 1 accumulated)"),
 ])  # fmt: skip
 def test_the_effective_batch(method: str, sections: dict[str, Any], text: str) -> None:
-    assert batch(recipe(**sections), methods.row(method)) == text
+    assert effective_batch(recipe(**sections), methods.row(method)) == text
 
 
 def test_trained_parameters_and_their_share() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 90, bias=False))
     model[1].requires_grad_(False)
     job: Any = SimpleNamespace(recipe=recipe(lora={"r": 4}), facts=SimpleNamespace(parameters=5_000))
-    assert trained(job, model) == "100 of 1,000 (10.00%) are trained"
+    assert trained_share(job, model) == "100 of 1,000 (10.00%) are trained"
     stored_in_four_bits: Any = SimpleNamespace(
         recipe=recipe(lora={"r": 4}, quantization={"method": "nf4"}), facts=SimpleNamespace(parameters=4_900)
     )
-    assert trained(stored_in_four_bits, model) == "100 of 5,000 (2.00%) are trained"
+    assert trained_share(stored_in_four_bits, model) == "100 of 5,000 (2.00%) are trained"
     stored_in_four_bits.facts = SimpleNamespace(parameters=None)
-    assert trained(stored_in_four_bits, model) == "100 are trained"
+    assert trained_share(stored_in_four_bits, model) == "100 are trained"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""GRPO's training pass on our layers and our head, held against TRL's own loss on plain log-probabilities."""
+"""GRPO's training pass on our layers and our head, compared with TRL's own loss on plain log-probabilities."""
 
 from __future__ import annotations
 

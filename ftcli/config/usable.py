@@ -1,4 +1,4 @@
-"""Which of the words that a recipe may say this version has; hints lead to no other, and preflight refuses the rest."""
+"""Which words of a recipe this version supports; hints lead to no other, and preflight refuses the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ftcli.config.model import SUPPORTED_ATTENTION
 from ftcli.tables import engines, exports, quantizations
 
 
-def supported(key: str) -> tuple[str, ...] | None:
+def usable_values(key: str) -> tuple[str, ...] | None:
     """The usable values of a dotted key, as words; None where every value that the schema allows is usable."""
     if key == "model.attention":
         return SUPPORTED_ATTENTION
