@@ -71,8 +71,13 @@ def load_model(
         holding = ModelStorage(quantization, dtype, device, dequantized_layers, trained, parts=parts)
     if model.init == "random" and source is None:
         config = config_of(facts.raw, num_layers)
-        attention = usable_attention(attention, chosen=model.attention != "auto", model=hollow(config))
-        drawn = _random_model(config, dtype, attention, device, seed, holding)
+        if attention == "sdpa" and model.attention == "auto":
+            attention = usable_attention(attention, chosen=False, model=hollow(config))
+        try:
+            drawn = _random_model(config, dtype, attention, device, seed, holding)
+        except IMPOSSIBLE:
+            hollow(config)  # says so where it is the config's fault
+            raise
         if holding is None and parts is not None:  # drawn whole, as in one process
             keep_parts(drawn, parts)
         return _finished(drawn, holding, model)

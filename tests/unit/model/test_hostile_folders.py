@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from ftcli.assets import asset
-from ftcli.config import ModelConfig
+from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.checkpoint import load_whole
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer
+from tests.quantised import load
 
 
 @pytest.fixture
@@ -66,6 +67,18 @@ def test_values_that_no_config_can_have(folder: Path, values: dict[str, Any]) ->
         load_whole(str(folder), offline=True)
     assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
     assert len(caught.value.findings[0].message) < 700
+
+
+def test_values_of_which_no_model_can_be_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With random weights an outline of the model is built first only where it may lack the attention that is meant."""
+    plain = QuantizationConfig()
+    with monkeypatch.context() as patch:
+        patch.delattr("ftcli.model.load.hollow")
+        assert load(folder, plain, init="random").config._attn_implementation == "eager"
+    edit(folder / "config.json", hidden_activation="nothing")
+    with pytest.raises(FtcliError) as caught:
+        load(folder, plain, init="random")
+    assert (caught.value.exit_code, caught.value.findings[0].code) == (ExitCode.PREFLIGHT, "FT305")
 
 
 TOKENIZERS: dict[str, dict[str, Any]] = {
