@@ -43,7 +43,7 @@ def weight_bytes(
     if trained and method.training is not None:
         more: Callable[[Linear, QuantizationConfig], int] = code_of(method.training.more_bytes)
         beside = shape.num_layers * sum(more(linear, quantization) for linear in shape.linears)
-        return shape.parameters * parameter_bytes + beside
+        return (shape.parameters + elements_beside(quantization, shape)) * parameter_bytes + beside
     stored_bytes: Callable[[Linear, QuantizationConfig], int] = code_of(reference)
     layer = sum(stored_bytes(linear, quantization) for linear in shape.linears)
     packed = shape.num_layers - dequantized_layers
@@ -53,6 +53,15 @@ def weight_bytes(
 def trains_rounded(recipe: Recipe) -> bool:
     """Whether the base weights are trained, and rounded in every pass."""
     return recipe.lora is None and quantizations.row(recipe.quantization.method).training is not None
+
+
+def elements_beside(quantization: QuantizationConfig, shape: ModelShape) -> int:
+    """Elements of all layers that a method trains beside the model's own."""
+    method = quantizations.row(quantization.method)
+    if method.training is None:
+        return 0
+    more: Callable[[Linear, QuantizationConfig], int] = code_of(method.training.more_trained)
+    return shape.num_layers * sum(more(linear, quantization) for linear in shape.linears)
 
 
 def layers_with_room(
@@ -97,6 +106,11 @@ def fp8_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
 def ternary_bytes(linear: Linear, quantization: QuantizationConfig) -> int:
     """Bytes of one layer's ternary values, one each, and their float32 scale."""
     return linear.in_features * linear.out_features + 4
+
+
+def input_norm_elements(linear: Linear, quantization: QuantizationConfig) -> int:
+    """Elements of the norm on a layer's own input."""
+    return linear.in_features if quantization.use_rms_norm else 0
 
 
 def why_dequantized(quantization: QuantizationConfig, plan: DtypePlan, device: DeviceFacts) -> str | None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ftcli.config import Recipe
 from ftcli.facts.adapters import adapters
+from ftcli.facts.quantization import elements_beside
 from ftcli.facts.shape import ModelShape
 from ftcli.tables import optimizers
 
@@ -82,7 +83,8 @@ def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
         layer = [TrainedMatrices(x.out_features, x.in_features, shape.num_layers) for x in shape.linears]
         tables = [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "embedding")]
         tables += [] if shape.tied else [TrainedMatrices(shape.vocab_size, shape.hidden_size, 1, "head")]
-        return TrainedParameters(shape.language_parameters, tuple(layer + tables))
+        beside = elements_beside(recipe.quantization, shape)
+        return TrainedParameters(shape.language_parameters + beside, tuple(layer + tables))
     layers, matrices = shape.num_layers, list[TrainedMatrices]()
     for each in adapters(shape, recipe.lora):
         matrices.append(TrainedMatrices(each.rank, each.linear.in_features, each.layers))

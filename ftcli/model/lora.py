@@ -16,7 +16,7 @@ from ftcli.facts.adapters import AdapterChoice
 from ftcli.facts.precision import DtypePlan
 from ftcli.model.checkpoint import PATTERNS_UNMATCHED
 from ftcli.model.initial import remember_initial
-from ftcli.model.targets import Targets, chosen, resolve_saved, resolve_targets, shortest
+from ftcli.model.targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
 
 if TYPE_CHECKING:
     import peft
@@ -37,7 +37,7 @@ def apply_lora(
     import peft
 
     targets = chosen(resolve_targets(model, lora.target_modules), lora)
-    _require_possible(lora, targets)
+    require_possible(lora, targets)
     config = peft_config(model, lora, targets)
     torch.manual_seed(seed)
     try:
@@ -107,32 +107,6 @@ def hold_saved_modules(adapted: peft.PeftModel, dtype: torch.dtype) -> None:
 def _hand_on(original: torch.nn.Module, _module: torch.nn.Module, _args: object, output: torch.Tensor) -> torch.Tensor:
     """The output in the dtype that the frozen module's would have."""
     return output.to(next(original.parameters()).dtype)
-
-
-def _require_possible(lora: LoraConfig, targets: Targets) -> None:
-    if not targets.adapted and not targets.by_peft:
-        raise FtcliError.single(
-            "FT311",
-            "lora.target_modules matches no layer of this model",
-            exit_code=ExitCode.PREFLIGHT,
-            help="fine-tune fully, or choose another model",
-        )
-    if not targets.experts and not targets.by_peft:
-        return
-    settings = {
-        f"dropout: {lora.dropout:g}": lora.dropout > 0,
-        "use_dora": lora.use_dora,
-        f"init_lora_weights: {lora.init_lora_weights}": lora.init_lora_weights is not True,
-    }
-    wanted = [said for said, on in settings.items() if on]
-    if wanted:
-        raise FtcliError.single(
-            "FT333",
-            f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
-            "experts at once, before it sees a token",
-            exit_code=ExitCode.PREFLIGHT,
-            help="leave it out, or list linear layers of attention in lora.target_modules",
-        )
 
 
 def _require_adapted(adapted: peft.PeftModel, targets: Targets) -> None:

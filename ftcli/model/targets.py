@@ -174,6 +174,33 @@ def resolve_saved(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
     return names
 
 
+def require_possible(lora: LoraConfig, targets: Targets) -> None:
+    """Raises FtcliError (exit 3): FT311 where nothing is adapted, FT333 for what adapters of experts do not take."""
+    if not targets.adapted and not targets.by_peft:
+        raise FtcliError.single(
+            "FT311",
+            "lora.target_modules matches no layer of this model",
+            exit_code=ExitCode.PREFLIGHT,
+            help="fine-tune fully, or choose another model",
+        )
+    if not targets.experts and not targets.by_peft:
+        return
+    settings = {
+        f"dropout: {lora.dropout:g}": lora.dropout > 0,
+        "use_dora": lora.use_dora,
+        f"init_lora_weights: {lora.init_lora_weights}": lora.init_lora_weights is not True,
+    }
+    wanted = [said for said, on in settings.items() if on]
+    if wanted:
+        raise FtcliError.single(
+            "FT333",
+            f"lora.{wanted[0]} cannot be applied to adapters on experts: PEFT adds those to the weights of all "
+            "experts at once, before it sees a token",
+            exit_code=ExitCode.PREFLIGHT,
+            help="leave it out, or list linear layers of attention in lora.target_modules",
+        )
+
+
 def planned_adapters(
     model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
 ) -> PlannedAdapters:
@@ -183,9 +210,11 @@ def planned_adapters(
         quantized: Layers that are to be quantised and are not yet.
 
     Raises:
-        FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained.
+        FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained; as
+            :func:`require_possible`.
     """
     targets = chosen(resolve_targets(model, lora.target_modules, quantized), lora)
+    require_possible(lora, targets)
     saved = resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}
     names = [name for name in targets.modules if not name.endswith(tuple(saved))]

@@ -53,9 +53,9 @@ class Outline:
 def outline_of(report: PreflightReport) -> Outline:
     """Builds the recipe's model without memory.
 
-    Raises FtcliError (exit 3): FT305 where it cannot be built, FT311 to FT314 for names that mean nothing in it, FT336
-    where it has nothing to quantise, FT337 for an attention that it does not have, FT601 where what training holds at
-    least is more than the device has.
+    Raises FtcliError (exit 3): FT305 where it cannot be built, FT311 to FT314 for names that mean nothing in it, FT333
+    for settings that adapters of experts do not take, FT336 where it has nothing to quantise, FT337 for an attention
+    that it does not have, FT601 where what training holds at least is more than the device has.
     """
     from ftcli.model.checkpoint import hollow
     from ftcli.model.load import config_of

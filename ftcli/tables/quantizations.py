@@ -52,7 +52,9 @@ class QuantizedTraining:
     Attributes:
         layer: A :class:`ftcli.model.quantize.TrainQuantized`: a linear layer with master weights.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
-        more_bytes: A function of a :class:`ftcli.facts.shape.Linear`: bytes that a layer holds beside its masters.
+        more_bytes: A function of a :class:`ftcli.facts.shape.Linear` and the recipe's section: bytes that a layer holds
+            beside what is trained.
+        more_trained: The same: elements that are trained beside its masters.
         finish: A function of a model that is whole, of whether the kernels may be used, and of the recipe's section,
             that puts in what its layers share and notes in its config how its weights are to be read.
         written: A function of a model that is called whenever its weights may have been written to: between two calls
@@ -64,6 +66,7 @@ class QuantizedTraining:
     layer: str
     of_packed: str
     more_bytes: str
+    more_trained: str
     finish: str
     written: str
     share: str
@@ -149,6 +152,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 layer="ftcli.model.bitnet:bit_linear_of",
                 of_packed="ftcli.model.bitnet:masters_of",
                 more_bytes="ftcli.facts.quantization:ternary_bytes",
+                more_trained="ftcli.facts.quantization:input_norm_elements",
                 finish="ftcli.model.bitnet:round_in_norms",
                 written="ftcli.model.bitnet:written",
                 share="ftcli.model.bitnet:set_share",

@@ -121,6 +121,8 @@ def test_dropout_on_experts_is_refused_and_said_as_what_it_is() -> None:
     with pytest.raises(FtcliError) as caught:
         apply_lora(build("mixtral"), lora(dropout=0.1), PLAN, seed=0)
     assert caught.value.findings[0].code == "FT333"
+    with pytest.raises(FtcliError, match="FT333"):  # `ftcli check`, before the weights are loaded
+        planned_adapters(build("mixtral"), lora(dropout=0.1))
     apply_lora(build("mixtral"), lora(dropout=0.1, target_modules=["q_proj"]), PLAN, seed=0)
 
 

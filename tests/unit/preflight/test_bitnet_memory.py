@@ -11,6 +11,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.facts.device import named_device
 from ftcli.facts.model import read_facts
 from ftcli.facts.precision import plan_dtypes
+from ftcli.facts.quantization import ternary_bytes, weight_bytes
 from ftcli.facts.shape import shape_of
 from ftcli.model import bitnet
 from ftcli.model.bitnet import BitLinear
@@ -59,6 +60,28 @@ def test_the_estimate_counts_masters_ternary_values_and_int8_inputs(load: Any) -
     assert found["bitnet"]["weights"] - found["none"]["weights"] == linear + 4 * 7 * facts.shape.num_layers
     assert found["bitnet"]["activations"] < 0.75 * found["none"]["activations"]
     assert "autocast copies" not in found["bitnet"] or found["bitnet"]["autocast copies"] == 0
+
+
+def test_norms_of_layers_are_trained_and_counted(load: Any, folder: Any) -> None:
+    config = activations.config_of("llama", 2)
+    path = folder("model", config)
+    text = f"model: {{name_or_path: {path}, tokenizer: bytes}}\nquantization: {{method: bitnet, use_rms_norm: true}}\n"
+    loaded = load(text)
+    facts = read_facts(loaded.recipe.model, offline=True, origins=loaded.origins)
+    model = activations.build("llama", "sdpa", activations.PLANS["full-float32"], 2)
+    for name in layers_to_quantize(model):
+        model.set_submodule(name, bitnet.bit_linear_of(model.get_submodule(name), SETTINGS, name))
+    bitnet.round_in_norms(model, kernels=False, settings=loaded.recipe.quantization)
+    setup = setup_of(loaded.recipe, facts, "cpu")
+    assert setup.trained.elements == sum(p.numel() for p in model.parameters())
+    beside = setup.trained.elements - facts.shape.parameters
+    assert beside == sum(linear.in_features for linear in facts.shape.linears) * facts.shape.num_layers
+    ternary = facts.shape.num_layers * sum(
+        ternary_bytes(one, loaded.recipe.quantization) for one in facts.shape.linears
+    )
+    assert (
+        weight_bytes(loaded.recipe.quantization, facts.shape, 4, trained=True) == 4 * setup.trained.elements + ternary
+    )
 
 
 def test_a_gpu_without_int8_products_is_refused(context: Any) -> None:
