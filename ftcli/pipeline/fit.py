@@ -204,7 +204,7 @@ def _of_another_rank(error: FtcliError, context: RunContext) -> bool:
     """Whether the weights of this rank are sound, and another one has failed for a reason that spoils no checkpoint."""
     if context.group is None:
         return False
-    from ftcli.run.told import PeerFailed, RankLost
+    from ftcli.run.peer_failure import PeerFailed, RankLost
 
     if isinstance(error, RankLost):
         return context.group.settled()

@@ -28,10 +28,10 @@ from ftcli.plain import JsonObject
 from ftcli.ranks import ENDED_NAME, Place
 from ftcli.reporting import Reporter
 from ftcli.run.guard import ConnectionGuard
-from ftcli.run.meeting import meeting_point
+from ftcli.run.heartbeat import Heartbeat, Timeouts
+from ftcli.run.peer_failure import PeerFailed, RankLost, as_json, from_json, is_of_connections, killed, reasons
+from ftcli.run.rendezvous import meeting_point
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.run.signs import SignsOfLife, Timeouts
-from ftcli.run.told import PeerFailed, RankLost, as_json, from_json, is_of_connections, killed, reasons
 
 #: Numbers at the head of each rank's vector: how many calls it has made, which one this is, whether it failed, and
 #: which signal it got.
@@ -68,7 +68,7 @@ class RankGroup:
         self._over = self._is_cut = self._on_gpus = False
         self._guard: ConnectionGuard | None = None
         self._store = meeting_point(place, self._patience.meeting)
-        self._signs = SignsOfLife(meeting_point(place, self._patience.meeting, client=True), place)
+        self._signs = Heartbeat(meeting_point(place, self._patience.meeting, client=True), place)
         self._signs.start()
 
     # -- before there are collectives ------------------------------------------------------------------------

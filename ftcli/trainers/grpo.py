@@ -37,7 +37,7 @@ from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_o
 from ftcli.trainers.sharing import SharingMixin
 from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.trainers.stagnation import Stagnation
-from ftcli.trainers.stops import StopStringsMixin
+from ftcli.trainers.stop_strings import StopStringsMixin
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -136,7 +136,7 @@ def spoil(target: str, call: int) -> None:
 
 def impatient(seconds: float) -> None:
     """The ranks of this process wait for others no longer than ``seconds`` without a sign of life."""
-    _be_patient(importlib.import_module("ftcli.run.signs").Timeouts(told=seconds / 2, silent=seconds))
+    _be_patient(importlib.import_module("ftcli.run.heartbeat").Timeouts(told=seconds / 2, silent=seconds))
 
 
 def hurried(folder: str) -> None:

@@ -29,7 +29,7 @@ class Timeouts:
     late: float = 7200.0
 
 
-class SignsOfLife(threading.Thread):
+class Heartbeat(threading.Thread):
     """Says that this rank lives, and hears when the others have said so last.
 
     Attributes:
