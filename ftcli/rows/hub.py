@@ -68,7 +68,7 @@ def _require_whole(folder: Path) -> None:
             parts[key] = parts.get(key, 0) + 1
     for (name, wanted), present in parts.items():
         if present < wanted:
-            raise OSError(f"{present} of the {wanted} files of {name} are here: its download was broken off")
+            raise OSError(f"{present} of the {wanted} files of {name} are here: its download was interrupted")
 
 
 def _reachable(source: DatasetConfig) -> bool:

@@ -18,7 +18,7 @@ class TooDeep(ValueError):
     """A value of more levels than :data:`MAX_LEVELS`."""
 
     def __init__(self) -> None:
-        super().__init__(f"lists and objects in one another, more than {MAX_LEVELS} levels deep")
+        super().__init__(f"lists and objects nested more than {MAX_LEVELS} levels deep")
 
 
 def parse(text: str) -> Any:

@@ -144,7 +144,7 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
     if header is None:
         return
     if len(set(header)) != len(header) or not all(header):
-        raise _unreadable(file, "the first line must name every column, and no two alike")
+        raise _unreadable(file, "the first line must name every column, each by a different name")
     begin = reader.line_num + 1
     for values in reader:
         number, begin = begin, reader.line_num + 1
