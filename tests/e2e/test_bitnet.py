@@ -70,9 +70,10 @@ def one_layer(folder: Path, hidden: int) -> Path:
     "length", [2, 512, *(pytest.param(length, marks=pytest.mark.long) for length in (511, 513, 1024))]
 )
 def test_five_failures_of_lengths_train_20_steps_with_hidden_size_512_and_answer(user: User, length: int) -> None:
-    """1024, 513 and 511 against a hidden size of 512 broke a norm elsewhere, and 512 generated nothing.
+    """1024, 513 and 511 against a hidden size of 512 broke a norm elsewhere.
 
-    The shortest length is 2: one token is seen, and one learnt.
+    The shortest length is 2: one token is seen, and one learnt. That 512 tokens are generated where 512 gave nothing is
+    the next test but one.
     """
     rows = user.folder / "rows.jsonl"
     rows.write_text(json.dumps({"text": "a river " * 300}) + "\n")
@@ -91,11 +92,10 @@ def test_five_failures_of_lengths_train_20_steps_with_hidden_size_512_and_answer
     assert result["eval"]["tokens"] == length - 1
     losses = user.losses("run")
     assert losses[-1] < 0.8 * losses[0]
-    asked = 512 if length == 512 else 32
-    said = ("--prompt", "a river " * 300, "--max-new-tokens", str(asked))
+    said = ("--prompt", "a river " * 300, "--max-new-tokens", "32")
     answer = user.done("chat", str(user.folder / "run"), *said, "--set", "eval.generate.overflow=sliding")
     assert answer["prompt_tokens"] > 2 * 1024
-    assert (answer["completion_tokens"], answer["stop"]) == (asked, "max_new_tokens")
+    assert (answer["completion_tokens"], answer["stop"]) == (32, "max_new_tokens")
     status, document = user.run("chat", str(user.folder / "run"), *said)
     assert (status, document["findings"][-1]["code"]) == (4, "FT431")
 

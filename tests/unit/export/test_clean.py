@@ -31,7 +31,7 @@ ENDS = {
     "was ended by signal 9, as systems do that run out of memory": "import os; os.kill(os.getpid(), 9)",
     "ended with status 1: no torch here": "raise SystemExit('no torch here')",
     "ended with status 0": "print('something that is no answer')",
-    "did not answer within 1 s": "import time; time.sleep(60)",
+    "did not answer within 0 s": "import time; time.sleep(60)",
 }
 
 
@@ -39,7 +39,7 @@ ENDS = {
 def test_however_it_ends_nothing_is_left_and_the_exit_status_is_1(
     how: str, trained: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, started = trained(), []
+    made, started, seconds = trained(), [], 0.0 if "did not answer" in how else 60.0
 
     class Short(CleanProcess):
         def start(self) -> None:
@@ -47,7 +47,7 @@ def test_however_it_ends_nothing_is_left_and_the_exit_status_is_1(
             started.append(self._running)
 
     monkeypatch.setattr(process, "_START", ENDS[how])
-    monkeypatch.setattr("ftcli.export.writing.CleanProcess", lambda: Short(seconds=1.0))
+    monkeypatch.setattr("ftcli.export.writing.CleanProcess", lambda: Short(seconds))
     error = failure(made, "adapter")
     assert code(error) == "FT760"
     assert how in error.findings[0].message
