@@ -180,6 +180,13 @@ def supported(*, freezes_base: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name, each in TABLE.items() if each.supported and freezes_base in (None, each.freezes_base))
 
 
+def is_stored(name: object) -> bool:
+    """Whether what a recipe says names a method that stores weights in a form of its own; one of another version that
+    is not known here counts as such.
+    """
+    return isinstance(name, str) and (name not in TABLE or TABLE[name].quantize is not None)
+
+
 def trained() -> tuple[str, ...]:
     """Methods that can train the weights themselves, rounded in every pass."""
     return tuple(name for name, each in TABLE.items() if each.training is not None)

@@ -54,8 +54,7 @@ def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[
 def _method(recipe: JsonMap) -> str:
     kind = "LoRA" if recipe.get("lora") else "full fine-tuning"
     quantized = map_in(recipe, "quantization").get("method")
-    stored = quantized in quantizations.names() and quantizations.row(str(quantized)).quantize is not None
-    return f"{kind} on a base in {quantized}" if stored else kind
+    return f"{kind} on a base in {quantized}" if quantizations.is_stored(quantized) else kind
 
 
 def _batch(recipe: JsonMap) -> str:

@@ -12,6 +12,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.report.scales import number, short
 from ftcli.run.report.values import Show, as_words, count, is_number, map_in, maps, numbers_of, percent
 from ftcli.run.status import Status
+from ftcli.tables import quantizations
 from ftcli.units import duration, gib
 
 #: Key in eval.json, label, whether more is better (1) or worse (-1), and how it is written.
@@ -48,7 +49,7 @@ def summary_line(recipe: JsonMap, manifest: JsonMap) -> str:
     parts = [str(model["name_or_path"])] if "name_or_path" in model else []
     method = map_in(recipe, "quantization").get("method")
     kind = f"LoRA r={lora['r']}" if isinstance(lora, dict) and "r" in lora else "full fine-tuning"
-    parts.append(f"{kind} on {method}" if method not in (None, "none") else kind)
+    parts.append(f"{kind} on {method}" if quantizations.is_stored(method) else kind)
     device, plan = map_in(manifest, "device"), map_in(manifest, "dtype_plan")
     known = (manifest.get("command"), device.get("name"), plan.get("compute"))
     return " · ".join([*parts, *(str(value) for value in known if value)])

@@ -135,3 +135,13 @@ def test_every_code_reference_resolves() -> None:
             for reference in values:
                 if isinstance(reference, str):
                     assert code_of(reference) is not None
+
+
+def test_what_a_recipe_of_another_version_names_is_told_too() -> None:
+    assert [quantizations.is_stored(name) for name in (None, "none", "int8", "nf4", "of another version")] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
