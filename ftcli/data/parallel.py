@@ -106,12 +106,10 @@ class _Worker:
         raise RuntimeError(f"a tokenizing process failed:\n{answer}")
 
     def end(self) -> None:
-        """Closes the pipe, which ends the process, and waits for that."""
+        """Ends the process, which has nothing to put in order."""
         self._pipe.close()
-        self._process.join(timeout=10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
 
     def _gone(self) -> FtcliError:
         self._process.join(timeout=10)
