@@ -140,17 +140,18 @@ def test_long_rows_are_read_a_few_at_a_time(tmp_path: Path, kind: str, monkeypat
 
 
 def test_check_does_not_unpack_a_document_to_see_its_first_rows(
-    context: Callable, load: Callable, tmp_path: Path
+    context: Callable, load: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ftcli.facts.model import read_facts
 
+    monkeypatch.setattr(data_checks, "MAX_DOCUMENT", 4 << 20)
     path = tmp_path / "d.json.gz"
     path.write_bytes(gzip.compress(b"[" + b" " * (data_checks.MAX_DOCUMENT + 1) + b"]"))
-    assert path.stat().st_size < 2**20
+    assert path.stat().st_size < 2**16
     ready = context(f"data: {{train: [{path}]}}\n")
     report = data_checks.check(ready, read_facts(ready.recipe.model, offline=True, origins=ready.origins), offline=True)
     assert report.findings == ()
-    assert "over 64 MiB unpacked" in report.not_made[0].reason
+    assert "over 4 MiB unpacked" in report.not_made[0].reason
 
 
 def test_check_looks_at_less_rows_where_they_are_long(
