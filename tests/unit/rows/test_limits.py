@@ -7,6 +7,7 @@ import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -222,11 +223,12 @@ def test_the_size_of_a_row_counts_what_lies_deep_in_it() -> None:
     assert text_size({"a": deep, "b": [1, 2], "c": {"d": "yy"}}) == 100 + 16 + 2
 
 
-def test_no_more_processes_than_there_are_cores(tmp_path: Path) -> None:
+def test_no_more_processes_than_there_are_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
     from ftcli.assets import asset
     from ftcli.config import DataConfig
+    from ftcli.data.parallel import encode_all
     from ftcli.data.prepare import prepare
     from ftcli.facts.device import usable_cores
     from ftcli.reporting import SilentReporter
@@ -237,6 +239,13 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path) -> None:
         def info(self, message: str) -> None:
             self.lines.append(message)
 
+    asked = []
+
+    def here(encoder: Any, rows: Any, processes: int, *rest: Any) -> Any:
+        asked.append(processes)
+        return encode_all(encoder, rows, 1, *rest)
+
+    monkeypatch.setattr("ftcli.data.prepare.encode_all", here)
     told = Told()
     told.lines = []
     path = tmp_path / "d.jsonl"
@@ -244,4 +253,5 @@ def test_no_more_processes_than_there_are_cores(tmp_path: Path) -> None:
     data = DataConfig.model_validate({"train": [str(path)], "num_proc": 10**9})
     tokenizer = AutoTokenizer.from_pretrained(str(asset("tokenizers", "bytes")))
     assert len(prepare(data.train, data, tokenizer, (1,), reporter=told).sequences) == 1
+    assert asked == [usable_cores()]
     assert told.lines == [f"data.num_proc: {usable_cores()} processes, one for each processor that there is"]
