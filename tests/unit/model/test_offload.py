@@ -40,8 +40,10 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> _Lane:
 
 
 def sent(lane: _Lane, *mib: int) -> tuple[list[torch.Tensor], list[_Ticket]]:
-    """Tensors that left one after the other, with gradients wanted, and what stands for them."""
-    tensors = [torch.randint(-9, 9, (size, 512, 1024)).to(torch.bfloat16).requires_grad_() for size in mib]
+    """Tensors that left one after the other, with gradients wanted, and what stands for them; no two MiB are alike."""
+    one = torch.randint(-9, 9, (512, 1024)).bfloat16()
+    numbers = torch.arange(sum(mib)).bfloat16().split(mib)
+    tensors = [(one + number[:, None, None]).requires_grad_() for number in numbers]
     return tensors, [lane.send(tensor) for tensor in tensors]
 
 
