@@ -53,23 +53,20 @@ def with_adapters(model: Any, adapter: str) -> peft.PeftModel:
     return model
 
 
-def quantised(method: Any, adapter: str, stored: str) -> tuple[peft.PeftModel, peft.PeftModel]:
-    """A model with a quantised base, the rest of it in ``stored``; and its twin of the dequantised weights."""
-    models = []
-    for dense in (False, True):
-        config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32})
-        config._attn_implementation = "eager"
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, stored))
-        assert quantize_linears(model, QuantizationConfig(method=method)) == 14
-        if dense:
-            for name, module in list(model.named_modules()):
-                if isinstance(module, QuantizedLinear):
-                    plain = torch.nn.Linear(module.in_features, module.out_features, bias=False)
-                    plain.weight = torch.nn.Parameter(module.frozen_weight().dequantize(torch.float32))
-                    model.set_submodule(name, plain)
-        models.append(with_adapters(model, adapter))
-    return models[0], models[1]
+def quantised(method: Any, adapter: str, stored: str, *, dense: bool = False) -> peft.PeftModel:
+    """A model with a quantised base, the rest of it in ``stored``; or its twin of the dequantised weights."""
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, stored))
+    assert quantize_linears(model, QuantizationConfig(method=method)) == 14
+    if dense:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear):
+                plain = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+                plain.weight = torch.nn.Parameter(module.frozen_weight().dequantize(torch.float32))
+                model.set_submodule(name, plain)
+    return with_adapters(model, adapter)
 
 
 def batch() -> dict[str, Tensor]:
@@ -93,6 +90,11 @@ def exact(model: peft.PeftModel) -> tuple[Tensor, dict[str, Tensor]]:
 @cache
 def exact_of(base: str, adapter: str) -> tuple[Tensor, dict[str, Tensor]]:
     return exact(build(base, adapter))
+
+
+@cache
+def exact_of_twin(method: str, adapter: str, stored: str) -> tuple[Tensor, dict[str, Tensor]]:
+    return exact(quantised(method, adapter, stored, dense=True))
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
@@ -134,8 +136,8 @@ def test_no_pair_of_dtypes_clashes(base: str, adapter: str, autocast: bool, kern
 def test_quantised_bases_with_every_adapter_dtype(method: str, stored: str, adapter: str, kernels: Any) -> None:
     """Against the dequantised twin in float64; fp8 rounds activations and gradients to 3 bits as well."""
     autocast = stored == "bfloat16" or adapter == "bfloat16"
-    model, twin = quantised(method, adapter, stored)
-    wanted_loss, wanted = exact(twin)
+    model = quantised(method, adapter, stored)
+    wanted_loss, wanted = exact_of_twin(method, adapter, stored)
     patch(model, kernels)
     model.train()
     loss, gradients = loss_and_gradients(model, "bfloat16" if autocast else "float32", autocast=autocast)
