@@ -29,6 +29,8 @@ def _call(function: Any, labels: torch.Tensor, **options: Any) -> Any:
     return lambda x, w, b: function(x, w, labels, bias=b, **options)
 
 
+#: One tile of all; and tiles of which the last is smaller, in rows and in the vocabulary, which has one in between.
+TILES = [(2048, 16384), (8, 128)]
 OPTIONS = [
     {},
     {"temperature": 0.5},
@@ -38,7 +40,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("tile", [(2048, 16384), (4, 64)], ids=["one tile", "many tiles"])
+@pytest.mark.parametrize("tile", TILES, ids=["one tile", "many tiles"])
 def test_both_outputs_and_all_gradients_match_float64(
     device: str, tools: Any, options: dict[str, Any], tile: tuple[int, int]
 ) -> None:
@@ -51,7 +53,7 @@ def test_both_outputs_and_all_gradients_match_float64(
 #: Every three of what decides how a gradient is gathered, and every two of these and of what logits go through.
 GATHERED = [
     (OPTIONS[(number + half * 2) % 4], *how)
-    for number, how in enumerate(product((False, True), (False, True), ((2048, 16384), (4, 64))))
+    for number, how in enumerate(product((False, True), (False, True), TILES))
     for half in (0, 1)
 ]
 

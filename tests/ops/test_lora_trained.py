@@ -14,6 +14,8 @@ from ftkernels.projection import Norm, Projection, join_weights
 from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 
+from tests.pairs import all_pairs
+
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -58,10 +60,11 @@ def test_qkv_matches_float64(device: str, tools: Any, layers: Any, bias: bool, r
     tools.assert_bfloat16(op, reference, inputs, BF16)
 
 
-@pytest.mark.parametrize("save", ["gate_up", "gate_up_once", "input"])
-@pytest.mark.parametrize("residual", ["none", "add", "return"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
+#: What is computed again needs the activation and the bias; the residual is added behind all of it.
+MLPS = all_pairs(("silu", "gelu_tanh"), ("none", "add", "return"), ("gate_up", "gate_up_once", "input"), (False, True))
+
+
+@pytest.mark.parametrize(("activation", "residual", "save", "bias"), MLPS)
 def test_mlp_matches_float64(device: str, tools: Any, activation: str, residual: str, save: str, bias: bool) -> None:
     shapes = [(72, 40), (72, 40), (40, 72)]
     inputs = [torch.randn(2, 5, 40, device=device), torch.randn(40, device=device), *weights(device, *shapes)]
