@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import TCPStore
@@ -15,10 +15,13 @@ from ftcli.ranks import ENDED_NAME, PORT_NAME, Place, lost_name
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+#: How long the first attempt to reach rank 0 may take.
+_FIRST_SECONDS = 2.0
+
 
 def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Store:
     """The store through which ranks find each other. Raises FtcliError FT712 when there is none within ``seconds``."""
-    timeout = timedelta(seconds=min(seconds, 60.0 if place.folder is None else 10.0))
+    timeout = timedelta(seconds=min(seconds, 60.0))
     serves = place.leads and not place.hosted and not client
     try:
         if place.port is not None:
@@ -30,16 +33,10 @@ def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Stor
             aside = told.with_suffix(".new")
             aside.write_text(str(store.port), encoding="utf-8")
             aside.rename(told)
-            return store
-        deadline = time.monotonic() + seconds
-        while not (told.exists() and _answers(place.address, int(told.read_text(encoding="utf-8")))):
-            if any((place.folder / name).exists() for name in (ENDED_NAME, lost_name(0))):
-                raise TimeoutError("rank 0 has ended")  # torch would try for a minute
-            if time.monotonic() > deadline:
-                raise TimeoutError("rank 0 has not said where it is")
-            time.sleep(0.02)
-        port = int(told.read_text(encoding="utf-8"))
-        return TCPStore(place.address, port, None, False, timeout, wait_for_workers=False)
+        else:
+            store = _joined(place, told, seconds)
+        store.set_timeout(timedelta(seconds=min(seconds, 10.0)))
+        return store
     except (RuntimeError, TimeoutError, OSError) as error:
         raise FtcliError.single(
             "FT712",
@@ -51,10 +48,23 @@ def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Stor
         ) from error
 
 
-def _answers(address: str, port: int) -> bool:
-    """Whether somebody listens there."""
-    try:
-        with socket.create_connection((address, port), timeout=2.0):
-            return True
-    except OSError:
-        return False
+def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
+    """The store of rank 0, which says its port in the file ``told``. Raises TimeoutError when there will be none.
+
+    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first. The next
+    has twice as long: at both ends of a connection torch asks for the other's name, and a DNS server that does not
+    answer holds up each of them for seconds.
+    """
+    deadline, attempt = time.monotonic() + seconds, _FIRST_SECONDS
+    why = "rank 0 has not said where it is"
+    while time.monotonic() < deadline:
+        if any((place.folder / name).exists() for name in (ENDED_NAME, lost_name(0)) if place.folder is not None):
+            raise TimeoutError("rank 0 has ended")
+        if told.exists():
+            port = int(told.read_text(encoding="utf-8"))
+            try:
+                return TCPStore(place.address, port, None, False, timedelta(seconds=attempt), wait_for_workers=False)
+            except RuntimeError as error:
+                why, attempt = first_line(error), 2 * attempt
+        time.sleep(0.02)
+    raise TimeoutError(why)

@@ -105,6 +105,9 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "TRITON_INTERPRET": "0",
             "HF_HUB_OFFLINE": "1",
+            # For each connection of its store torch asks for the name of 127.0.0.1: a DNS server that does not answer
+            # now and then would hold both ranks up for five seconds each time.
+            "RES_OPTIONS": "timeout:1 attempts:1",
         }
         quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # read when libraries are imported
         quiet["TORCH_CPP_LOG_LEVEL"] = "ERROR"
