@@ -51,9 +51,8 @@ def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Stor
 def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
     """The store of rank 0, which says its port in the file ``told``. Raises TimeoutError when there will be none.
 
-    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first. The next
-    has twice as long: at both ends of a connection torch asks for the other's name, and a DNS server that does not
-    answer holds up each of them for seconds.
+    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first; the next has
+    twice as long, on a machine that is slow.
     """
     deadline, attempt = time.monotonic() + seconds, _FIRST_SECONDS
     why = "rank 0 has not said where it is"
