@@ -51,8 +51,8 @@ def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Stor
 def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
     """The store of rank 0, which says its port in the file ``told``. Raises TimeoutError when there will be none.
 
-    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first; the next has
-    twice as long, on a machine that is slow.
+    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first; the next
+    has twice as long, on a machine that is slow.
     """
     deadline, attempt = time.monotonic() + seconds, _FIRST_SECONDS
     why = "rank 0 has not said where it is"
