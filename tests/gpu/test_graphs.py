@@ -233,6 +233,23 @@ def test_where_memory_runs_out_training_goes_on_without(monkeypatch: pytest.Monk
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+def leave(room: int) -> None:
+    """This process may have so many bytes of the GPU from now on."""
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+
+
+def filled_gaps() -> list[torch.Tensor]:
+    """Tensors in all the room that is free between those of tests before, down to pieces of 1 MiB."""
+    leave(torch.cuda.memory_reserved())
+    found, size = [], 2**30
+    while size >= 2**20:
+        try:
+            found.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return found
+
+
 @pytest.mark.parametrize("expected", [0, 2**42])
 def test_where_memory_really_runs_out(expected: int) -> None:
     """In the middle of a capture, with work on two streams; and where the pool is taken."""
@@ -250,14 +267,15 @@ def test_where_memory_really_runs_out(expected: int) -> None:
     wanted = gradients()
     gc.collect()  # what earlier tests left would be counted as in use, and given back later
     torch.cuda.empty_cache()
+    gaps = filled_gaps()
     # Room for the buffers and for some layers of a capture. What runs as usual after it has no more.
-    room = torch.cuda.memory_reserved() + 48 * 2**20
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    leave(torch.cuda.memory_reserved() + 48 * 2**20)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             gradients()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        del gaps
     assert runner.status.stopped == "no memory was left for another CUDA graph"
     assert all(torch.equal(a, b) for a, b in zip(gradients(), wanted, strict=True))
 
