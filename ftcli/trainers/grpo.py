@@ -191,6 +191,8 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
         super().end_step()
         before, now = self._before.metrics, self._metrics["train"]
         rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
+        if self.mask_truncated_completions and not any(each["completion_mask"].any() for each in self._buffered_inputs):
+            entropies = []  # no tokens, which is not a collapse
         self.stagnation.note(self.state.global_step, rewards, entropies)
 
     @property
@@ -257,7 +259,7 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
     ) -> Tensor:
         """TRL's loss under our precision plan, watched for NaN."""
         self.count_tokens(inputs["completion_mask"])
-        if self.tell_parity is not None:
+        if self.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
             fresh = self._sampled_at == self.state.global_step  # weights have moved since others were sampled
             self.tell_parity(check_parity(self, inputs, inputs.get("sampling_per_token_logps") if fresh else None))
             self.tell_parity = None

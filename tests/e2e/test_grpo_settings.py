@@ -106,6 +106,22 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
     ]
 
 
+@pytest.mark.parametrize("longest", [1, 5])
+def test_micro_batches_whose_completions_are_all_cut_off(longest: int, narrow: User) -> None:
+    """With one token all are, in every step; with five, here, those of the first micro-batch."""
+    grpo = {**GRPO, "max_completion_length": longest, "mask_truncated_completions": True}
+    grpo["early_stopping"] = {"entropy": {"min_entropy": 0.1, "patience": 1}}
+    train = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    done = narrow.done("grpo", narrow.recipe("r", train=train, grpo=grpo, data=DATA))
+    assert done["steps"] == 2  # nothing to learn from is no collapse
+    lines = [line for line in narrow.metrics("r") if "loss" in line]
+    cut_off = [line["completions/clipped_ratio"] == 1.0 for line in lines]
+    assert all(cut_off) or longest == 5
+    assert [line["entropy"] == 0.0 for line in lines] == cut_off
+    record = json.loads((narrow.folder / "r" / "manifest.json").read_text())
+    assert "log_probs" not in record if all(cut_off) else record["log_probs"]["tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("stops", "steps", "said"),
     [
