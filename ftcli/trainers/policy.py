@@ -108,8 +108,8 @@ class PolicyMixin:
         return tuple(silent) if any(silent) else None
 
     def _correct_entropy(self, completion_mask: Tensor) -> None:
-        """TRL's mean over all tokens counts those of rows that were left out as 0; theirs is not known. Where completions
-        that were cut off are masked, a micro-batch may have no tokens at all: TRL's mean is 0 then, and stays.
+        """TRL's mean over all tokens counts those of rows that were left out as 0; theirs is not known. A micro-batch
+        may have no tokens at all, where completions that were cut off are masked: its mean stays TRL's, 0.
         """
         if self._silent is None:
             return
