@@ -130,9 +130,10 @@ def test_a_run_that_only_lacks_the_memory_of_graphs_runs_without(setup: Callable
     assert with_graphs_that_fit(found.on(enough)).why_no_graphs is None
     short = found.on(replace(enough, memory_bytes=int(needed / 0.9) - 2**20))
     settled: Any = with_graphs_that_fit(short)
-    assert settled.why_no_graphs == "train.cuda_graphs: false"
+    assert settled.why_no_graphs == "there is no room for their memory"
+    assert settled.recipe.train.cuda_graphs  # as the recipe says
     # Where it does not fit either way, nothing is changed.
-    assert with_graphs_that_fit(found.on(replace(enough, memory_bytes=needed // 2))).recipe.train.cuda_graphs
+    assert with_graphs_that_fit(found.on(replace(enough, memory_bytes=needed // 2))).graphs_fit
 
 
 def test_rows_of_all_lengths_run_as_graphs_where_they_are_few_tokens(setup: Callable[..., Setup]) -> None:
