@@ -59,7 +59,7 @@ def _verdict_line(result: CheckResult) -> str:
     verdict, device = report.verdict, report.device.name
     if verdict is None:
         least = None if outline is None else outline.at_least
-        needs = "" if least is None else f": it needs more than {gib(least.total)} GiB, which hold no activations"
+        needs = "" if least is None else f": it needs more than {size(least.total)}, which hold no activations"
         return f"no problem found on {device}; memory could not be estimated{needs}"
     words = {"fits": "fits", "tight": "fits, but only just", "unknown": "no problem found, memory unknown"}
     ranks = report.setup.ranks

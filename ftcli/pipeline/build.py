@@ -147,6 +147,16 @@ def build_trainable(job: Job, *, num_layers: int | None = None) -> Model:
     return model
 
 
+def build_reference(job: Job, rows: Sequence[TokenizedRow]) -> PreTrainedModel:
+    """What full fine-tuning starts from, on the same kernels, frozen; a run that goes on has it from its base, too."""
+    job.reporter.info("reference: a second copy of the model, which grpo.beta compares with")
+    reference = build_base(job)
+    freeze_other_parts(reference)
+    put_on_kernels(job, reference, rows)
+    reference.requires_grad_(False)
+    return reference.eval()
+
+
 def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> KernelReport:
     """Puts the model on the kernels, in place, checks it on a few ``rows``, and tells what came of it.
 

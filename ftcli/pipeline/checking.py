@@ -66,11 +66,11 @@ def check_recipe(loaded: LoadedRecipe, session: Session, as_gpu: str | None, sam
     not_made = report.not_made
     outline, adapters, attention = None, _arithmetic(report), ""
     if report.facts.shape is None:
-        from ftcli.pipeline.outline import outline_of
+        from ftcli.pipeline.outline import not_tried, outline_of
 
         outline = outline_of(report)
         adapters, attention = outline.adapters, outline.attention
-        not_made = tuple(item for item in not_made if item.check != TARGETS_CHECK)
+        not_made = (*(item for item in not_made if item.check != TARGETS_CHECK), *not_tried(report))
         report = replace(report, parts=tuple(_corrected(part, attention) for part in report.parts))
     shown = _samples(session, report, samples) if samples else ()
     looked = look_at_rows(report, session)

@@ -10,6 +10,7 @@ from ftcli.config import QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.shape import Linear
 from ftcli.facts.trained import PlannedAdapters, TrainedParameters, optimizer_state
+from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.tables import code_of, quantizations
 from ftcli.units import gib
@@ -55,7 +56,8 @@ def outline_of(report: PreflightReport) -> Outline:
 
     Raises FtcliError (exit 3): FT305 where it cannot be built, FT311 to FT314 for names that mean nothing in it, FT333
     for settings that adapters of experts do not take, FT336 where it has nothing to quantise, FT337 for an attention
-    that it does not have, FT601 where what training holds at least is more than the device has.
+    that it does not have, FT443 where documents would see each other, FT601 where what training holds at least is more
+    than the device has.
     """
     from ftcli.model.checkpoint import hollow
     from ftcli.model.load import config_of
@@ -72,7 +74,8 @@ def outline_of(report: PreflightReport) -> Outline:
         adapters=adapters,
         at_least=_least_memory(report, model, adapters, packed),
     )
-    _require_room(report, found)
+    _require_documents_apart(report, model)
+    _require_room(report, model, found)
     return found
 
 
@@ -126,15 +129,60 @@ def _weights(model: PreTrainedModel, packed: Collection[str], settings: Quantiza
     return total
 
 
-def _require_room(report: PreflightReport, found: Outline) -> None:
+def not_tried(report: PreflightReport) -> tuple[NotMade, ...]:
+    """What only a run finds out about a family without arithmetic."""
+    if not _shares_rows(report):
+        return ()
+    return (
+        NotMade("documents that share a row", "whether this model keeps them apart is tried before training (FT443)"),
+    )
+
+
+def _shares_rows(report: PreflightReport) -> bool:
+    return report.recipe.data.packing or report.setup.execution.batches.layout == "unpadded"
+
+
+def _require_documents_apart(report: PreflightReport, model: PreTrainedModel) -> None:
+    """Layers that carry state from token to token have a convolution over them, which takes no mask of documents."""
+    from torch.nn import Conv1d
+
+    parents = model.get_decoder().modules() if _shares_rows(report) else ()
+    recurrent = next((each for each in parents if any(isinstance(child, Conv1d) for child in each.children())), None)
+    if recurrent is not None:
+        raise FtcliError.single(
+            "FT443",
+            "where documents share a row, this model lets one see the one before it: its "
+            f"{type(recurrent).__name__} carries state from token to token",
+            exit_code=ExitCode.PREFLIGHT,
+            help="train with data.packing: false and data.padding_free: false",
+        )
+
+
+def _require_room(report: PreflightReport, model: PreTrainedModel, found: Outline) -> None:
     available, least = report.setup.device.available_bytes, found.at_least
     if least is None or available is None or least.total <= available:
         return
-    stored = " or ".join(quantizations.supported(freezes_base=True))
+    stored = " or ".join(name for name in quantizations.supported(freezes_base=True) if _fits(report, model, name))
+    quantised = f", `quantization.method: {stored}` with `lora`" if stored else ""
     raise FtcliError.single(
         "FT601",
         f"does not fit: weights, adapters, gradients and optimizer alone need {gib(least.total)} GiB, "
         f"{report.device.name} has {gib(available)} GiB",
         exit_code=ExitCode.PREFLIGHT,
-        help=f"use a smaller model, quantization.method {stored} with `lora`, or a larger GPU",
+        help=f"use a smaller model{quantised}, or a larger GPU",
     )
+
+
+def _fits(report: PreflightReport, model: PreTrainedModel, method: str) -> bool:
+    """Whether the device holds the model's weights as a quantisation that freezes them stores them."""
+    from ftcli.model.quantize import layers_to_quantize
+
+    recipe, available = report.recipe, report.setup.device.available_bytes
+    if available is None or (recipe.lora is not None and recipe.quantization.method == method):
+        return False
+    settings = recipe.quantization.model_copy(update={"method": method})
+    try:
+        packed = layers_to_quantize(model)
+    except FtcliError:  # FT336: it has none
+        return False
+    return _weights(model, packed, settings, report.plan.parameter_bytes) <= available

@@ -76,6 +76,9 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         evaluator.read_tasks()
     with context.phase("loading the model"):
         model = _policy(context, job, prompts)
+        reference = None
+        if job.recipe.lora is None and grpo.beta:  # adapters can be switched off
+            reference = build.build_reference(job, _as_tokens(job, prompts[: build.LOOKED_AT]))
     if context.leads:
         keep_inputs(context, build.inputs_of(job, model))
     before = _before(context, evaluator, model) if context.leads else {}
@@ -94,7 +97,9 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         context,
         job,
         model,
-        lambda hooks, scratch: build_grpo_trainer(job, grpo, model, prompts, hooks, scratch, agreement, group),
+        lambda hooks, scratch: build_grpo_trainer(
+            job, grpo, model, prompts, hooks, scratch, agreement, group, reference
+        ),
         evaluate if job.recipe.eval.tasks else None,
         TrainingRows(len(prompts), "prompts"),
     )

@@ -191,6 +191,8 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
         super().end_step()
         before, now = self._before.metrics, self._metrics["train"]
         rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
+        if self.mask_truncated_completions and not any(each["completion_mask"].any() for each in self._buffered_inputs):
+            entropies = []  # no tokens, which is not a collapse
         self.stagnation.note(self.state.global_step, rewards, entropies)
 
     @property
@@ -257,7 +259,7 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
     ) -> Tensor:
         """TRL's loss under our precision plan, watched for NaN."""
         self.count_tokens(inputs["completion_mask"])
-        if self.tell_parity is not None:
+        if self.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
             fresh = self._sampled_at == self.state.global_step  # weights have moved since others were sampled
             self.tell_parity(check_parity(self, inputs, inputs.get("sampling_per_token_logps") if fresh else None))
             self.tell_parity = None
@@ -299,12 +301,14 @@ def build_grpo_trainer(
     scratch_dir: str,
     tell_parity: Callable[[Parity], None],
     group: RankGroup | None = None,
+    reference: PreTrainedModel | None = None,
 ) -> GrpoTrainer:
     """A trainer over ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
     Args:
         tell_parity: Called before the first step with what :func:`check_parity` found.
         group: The ranks that train together; None for one process.
+        reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
 
     Raises FtcliError as :func:`build_rewards`.
     """
@@ -315,6 +319,8 @@ def build_grpo_trainer(
     batches = grpo.micro_batches(train.gradient_accumulation_steps) * (1 if group is None else group.size)
     with own_ranks():
         settings = _grpo_arguments(grpo, rewards, job.stops)
+        if reference is not None:
+            settings["beta"] = 0.0  # with another one TRL loads a reference by the name in the model's config
         args = GRPOConfig(**training_arguments(job, scratch_dir), **settings, steps_per_generation=batches)
     use_policy(job, model)
     use_one_gpu(args, job.reporter)
@@ -326,6 +332,7 @@ def build_grpo_trainer(
             train_dataset=Dataset.from_dict({"prompt": [one.text for one in asked], _ROW: list(range(len(asked)))}),
             processing_class=job.tokenizer,
         )
+    trainer.beta, trainer.ref_model = grpo.beta, reference
     trainer.group, trainer.failures = group, failures
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))

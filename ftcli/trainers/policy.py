@@ -108,15 +108,18 @@ class PolicyMixin:
         return tuple(silent) if any(silent) else None
 
     def _correct_entropy(self, completion_mask: Tensor) -> None:
-        """TRL's mean over all tokens counts those of rows that were left out as 0; theirs is not known."""
+        """TRL's mean over all tokens counts those of rows that were left out as 0; theirs is not known. A micro-batch
+        may have no tokens at all, where completions that were cut off are masked: its mean stays TRL's, 0.
+        """
         if self._silent is None:
             return
         entropies = self._metrics["train" if self.model.training else "eval"]["entropy"]  # type: ignore[attr-defined]
         tokens = completion_mask.sum(1).tolist()
         scored = sum(count for count, silent in zip(tokens, self._silent, strict=True) if not silent)
-        last = entropies.pop()
         if scored:
-            entropies.append(last * sum(tokens) / scored)
+            entropies[-1] *= sum(tokens) / scored
+        elif any(tokens):
+            entropies.pop()
 
     def _get_per_token_logps_and_entropies(
         self,

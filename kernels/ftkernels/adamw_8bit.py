@@ -1,8 +1,12 @@
 """One step of AdamW whose moments are kept in 8 bits, in blocks of 256 elements with a float32 scale each.
 
     m, v            from codes and scales, then as in ``ftkernels.adamw``, which the new parameter is computed with
+    step            of the parameter, without weight decay: at most as large as AdamW's can be (:func:`largest_step`)
     scale           the largest magnitude of a block
-    code            of the nearest value of the moment's table times the scale
+    code            of the nearest value of the moment's table times the scale; of a v above 0 never that of 0
+
+A v that is rounded to 0, or too far down, would divide an m that was not: with beta2 = 0.999 a gradient of a hundredth
+of its block's largest would move its parameter by 32 learning rates in every step, and without limit once it is gone.
 
 The tables are those of Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (dynamic tree
 quantization): 0, 1, and in each of seven decades below 1 the centres of equal cells of [0.1, 1] of it, twice as many in
@@ -15,6 +19,7 @@ those of the cell where decades meet: the nearest value without a search.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,6 +79,20 @@ def _table(device: torch.device, signed: bool) -> _Table:
     return _Table(values.to(device), bounds.to(device))
 
 
+def largest_step(settings: AdamWSettings) -> float:
+    """The largest lr * |m / (1 - beta1^t)| / sqrt(v / (1 - beta2^t)) of any gradients, inf where there is none.
+
+    By Cauchy and Schwarz, m^2 <= v (1 - beta1)^2 / (1 - beta2) * sum over k < t of (beta1^2 / beta2)^k.
+    """
+    if not settings.beta2:
+        return math.inf
+    ratio, step = settings.beta1**2 / settings.beta2, settings.step
+    if step * math.log(max(ratio, 1.0)) > 500.0:
+        return math.inf
+    total = step if ratio == 1.0 else (1.0 - ratio**step) / (1.0 - ratio)
+    return settings.size * (1.0 - settings.beta1) * math.sqrt(total / (1.0 - settings.beta2)) / settings.root
+
+
 @triton.jit
 def _rank(x, bounds_ptr, CELLS: tl.constexpr):
     """Of magnitudes up to 1 the place of the nearest value among those from 0 up. CELLS: of the lowest decade."""
@@ -115,6 +134,7 @@ def _step_kernel(
     size,
     root,
     eps,
+    largest,
     CLIP: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,6 +156,8 @@ def _step_kernel(
     m = m + tl.cast(beta1_rest, tl.float32) * (g - m)
     v = tl.cast(beta2, tl.float32) * v + tl.cast(beta2_rest, tl.float32) * (g * g)
     step = tl.cast(size, tl.float32) * m / (tl.sqrt(v) * tl.cast(root, tl.float32) + tl.cast(eps, tl.float32))
+    bound = tl.cast(largest, tl.float32)
+    step = tl.where(step > bound, bound, tl.where(step < -bound, -bound, step))  # NaN stays
     p = tl.cast(keep, tl.float32) * p - step
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=mask)
     if COPY:
@@ -147,6 +169,7 @@ def _step_kernel(
     tl.store(v_scale_ptr + block, v_scale, mask=block < blocks)
     m_rank = _rank(size_m / tl.where(m_scale > 0.0, m_scale, 1.0)[:, None], m_bounds_ptr, 1)
     v_rank = _rank(v / tl.where(v_scale > 0.0, v_scale, 1.0)[:, None], v_bounds_ptr, 2)
+    v_rank = tl.maximum(v_rank, (v > 0.0).to(tl.int32))
     # -1 is not in the table.
     m_code = tl.where(m < 0.0, 127 - tl.minimum(m_rank, 127), 127 + m_rank)
     tl.store(m_ptr + at, m_code.to(tl.uint8), mask=mask)
@@ -217,6 +240,7 @@ def _launch(
                 settings.size,
                 settings.root,
                 settings.eps,
+                largest_step(settings),
                 CLIP=clip is not None,
                 COPY=kept is not None,
                 BLOCK=BLOCK,
@@ -235,7 +259,8 @@ def _in_torch(p: Tensor, g: Tensor, m: Moment8, v: Moment8, settings: AdamWSetti
     first.add_(g - first, alpha=1.0 - settings.beta1)
     second.mul_(settings.beta2).add_(g * g, alpha=1.0 - settings.beta2)
     kept = p.float() * (1.0 - settings.lr * settings.weight_decay)
-    p.copy_(kept - settings.size * first / (second.sqrt() * settings.root + settings.eps))
+    step, bound = settings.size * first / (second.sqrt() * settings.root + settings.eps), largest_step(settings)
+    p.copy_(kept - step.clamp(-bound, bound))
     _quantize(first, m, signed=True)
     _quantize(second, v, signed=False)
 
@@ -255,6 +280,8 @@ def _quantize(x: Tensor, into: Moment8, *, signed: bool) -> None:
     rank = torch.bucketize(part, _table(x.device, signed).bounds[1:-1], right=True)
     if signed:
         rank = torch.where(flat < 0, 127 - rank.clamp(max=127), 127 + rank)
+    else:
+        rank = torch.maximum(rank, (flat > 0).long())
     into.codes.copy_(rank.view(x.shape))
 
 

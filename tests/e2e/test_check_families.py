@@ -52,6 +52,7 @@ def test_without_arithmetic_the_first_line_says_so_and_what_is_known(lora: bool,
     assert main(["check", path, "--as", "h100", "--offline", "--quiet", *words]) == 0
     first = user.capture.readouterr().out.splitlines()[0]
     assert first.startswith("no problem found on h100; memory could not be estimated: it needs more than")
+    assert " 0.00 " not in first
 
 
 def test_what_certainly_does_not_fit_is_refused_without_arithmetic(user: User, tmp_path: Path) -> None:
@@ -68,6 +69,37 @@ def test_what_certainly_does_not_fit_is_refused_without_arithmetic(user: User, t
     assert (status, document["findings"][-1]["code"]) == (3, "FT601")
     assert "87." in document["findings"][-1]["message"]  # 47 billion parameters in bfloat16
     assert user.run("check", path, "--as", "b200")[0] == 0
+
+
+@pytest.mark.parametrize("data", [{"packing": True}, {"padding_free": True}])
+@pytest.mark.parametrize(("model_type", "certain"), [("qwen3_5", True), ("lfm2", True), ("mixtral", False)])
+def test_what_cannot_keep_documents_apart_is_refused_where_they_share_a_row(
+    model_type: str, certain: bool, data: dict[str, Any], user: User
+) -> None:
+    path = recipe(model_type, user)
+    words = [word for key in data for word in ("--set", f"data.{key}=true")]
+    assert user.done("check", path, "--as", "h100")
+    status, document = user.run("check", path, "--as", "h100", *words)
+    if certain:
+        assert (status, document["findings"][-1]["code"]) == (3, "FT443")
+    else:
+        assert status == 0
+        assert "documents that share a row" in [item["check"] for item in document["result"]["not_made"]]
+
+
+@pytest.mark.parametrize(("method", "proposed"), [("none", True), ("nf4", False)])
+def test_a_quantization_is_proposed_only_where_it_would_fit(method: str, proposed: bool, user: User) -> None:
+    from tests.small_models import config_of
+
+    config = config_of("qwen3_5")
+    wide = {"hidden_size": 8192, "intermediate_size": 65536, "num_hidden_layers": 4}
+    config.text_config.update(wide)
+    config.save_pretrained(user.folder / "wide")
+    model = {"name_or_path": str(user.folder / "wide"), "init": "random", "dtype": "auto", "tokenizer": "bytes"}
+    path = user.recipe(model=model, quantization={"method": method})
+    status, document = user.run("check", path, "--as", "8GiB" if method == "none" else "2GiB")
+    assert (status, document["findings"][-1]["code"]) == (3, "FT601")
+    assert ("quantization.method: nf4" in document["findings"][-1]["help"]) == proposed
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ftcli.pipeline import build
 from ftcli.run.completions import Completions
 from tests.e2e.conftest import User
 
@@ -45,11 +46,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": {"gradient_checkpointing": "selective", "uncheckpointed_layers": 1},
         "grpo": {"loss_type": "cispo", "epsilon_high": 5.0},
     },
-    "full": {"lora": None, "grpo": {"loss_type": "grpo"}, "train": {"gradient_checkpointing": "offload"}},
+    "full, with a reference": {
+        "lora": None, "grpo": {"loss_type": "grpo", "beta": 0.1}, "train": {"gradient_checkpointing": "offload"},
+    },
     "full, on the kernels' torch form": {
         "lora": None,
         "model": {"kernels": "reference", "dtype": "bfloat16"},
         "train": {"pure_bf16": True, "bf16_stochastic_round": True},
+        "grpo": {"beta": 0.1},
     },
     "DoRA on a few layers, plateau": {
         "train": {
@@ -104,6 +108,43 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
     assert [
         finding["message"] for finding in document["findings"] if finding["code"] == code and said in finding["message"]
     ]
+
+
+@pytest.mark.parametrize(("lora", "loaded"), [(None, 2), ({"r": 4}, 1)])
+def test_the_reference_is_what_the_run_started_from(
+    lora: dict[str, Any] | None, loaded: int, narrow: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full fine-tuning a second model of the same base, loaded in the same way, from which the first step is at no
+    distance; also after training went on from a checkpoint.
+    """
+    calls: list[tuple[Any, ...]] = []
+    load = build.load_model
+    monkeypatch.setattr(build, "load_model", lambda *args, **how: calls.append((*args, how)) or load(*args, **how))
+    change = {"train": {"max_steps": 3, "gradient_accumulation_steps": 1}, "checkpoint": {"every_steps": 2}}
+    recipe = narrow.recipe("r", **change, grpo={**GRPO, "beta": 0.1}, data=DATA, lora=lora)
+    narrow.done("grpo", recipe)
+    narrow.goes_on_alike("r", recipe, "grpo")
+    assert len(calls) == 2 * loaded
+    assert all(call == calls[0] for call in calls)
+    first, *later = (line["kl"] for line in narrow.metrics("r") if "loss" in line)
+    assert first == 0.0
+    assert all(kl > 1e-6 for kl in later)
+
+
+@pytest.mark.parametrize("longest", [1, 5])
+def test_micro_batches_whose_completions_are_all_cut_off(longest: int, narrow: User) -> None:
+    """With one token all are, in every step; with five, here, those of the first micro-batch."""
+    grpo = {**GRPO, "max_completion_length": longest, "mask_truncated_completions": True}
+    grpo["early_stopping"] = {"entropy": {"min_entropy": 0.1, "patience": 1}}
+    train = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    done = narrow.done("grpo", narrow.recipe("r", train=train, grpo=grpo, data=DATA))
+    assert done["steps"] == 2  # nothing to learn from is no collapse
+    lines = [line for line in narrow.metrics("r") if "loss" in line]
+    cut_off = [line["completions/clipped_ratio"] == 1.0 for line in lines]
+    assert all(cut_off) or longest == 5
+    assert [line["entropy"] == 0.0 for line in lines] == cut_off
+    record = json.loads((narrow.folder / "r" / "manifest.json").read_text())
+    assert "log_probs" not in record if all(cut_off) else record["log_probs"]["tokens"] > 0
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,9 @@ def _remedy(verdict: Verdict) -> str:
     if verdict.change is not None:
         change = f"{verdict.change} ({gib(verdict.change.total_bytes)} GiB)"
         return f"{change}; {where}" if where else change
-    nothing = "no batch size, length or checkpointing makes it fit; use a smaller model"
-    return f"{nothing}, or another GPU: {where}" if where else nothing
+    nothing = "no batch size, length or checkpointing makes it fit"
+    instead = "use a smaller model" if verdict.gpus is None else f"use --gpus {verdict.gpus}, or a smaller model"
+    return f"{nothing}; {instead}, or another GPU: {where}" if where else f"{nothing}; {instead}"
 
 
 def output_findings(context: Context, output_dir: Path) -> Findings:

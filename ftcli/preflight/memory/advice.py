@@ -21,9 +21,10 @@ from ftcli.preflight.memory.candidates import (
     shorter,
     smaller_batches,
 )
+from ftcli.preflight.memory.engine import choose_engine
 from ftcli.preflight.memory.setup import Setup
 from ftcli.preflight.memory.terms import EVALUATION, Phase
-from ftcli.tables import quantizations
+from ftcli.tables import engines, quantizations
 
 #: What a pass costs however few tokens it has, in tokens: launches, weights read and dequantised, half-filled tiles.
 #: An assumption, not a measurement: half the batch costs 3% at 8192 tokens, 11% at 2048 and 33% at 512.
@@ -58,7 +59,9 @@ class Verdict:
 
     Attributes:
         available_bytes: None, with ``level`` unknown, where the device does not say how much it has.
-        change: The cheapest change that fits; None when the recipe fits as it is, or nothing helps.
+        change: The cheapest change that fits or, where none does, only just; None when the recipe fits as it is, or
+            nothing helps.
+        gpus: How many GPUs of this kind fit the recipe, where no change does on as many as it has; else None.
         fitting_gpus: GPUs of the device table that fit the recipe as it is, smallest first.
     """
 
@@ -67,6 +70,7 @@ class Verdict:
     available_bytes: int | None
     change: RecipeChange | None = None
     fitting_gpus: tuple[str, ...] = ()
+    gpus: int | None = None
 
     def as_dict(self) -> JsonObject:
         """What JSON says of it; the change's settings as ``--set`` would take them."""
@@ -84,7 +88,9 @@ def verdict_on(found: Candidate) -> Verdict:
     needed, available = found.estimate.total_bytes, found.setup.device.available_bytes
     if found.level in ("fits", "unknown"):
         return Verdict(found.level, needed, available)
-    return Verdict(found.level, needed, available, _cheapest(found.setup), _gpus_that_fit(found.setup))
+    change = _cheapest(found.setup, even_tight=found.level == "does not fit")
+    gpus = _how_many_fit(found.setup) if change is None else None
+    return Verdict(found.level, needed, available, change, _gpus_that_fit(found.setup), gpus)
 
 
 def savings(setup: Setup, phases: Collection[Phase] = ()) -> tuple[Saving, ...]:
@@ -120,31 +126,48 @@ def _by_time(setup: Setup, changes: Iterable[Settings]) -> list[Settings]:
     return sorted(changes, key=lambda settings: relative_time(setup.changed(settings)))
 
 
-def _cheapest(setup: Setup) -> RecipeChange | None:
+def _cheapest(setup: Setup, *, even_tight: bool) -> RecipeChange | None:
     always: Settings = {}
     if setup.recipe.model.dtype == "bfloat16" and not setup.device.has_bfloat16:
         always = {"model.dtype": "auto"}
         setup = setup.changed(always)
+    tight = None
     for settings in _changes_that_may_fit(setup):
-        found = _fitting(setup, settings)
-        if found is not None:
-            return RecipeChange({**always, **found.settings}, found.total_bytes)
-    return None
+        found = _with_fewer_evaluated(setup, settings)
+        if found is None or not found.settings:
+            continue
+        change = RecipeChange({**always, **found.settings}, found.estimate.total_bytes)
+        if found.level == "fits":
+            return change
+        if even_tight and tight is None and found.level == "tight":
+            tight = change
+    return tight
 
 
-def _fitting(setup: Setup, settings: Settings) -> RecipeChange | None:
-    """The change if it fits. Where only evaluation is too large, with a smaller evaluation batch."""
+def _with_fewer_evaluated(setup: Setup, settings: Settings) -> Candidate | None:
+    """The change; where evaluation is what is too large, with an evaluation batch that fits, or the smallest one."""
     settings = dict(settings)
     while True:
         found = candidate(setup, settings)
-        if found is None:
-            return None
-        if found.level == "fits":
-            return RecipeChange(settings, found.estimate.total_bytes) if settings else None
+        if found is None or found.level == "fits":
+            return found
         rows = found.setup.recipe.eval.per_device_eval_batch_size
         if found.estimate.peak != EVALUATION or rows == 1:
-            return None
+            return found
         settings = {**settings, "eval.per_device_eval_batch_size": rows // 2}
+
+
+def _how_many_fit(setup: Setup) -> int | None:
+    """Of 2, 4 or 8 GPUs, which spread the weights where the method and the recipe allow it."""
+    if not setup.trains or setup.device.kind != "cuda":
+        return None
+    for count in (2, 4, 8):
+        if count > setup.ranks:
+            on_all = setup.changed({"launch.num_processes": count, "launch.engine": engines.AUTO})
+            found = candidate(choose_engine(on_all))
+            if found is not None and found.level in ("fits", "tight"):
+                return count
+    return None
 
 
 def _changes_that_may_fit(setup: Setup) -> Iterator[Settings]:

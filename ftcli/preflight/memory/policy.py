@@ -121,9 +121,10 @@ def with_graphs_that_fit(setup: Setup) -> Setup:
     """The setup; without CUDA graphs where their memory, and nothing else, is what makes a run tight or too large."""
     if not setup.trains or not setup.graphed:
         return setup
-    found, other = candidate(setup), candidate(setup, _WITHOUT)
+    without = replace(setup, graphs_fit=False)
+    found, other = candidate(setup), candidate(without)
     worse = found is not None and other is not None and found.level != other.level
-    return setup.changed(_WITHOUT) if worse else setup
+    return without if worse else setup
 
 
 def _tried(setup: Setup) -> list[TriedPolicy]:

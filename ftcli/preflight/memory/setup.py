@@ -64,6 +64,7 @@ class Setup:
         work: What is done with the model. Evaluation and export have no backward pass.
         method: How the recipe trains.
         hosts: Machines that its processes are on, as many on each.
+        graphs_fit: Whether there is memory for CUDA graphs.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class Setup:
     work: Work
     method: Method
     hosts: int = 1
+    graphs_fit: bool = True
 
     @property
     def shape(self) -> ModelShape:
@@ -101,6 +103,8 @@ class Setup:
             return "nothing is trained"
         if self.facts.shape is None:  # what a method computes at a time is counted with it
             return self.facts.why_no_shape
+        if not self.graphs_fit:
+            return "there is no room for their memory"
         return why_no_graphs(self.recipe, self.facts, self.execution, tokens=self.tokens)
 
     @property

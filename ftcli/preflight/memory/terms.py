@@ -51,6 +51,13 @@ EVALUATION: Final = "evaluation"
 EXPORT: Final = "export"
 #: What connections between GPUs take, outside of torch's allocator: 770 MiB between two H200 (NCCL of torch 2.11).
 _NCCL_BYTES = 800 * 2**20
+#: What CUDA graphs hold beside the piece that is taken for their layers: of streams of their own, in small pieces. 0.2
+#: to 0.4 GiB on an H200, in four runs without quantised weights (docs/performance.md).
+_GRAPH_STREAMS_BYTES = 250 * 2**20
+#: Share of the activations by which the graphs' pool grows where dequantised weights come and go between tensors that
+#: stay: the gaps are filled with smaller ones. Best fit in one piece, in a layer's order, leaves 4 to 8% (Gemma-2-9B,
+#: Llama-3.1-8B and Qwen3-8B, 1024 to 4096 tokens) and nothing where the weights lie there.
+_GRAPH_GAPS = 0.07
 _TRAINING: tuple[Phase, ...] = (FORWARD, BACKWARD, END, STEP)
 
 
@@ -182,6 +189,8 @@ def _what_a_step_allocates(setup: Setup, settled: MemoryDecisions) -> Iterator[T
     yield Term("activations", activations, phases)
     if setup.graphed and not setup.wholly_graphed:
         yield Term("graph pool", graph_pool(setup, settled), phases_of(setup), lasting=True)
+    if setup.graphed:
+        yield Term("graph gaps", _graph_gaps(setup, activations, dense), phases_of(setup), lasting=True)
     yield Term("hidden states", states, (FORWARD,) if on_kernels else (FORWARD, BACKWARD))
     loss_of_method = setup.method_memory.loss_bytes
     loss = _cross_entropy(setup, tokens, training=True) if loss_of_method is None else loss_of_method
@@ -216,6 +225,14 @@ def graph_pool(setup: Setup, settled: MemoryDecisions) -> int:
     layer, whole = held_by_layers(setup, setting, settled.offloaded)
     a_token = max(layer.workspace, whole.workspace) + (_kept(setup, layer, whole) + _shared(setup)) / setup.tokens
     return int(setup.graph_tokens * a_token) + _dequantized(setup, settled)
+
+
+def _graph_gaps(setup: Setup, activations: int, dense: int) -> int:
+    """What CUDA graphs hold beyond what their layers allocate at once: on other streams; and in their pool, where
+    weights are dequantised, a matrix of them at least.
+    """
+    gaps = max(dense, int(_GRAPH_GAPS * activations * setup.graph_tokens / setup.tokens)) if dense else 0
+    return gaps + _GRAPH_STREAMS_BYTES
 
 
 def held_by_layers(setup: Setup, setting: ActivationSettings, offloaded: Offloaded) -> tuple[HeldBytes, HeldBytes]:

@@ -127,6 +127,38 @@ def test_where_nothing_helps_a_gpu_is_named(case: Callable[..., Case]) -> None:
     assert "t4" not in verdict.fitting_gpus
 
 
+@pytest.mark.parametrize("share", [0.8, 0.97])
+@pytest.mark.parametrize("work", ["train", "eval"])
+def test_a_smaller_evaluation_batch_is_proposed_where_it_makes_the_run_fit(
+    work: str, share: float, case: Callable[..., Case]
+) -> None:
+    """Also where it fits only just, and nothing does better."""
+    text = LORA + "data: {train: [a], eval: [b], max_seq_len: 256}\neval: {tasks: [{use: exact_match}]}\n"
+    many = case("google/gemma-2-2b", text, "eval.per_device_eval_batch_size=256")
+    least = case("google/gemma-2-2b", text, "eval.per_device_eval_batch_size=1").estimate("h100", work).total_bytes
+    verdict = many.verdict(replace(GPUS["h100"], memory_bytes=int(least / share)), work)
+    assert verdict.level == "does not fit"
+    assert "eval.per_device_eval_batch_size" in verdict.change.settings
+    assert verdict.change.total_bytes <= least / share
+
+
+def test_more_gpus_are_proposed_where_no_change_makes_one_enough(
+    case: Callable[..., Case], context: Callable[..., Any]
+) -> None:
+    made = case(
+        "meta-llama/Llama-3.1-70B", LORA + ROWS, "quantization.method=nf4", "train.gradient_checkpointing=offload"
+    )
+    verdict = made.verdict("rtx4090")
+    assert (verdict.change, verdict.gpus) == (None, 4)
+    (finding,) = memory_and_disk.memory_findings(
+        context(""), made.estimate("rtx4090"), verdict, named_device("rtx4090")
+    )
+    assert "--gpus 4" in finding.help
+    assert "nf4" not in finding.help
+    whole = case("meta-llama/Llama-3.1-70B", ROWS, "train.gradient_checkpointing=offload", "lora=null")
+    assert whole.verdict("l4").gpus is None  # eight of them are too small
+
+
 def test_a_gpu_without_bfloat16_gets_proposals_it_can_run(case: Callable[..., Case]) -> None:
     verdict = case("google/gemma-2-2b", LORA + ROWS, "model.dtype=bfloat16").verdict("t4")
     if verdict.change is not None:

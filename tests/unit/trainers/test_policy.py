@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -263,6 +263,33 @@ def test_a_batch_without_any_advantage_steps_with_zero_gradients(both: Both) -> 
     trained = [p for p in both.model.parameters() if p.requires_grad]
     assert all(p.grad is not None and not p.grad.any() for p in trained)
     assert len(both.ours._metrics["train"]["entropy"]) == before  # there is none to tell
+
+
+@pytest.mark.parametrize(
+    ("cut", "silent", "beta"),
+    [([1, 4], False, 0.0), ([1, 4], True, 0.04), (range(6), False, 0.0), (range(6), True, 0.0)],
+)
+def test_entropy_of_what_masked_completions_leave_is_trls(
+    both: Both, cut: Sequence[int], silent: bool, beta: float
+) -> None:
+    """Of nothing it is 0, whether rows have an advantage or not."""
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=beta, epsilon_high=0.2)
+    inputs = batch(silent=silent)
+    inputs["completion_mask"] = inputs["completion_mask"].index_fill(0, torch.tensor(list(cut)), 0)
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    loss, _, mean = both.of_ours(inputs, "padded")
+    wanted, _, wanted_mean = both.of_theirs(inputs)
+    torch.testing.assert_close(loss, wanted, rtol=2e-2, atol=1e-2)
+    assert mean == pytest.approx(wanted_mean, rel=2e-2, abs=0)
+
+
+def test_entropy_of_rows_without_advantage_is_not_told(both: Both) -> None:
+    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
+    inputs = batch()
+    inputs["completion_mask"] = inputs["completion_mask"].index_fill(0, torch.tensor([0, 1, 4, 5]), 0)
+    before = list(both.ours._metrics["train"]["entropy"])
+    both.ours._compute_loss(both.model, inputs)
+    assert both.ours._metrics["train"]["entropy"] == before
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(both: Both) -> None:
