@@ -101,8 +101,8 @@ def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 @contextmanager
 def library_environment(session: Session) -> Iterator[None]:
-    """While a command runs: no network with ``--offline``, no bars of other libraries where there is no terminal, and as
-    many threads as there are cores for it, unless OMP_NUM_THREADS is set.
+    """While a command runs: no network with ``--offline``, no bars of other libraries where there is no terminal, and
+    as many threads as there are cores for it, unless OMP_NUM_THREADS is set.
 
     Must be entered before transformers or huggingface_hub are imported, which read these variables only then.
     """
