@@ -1,6 +1,4 @@
-"""What no test waits for: the disk, git's answer about this checkout, the machine's rate of products, and what libraries
-ask again in each step.
-"""
+"""What no test waits for: the disk, git's answer about this checkout, the rate of products, what libraries ask again."""
 
 from __future__ import annotations
 
