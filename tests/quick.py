@@ -1,4 +1,4 @@
-"""What no test waits for: the disk, git's answer about this checkout, the rate of products, what libraries ask again."""
+"""What no test waits for: the disk, git's answer about this checkout, the rate of products, what libraries ask anew."""
 
 from __future__ import annotations
 
