@@ -29,6 +29,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# One thread, as in the tests: on a machine where others work, the threads of one small product wait for each other.
+smoke: export OMP_NUM_THREADS := 1
 smoke: install
 	$(FTCLI) train recipes/smoke.yaml --resume never
 	$(FTCLI) eval recipes/smoke.yaml --run $(SMOKE)

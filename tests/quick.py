@@ -1,4 +1,4 @@
-"""What no test waits for: the disk, git's answer about this checkout, and what libraries ask again in each step."""
+"""What no test waits for: the disk, git's answer about this checkout, the rate of products, what libraries ask anew."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def unflushed(file: int) -> None:
 
 
 def without_waiting(patch: pytest.MonkeyPatch) -> None:
-    """Nothing is flushed, and git is asked once whether this checkout is changed: three processes, for each run's
-    manifest.
+    """Nothing is flushed, git is asked once whether this checkout is changed: three processes, for each run's manifest;
+    and each dtype's rate, which takes a CPU without instructions for it two seconds, is measured once.
     """
     from ftcli.run import manifest
 
@@ -30,6 +30,9 @@ def without_waiting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "fsync", unflushed)
     patch.setattr(manifest, "git_state", lambda folder: once() if folder == ROOT else ask(folder))
     if "torch" in sys.modules:
+        from ftcli.trainers import bench
+
+        patch.setattr(bench, "measure_matmul_rate", functools.cache(bench.measure_matmul_rate))
         _seed_only_what_is_there(patch)
     if "accelerate" in sys.modules:
         from accelerate.utils import imports

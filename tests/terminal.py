@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from tests.e2e.drill import Server
 
 #: Of one wait. Loading the libraries takes some ten seconds where several tests share a core.
-SECONDS = 120.0
+SECONDS = 600.0
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
 
@@ -72,7 +72,7 @@ class Terminal:
         """Kills all that runs in the terminal."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=600)
         os.close(self._own)
 
     def _read(self, until: float) -> bool:

@@ -15,6 +15,7 @@ from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
 from ftcli.cli.streams import unfailing
+from ftcli.facts.device import usable_cores
 from ftcli.paths import expanded
 from ftcli.reporting import Session
 from ftcli.tables import loggers
@@ -100,11 +101,13 @@ def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 @contextmanager
 def library_environment(session: Session) -> Iterator[None]:
-    """While a command runs: no network with ``--offline``, no bars of other libraries where there is no terminal.
+    """While a command runs: no network with ``--offline``, no bars of other libraries where there is no terminal, and
+    as many threads as there are cores for it, unless OMP_NUM_THREADS is set.
 
     Must be entered before transformers or huggingface_hub are imported, which read these variables only then.
     """
     wanted = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    wanted["OMP_NUM_THREADS"] = str(usable_cores())  # torch, MKL, OpenBLAS and Arrow count those of the host otherwise
     for name in loggers.names():
         wanted |= loggers.row(name).environment
     if session.offline:

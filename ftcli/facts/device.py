@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -204,8 +204,9 @@ def cpu_device() -> DeviceFacts:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: its affinity, and no more than the share that its control group has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *_cgroup_cores()]))
 
 
 def _published(driver_name: str) -> DeviceFacts | None:
@@ -242,6 +243,25 @@ def _ram() -> tuple[int | None, int | None]:
     return total, free
 
 
+def _cgroup_cores() -> Iterator[int]:
+    """Whole cores of each quota that limits this process: a container's, and those of groups around its own."""
+    groups = _text(Path("/proc/self/cgroup")).splitlines()
+    folder = Path("/sys/fs/cgroup", *(line.removeprefix("0::/") for line in groups if line.startswith("0::/")))
+    first = Path("/sys/fs/cgroup/cpu")  # of the first version
+    quotas = [_text(place / "cpu.max") for place in (folder, *folder.parents)]
+    for each in (*quotas, f"{_text(first / 'cpu.cfs_quota_us')} {_text(first / 'cpu.cfs_period_us')}"):
+        quota, _, period = each.partition(" ")
+        if quota.isdigit() and period.isdigit():  # "max" and "-1" say that there is none
+            yield int(quota) // max(1, int(period))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def _meminfo(path: Path) -> dict[str, int]:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
@@ -259,10 +279,7 @@ def _sysconf_total() -> int | None:
 
 
 def _cgroup_bytes(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    text = _text(path)
     return int(text) if text.isdigit() else None
 
 

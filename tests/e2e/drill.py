@@ -23,7 +23,8 @@ from typing import Any
 
 from tests.e2e.drill_client import ask, number
 
-_SECONDS = 60.0
+#: Of one wait, which only a hang takes.
+_SECONDS = 600.0
 
 
 @dataclass
@@ -52,6 +53,10 @@ class Drill:
     def until(self, path: Path) -> None:
         """Waits for a file or folder to appear."""
         self._until(path.exists)
+
+    def until_said(self, text: str) -> None:
+        """Waits for words of it."""
+        self._until(lambda: text in self.said)
 
     def _until(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SECONDS
@@ -168,4 +173,4 @@ class Server:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(10)
+        self._process.wait(_SECONDS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.e2e.drill_clean import connect
 
-_SECONDS = 60.0
+_SECONDS = 600.0
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _BLOCK = 1 << 16
 

@@ -23,9 +23,9 @@ class Ranks:
     drills: tuple[Drill, ...]
     folder: Path
 
-    def ended(self, seconds: float = 60.0) -> list[int]:
+    def ended(self) -> list[int]:
         """The exit statuses, in order of the ranks."""
-        statuses = [drill.wait(seconds) for drill in self.drills]
+        statuses = [drill.wait() for drill in self.drills]
         for rank, drill in enumerate(self.drills):
             assert "Traceback" not in drill.said, drill.said
             own = [line for line in drill.said.splitlines() if not _OF_TORCH.match(line)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_what_fails_on_one_rank_ends_all_of_them_with_its_exit_code(
     rank: int, prepared: tuple[Any, ...], status: int, words: tuple[str, ...], drills: Drills
 ) -> None:
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared={rank: (prepared,)})
-    assert ranks.ended(30)[0] == status, ranks.said
+    assert ranks.ended()[0] == status, ranks.said
     for word in words:
         assert word in ranks.said
     assert ranks.said.count("error[") == 1
@@ -116,9 +115,7 @@ def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) 
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
     (ranks.folder / "lost-1").write_text("SIGKILL")  # as its launcher says
-    began = time.monotonic()
-    assert ranks.drills[0].wait(20) == 75, ranks.said
-    assert time.monotonic() - began < 10
+    assert ranks.drills[0].wait() == 75, ranks.said
     assert "rank 1 was killed by SIGKILL" in ranks.said, ranks.said[-2000:]
     assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
     assert drills.status("r")["state"] == "preempted"
@@ -142,7 +139,7 @@ def test_a_rank_that_hangs_is_named_while_it_is_waited_for_and_given_up_in_the_e
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
     ranks.drills[0].release()
-    assert ranks.drills[0].wait(20) == 75, ranks.said
+    assert ranks.drills[0].wait() == 75, ranks.said
     ranks.drills[1].signal(signal.SIGKILL)
     assert "waiting for rank 1 (" in ranks.said
     assert "rank 1 has given no sign of life for 1 s" in ranks.said

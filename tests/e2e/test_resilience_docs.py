@@ -28,7 +28,7 @@ class Loop:
 
     def wait(self) -> tuple[int, str]:
         """Its status, and what it said."""
-        status = self.process.wait(60)
+        status = self.process.wait(600)
         return status, self.log.read_text(encoding="utf-8")
 
 
@@ -48,7 +48,7 @@ def loop(recipe: str, shell: dict[str, str], folder: Path) -> Iterator[Loop]:
 
 def signal_training(running: Loop, run: Path, number: int, after: int) -> int:
     """Sends a signal to the process that trains, once it has made a step beyond ``after``; the step."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and running.process.poll() is None:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1] if (run / "metrics.jsonl").exists() else []
         step = json.loads(lines[-1])["step"] if lines else 0
@@ -92,7 +92,7 @@ def test_the_loop_gives_up_on_a_bad_recipe(drills: Drills, shell: dict[str, str]
 
 def test_a_signal_to_the_loop_reaches_training_and_ends_the_loop_with_75(drills: Drills, shell: dict[str, str]) -> None:
     with loop(drills.recipe("r", train={"max_steps": 500}, **NO_EVAL), shell, drills.folder) as running:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while "train 2/500" not in running.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         running.process.send_signal(signal.SIGTERM)

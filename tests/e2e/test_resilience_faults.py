@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -295,12 +296,14 @@ def test_killed_at_random_moments_a_run_that_saves_in_every_step_is_the_same_run
     }
     whole = drills.whole(**change)
     recipe = drills.recipe("r", **change)
-    chance = random.Random(11)
+    chance, killed = random.Random(11), 0
     for kill in range(3):
         drill = drills.start(recipe)
         drill.until(drills.folder / f"r/checkpoints/step-{2 * kill + 1:08d}")
         time.sleep(chance.uniform(0, 0.1))
-        drill.signal(signal.SIGKILL)
-        assert drill.wait() == -signal.SIGKILL, "it was too quick for this drill"
+        with contextlib.suppress(ProcessLookupError):  # it may have ended on a quick machine
+            drill.signal(signal.SIGKILL)
+        killed += drill.wait() == -signal.SIGKILL
+    assert killed, "it was too quick for this drill"
     drills.run(recipe)
     drills.require_same_run("r", whole)

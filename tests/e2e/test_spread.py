@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ def test_what_fails_on_one_rank_ends_all_of_them(
 ) -> None:
     recipe = drills.recipe("r", **merged(UNTESTED, {"checkpoint": {"every_steps": 3}}))
     ranks = start_ranks(drills, recipe, 2, prepared={1: (prepared,)})
-    assert ranks.ended(30)[0] == status, ranks.said
+    assert ranks.ended()[0] == status, ranks.said
     for word in words:
         assert word in ranks.said
     assert ranks.said.count("error[") == 1
@@ -193,10 +192,8 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
     (ranks.folder / "lost-1").write_text("SIGKILL")
-    began = time.monotonic()
     others = [drill for rank, drill in enumerate(ranks.drills) if rank != 1]
-    assert [drill.wait(20) for drill in others] == [75] * (count - 1), ranks.said
-    assert time.monotonic() - began < 10
+    assert [drill.wait() for drill in others] == [75] * (count - 1), ranks.said
     assert "rank 1 was killed by SIGKILL" in ranks.said
     kept = ["step-00000002"] if change is FULL else ["step-00000002", "step-00000003"]
     assert drills.checkpoints("r") == kept
@@ -204,11 +201,12 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_step_is_named(
 
 
 def test_a_rank_that_hangs_while_weights_are_put_together_is_given_up(drills: Drills) -> None:
-    prepared = {0: (("impatient", 3.0),), 1: (("pause", STEP, 3),)}
+    prepared = {0: (("hurried",),), 1: (("pause", STEP, 3),)}
     ranks = start_ranks(drills, drills.recipe("r", **UNTESTED), 2, prepared=prepared)
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGSTOP)
-    assert ranks.drills[0].wait(30) == 75, ranks.said
+    ranks.drills[0].release()
+    assert ranks.drills[0].wait() == 75, ranks.said
     ranks.drills[1].signal(signal.SIGKILL)
     assert "error[FT710]" in ranks.said
     assert "rank 1 has" in ranks.said

@@ -41,7 +41,7 @@ def started(server: Server, folder: Path, *more: str, shortcuts: Sequence[list[s
 
 
 def ended(process: subprocess.Popen[str], status: int) -> dict[str, Any]:
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == status, err
     assert "Traceback" not in err
     document: dict[str, Any] = json.loads(out)
@@ -53,7 +53,7 @@ def test_a_sweep_is_stopped_and_goes_on(tmp_path: Path, drill_server: Server) ->
     values = merged({**RECIPE, "model": NARROW}, LONG)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
     process = started(drill_server, tmp_path)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while not list((tmp_path / FIRST / "checkpoints").glob("step-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

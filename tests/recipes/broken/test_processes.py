@@ -1,14 +1,13 @@
-"""The same through a process of its own: status, no traceback, and an answer within a second.
+"""The same through a process of its own: status, no traceback, and little work.
 
-Seconds are those of the processor: what others do on a machine at the same time is no property of ftcli.
-docs/performance.md has wall-clock times of an idle machine.
+Work is counted in calls of Python functions, which are as many on every machine: a million take less than a second, the
+import of torch alone has several. docs/performance.md has wall-clock times of an idle machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -27,32 +26,41 @@ CASES = [
 ]
 
 
-def timed(argv: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    """One run, and the processor seconds that it took."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+COUNTING = """
+import sys
+from pathlib import Path
+count = 0
+def called(frame, event, argument):
+    global count
+    count += event == "call"
+sys.setprofile(called)
+from ftcli.cli.app import main
+status = main()
+sys.setprofile(None)
+Path("calls").write_text(str(count))
+sys.exit(status)
+"""
+
+
+def counted(argv: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], int]:
+    """One run, and the calls that it took."""
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from ftcli.cli.app import main; sys.exit(main())", *argv],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", COUNTING, *argv], cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done, int((folder / "calls").read_text())
 
 
 @pytest.mark.parametrize(("argv", "text", "code"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
 def test_answer_of_a_process(tmp_path: Path, argv: list[str], text: str | None, code: str) -> None:
     with (tmp_path / "r.yaml").open("w") as stream:
         stream.truncate(100 * 2**20) if text is None else stream.write(text)
-    done, seconds = timed(argv, tmp_path)
+    done, calls = counted(argv, tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert f"error[{code}]" in done.stderr
     assert "help: " in done.stderr
     assert "Traceback" not in done.stderr
-    assert seconds < 1.0
+    assert calls < 1_000_000
 
 
 def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
@@ -62,12 +70,12 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path: Path) -> None:
         "print(sorted(heavy), file=sys.stderr); sys.exit(status)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0
     assert "Commands:" in done.stdout
     assert done.stderr.strip() == "[]"
-    assert any(timed(["--help"], tmp_path)[1] < 0.3 for _ in range(3))
+    assert counted(["--help"], tmp_path)[1] < 200_000
 
 
 def test_bad_recipe_is_refused_without_torch(tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ def test_bad_recipe_is_refused_without_torch(tmp_path: Path) -> None:
         "print('torch' in sys.modules); sys.exit(status)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2
     assert done.stdout.strip() == "False"
@@ -94,7 +102,7 @@ def test_a_model_of_which_nothing_is_here_is_checked_without_torch(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-c", code, str(recipe)],
         cwd=tmp_path, env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert done.stderr.splitlines()[-1] == "False"

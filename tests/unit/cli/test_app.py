@@ -228,7 +228,7 @@ def test_output_for_a_terminal_without_unicode(tmp_path: Path) -> None:
     code = "import sys; from ftcli.cli.app import main; sys.exit(main(['check', 'r.yaml']))"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=60
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=False, timeout=600
     )
     assert done.returncode == 2
     assert b"error[FT208]" in done.stderr

@@ -107,7 +107,7 @@ def asked(answers: str, *argv: str) -> tuple[int, str]:
             text=True,
         )
         os.write(owner, answers.encode())
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
         return process.returncode, err
     finally:
         os.close(owner)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +14,7 @@ import pytest
 
 from ftcli.cli.environment import library_environment
 from ftcli.cli.streams import unfailing
-from ftcli.reporting import Session
+from ftcli.reporting import Session, SilentReporter
 from tests.e2e.drill import Server
 
 RECIPE = """
@@ -122,3 +123,32 @@ def test_what_launchers_leave_has_no_effect_and_is_told(monkeypatch: pytest.Monk
     assert left.items() <= os.environ.items()
     (line,) = heard.lines
     assert "one process is used: ACCELERATE_USE_FSDP, LOCAL_RANK, WORLD_SIZE" in line
+
+
+@pytest.mark.parametrize(("named", "threads"), [(None, "3"), ("5", "5")])
+def test_libraries_start_as_many_threads_as_there_are_cores_for_them(
+    named: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with three of the host's cores has three threads; a number that somebody has set stays."""
+    monkeypatch.setattr("ftcli.cli.environment.usable_cores", lambda: 3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", named)
+    with library_environment(Session(reporter=SilentReporter())):
+        assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ.get("OMP_NUM_THREADS") == named
+
+
+def test_torch_takes_the_number_that_it_is_given(tmp_path: Path) -> None:
+    """In a new process, which has one core of the machine's: torch itself knows of no quota."""
+    program = (
+        "from ftcli.cli import environment; from ftcli.reporting import Session, SilentReporter\n"
+        "environment.usable_cores = lambda: 1\n"
+        "with environment.library_environment(Session(reporter=SilentReporter())):\n"
+        "    import torch; print(torch.get_num_threads())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "1\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -56,7 +57,7 @@ def _renderer(tmp_path: Path, template: str) -> Renderer:
 
 @pytest.mark.parametrize("name", FAILS)
 def test_a_template_that_fails_refuses_the_row(tmp_path: Path, name: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(FtcliError) as caught:
         _renderer(tmp_path, FAILS[name]).text(CHAT, ROW)
     finding = caught.value.findings[0]
@@ -64,7 +65,7 @@ def test_a_template_that_fails_refuses_the_row(tmp_path: Path, name: str) -> Non
     assert finding.help
     assert finding.origin == ROW.origin
     assert len(finding.message) < 1000
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 60  # what doubles 60 times ends in no time that there is
 
 
 @pytest.fixture
@@ -74,29 +75,40 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_template_that_does_not_end_is_stopped_once(tmp_path: Path, name: str, impatient: None) -> None:
+def test_a_template_that_does_not_end_is_stopped_once(
+    tmp_path: Path, name: str, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     renderer = _renderer(tmp_path, SLOW[name])
-    begun = time.process_time()
+    limited, runs = limits.limited_template, []
+
+    def counted(*given: float) -> contextlib.AbstractContextManager[None]:
+        runs.append(given)
+        return limited(*given)
+
+    monkeypatch.setattr(limits, "limited_template", counted)
     for number in (1, 2):
         with pytest.raises(FtcliError, match="FT422: the chat template was stopped") as caught:
             renderer.text(CHAT, Row("rows.jsonl", number, {}))
         assert caught.value.exit_code == ExitCode.DATA
-        assert time.process_time() - begun < 2  # the second row does not run it again
+    assert len(runs) == 1
 
 
-def test_a_template_that_is_slow_again_and_again_is_stopped(tmp_path: Path, impatient: None) -> None:
-    renderer = _renderer(tmp_path, "{% for a in range(99999) %}{% endfor %}" * 20 + "{{ messages[0].content }}")
-    begun, number = time.process_time(), 0
+def test_a_template_that_is_slow_again_and_again_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it has wasted in all: the last time takes no longer than the first."""
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.5)
+    allowance = limits.Allowance()
 
-    def again() -> None:
-        nonlocal number
-        while time.process_time() - begun < 4:
-            number += 1
-            renderer.render(CHAT, ROW)
+    def write() -> str:
+        begun = time.process_time()
+        while time.process_time() - begun < 0.3:
+            pass
+        return "text"
 
-    with pytest.raises(FtcliError, match="too slow"):
-        again()
-    assert number > 2
+    assert allowance.run(10, write) == "text"
+    with contextlib.suppress(TemplateStopped):
+        allowance.run(10, write)
+    with pytest.raises(TemplateStopped, match="too slow"):
+        allowance.run(10, write)
 
 
 def test_time_and_memory_are_bounded() -> None:

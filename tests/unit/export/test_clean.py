@@ -61,7 +61,7 @@ def test_the_program_is_found_and_ends_with_its_questions(tmp_path: Path) -> Non
     place = Path(process.__file__).parents[3]
     command = [sys.executable, "-P", "-c", process._START.format(place=str(place))]
     done = subprocess.run(
-        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -315,14 +315,14 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing(
         seen.append(folder)
         write_shards(folder, planned[:3], size)
         os.kill(os.getpid(), number)
-        time.sleep(60)
+        time.sleep(600)
 
     begin = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(merged_format, "write_shards", interrupted)
         with pytest.raises(StopRequested) as caught, stoppable("exporting"):
             exported(made.run)
-    assert time.monotonic() - begin < 50
+    assert time.monotonic() - begin < 500
     assert int(caught.value.exit_code) == (75 if number == signal.SIGTERM else 130)
     assert seen[0].parent == made.run.export_dir
     assert not list(made.run.export_dir.iterdir())

@@ -15,7 +15,7 @@ import torch
 from ftcli.config.model import Kernels
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts import device as device_module
-from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, named_device, probe_device
+from ftcli.facts.device import DEVICE_NAMES, GPUS, DeviceFacts, cpu_device, named_device, probe_device, usable_cores
 from ftcli.facts.execution import LayerChoice, choose_layers, why_no_kernels
 from ftcli.facts.precision import DtypePlan, plan_dtypes
 from ftcli.preflight.checks import machine
@@ -91,9 +91,31 @@ def test_the_cpu_has_the_memory_of_this_machine() -> None:
     assert cpu.memory_bytes is not None
     assert cpu.free_bytes is not None
     assert 0 < cpu.free_bytes <= cpu.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert cpu.multiprocessors == len(os.sched_getaffinity(0))
+    assert 1 <= cpu.multiprocessors <= len(os.sched_getaffinity(0))
     assert not cpu.probed
     assert cpu_device().probed
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"/sys/fs/cgroup/cpu.max": "max 100000"}, 8),
+        ({"/sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"/sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        ({"/sys/fs/cgroup/cpu.max": "6400000 100000"}, 8),
+        ({"/proc/self/cgroup": "0::/jobs/one", "/sys/fs/cgroup/jobs/one/cpu.max": "300000 100000"}, 3),
+        ({"/proc/self/cgroup": "1:cpu:/\n0::/jobs/one", "/sys/fs/cgroup/jobs/cpu.max": "300000 100000"}, 3),
+        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores_are_those_of_the_affinity_within_the_quota(
+    files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(device_module, "_text", lambda path: files.get(str(path), ""))
+    assert usable_cores() == cores
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +52,10 @@ def test_an_expression_that_never_ends_is_given_up_in_both(expression: str, monk
     evil = ("x" if "x" in expression else "a") * 5000 + "!"
     for options in ({"use": "regex", "pattern": expression}, {"use": "exact_match", "extract": expression}):
         (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
-        began = time.monotonic()
         assert reward.scores(["p"], [evil], {"answer": ["7"]}).failed == (0,)
         task = TaskConfig.model_validate(options)
         result = judge(task, AnsweredTask([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [evil]), open_judge(task))
         assert (result.rows, result.failed, result.samples[0].score) == (0, 1, None), "it is not judged, and that shows"
-        assert time.monotonic() - began < 5
     assert signal.getsignal(signal.SIGALRM) == handler
 
 

