@@ -48,7 +48,7 @@ def adapter_bytes(source: ExportSource, *, offline: bool) -> int:
 
 def model_bytes(source: ExportSource, *, offline: bool) -> int:
     """Bytes on disk of a complete model in ``export.dtype``, or in the base's dtypes."""
-    base = base_weights(source, offline=offline, known=True)  # others are refused by whoever writes
+    base = base_weights(source, offline=offline)
     wanted = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
 
     def size(name: str) -> int:

@@ -15,7 +15,8 @@ from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
-from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
+from ftcli.export.loading import held_base
+from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256, unusable
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.export.vocabulary import with_its_vocabulary
@@ -27,7 +28,7 @@ from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import weights_fingerprint
+from ftcli.run.held import hold_result, result_files
 from ftcli.tables import code_of, exports
 
 
@@ -106,7 +107,13 @@ def export_run(
             anything is, where the disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
-    found = replace(found, settings=settings or found.settings, verify=verify)
+    for finding in hold_result(source) if isinstance(source, RunDirectory) and checkpoint is None else ():
+        reporter.finding(finding)
+    try:
+        files = result_files(found.folder)
+    except OSError as error:
+        raise unusable(found.folder, f"{error.filename} cannot be read ({error.strerror})") from error
+    found = replace(found, settings=settings or found.settings, verify=verify, files=files)
     unsupported = [name for name in formats if name not in exports.supported()]
     if unsupported:
         raise _unsupported(unsupported[0])
@@ -120,6 +127,9 @@ def export_run(
     for name in skipped:
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
+    merging = any(exports.row(name).merges for name in wanted)
+    for finding in held_base(found, offline=offline) if merging else ():
+        reporter.finding(finding)
     with ExitStack() as stack:
         merges = any(exports.row(name).merges for name in made)
         whole = stack.enter_context(with_its_vocabulary(found, offline=offline)) if merges else found
@@ -234,11 +244,10 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
 
 def _made_of(source: ExportSource) -> JsonObject:
     """What an export is of: the same again would be written again."""
-    weights = [[each.name, each.bytes, each.sha256] for each in weights_fingerprint(source.folder)]
     settings, template = source.settings.model_dump(mode="json", exclude={"formats"}), source.chat_template
     return {
         "ftcli": __version__,
-        "weights": weights,
+        "files": source.files,
         "settings": settings,
         "template": template if template is None or not Path(template).is_file() else sha256(Path(template)),
         "verified": source.verify,

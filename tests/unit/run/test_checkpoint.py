@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import resource
@@ -260,3 +261,23 @@ def test_an_earlier_step_sets_later_ones_aside_and_deletes_none(checkpoints: Che
     assert [p.name for p in moved] == ["step-00000002.superseded-1", "step-00000003.superseded-1"]
     assert all(damage(p) is None for p in moved)
     assert checkpoints.newest() == checkpoints.path(1)
+
+
+def test_a_named_checkpoint_is_read_whole(checkpoints: Checkpoints) -> None:
+    path = save(checkpoints, 3, size=5 << 20)
+    assert checkpoints.named("3") == path
+    listed = json.loads((path / "complete.json").read_text())["files"]
+    assert [sorted(each) for each in listed] == [["bytes", "name", "sha256_of_blocks"]] * 2
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"x")
+    with pytest.raises(FtcliError, match=r"model\.safetensors differs") as caught:
+        checkpoints.named("3")
+    assert caught.value.findings[0].code == "FT725"
+
+
+def test_a_checkpoint_of_the_first_version_is_read(checkpoints: Checkpoints) -> None:
+    path = save(checkpoints, 3, size=5 << 20)
+    listed = (path / "complete.json").read_text()
+    (path / "complete.json").write_text(listed.replace("sha256_of_blocks", "sha256"))
+    assert damage(path, thorough=True) is None
