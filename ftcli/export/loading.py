@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
+from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
 from ftcli.model.streamed import compute_buffers
@@ -49,7 +50,7 @@ def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
     model = source.base
     try:
         return weight_files(source_of(model.name_or_path), model.revision, offline)
-    except OSError as error:
+    except hub_errors() as error:
         raise _no_base(source, error) from error
 
 
@@ -73,7 +74,7 @@ def held_base(source: ExportSource, *, offline: bool) -> list[Finding]:
             config = read_config(name, revision=source.base.revision, offline=offline)
             commit = getattr(config, "_commit_hash", None)
         now = base_inputs(facts, source.base, commit)
-    except OSError as error:
+    except hub_errors() as error:
         raise _no_base(source, error) from error
     return hold_base(run, source.base, seed, now, weights=adapter)
 
