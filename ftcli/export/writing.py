@@ -25,7 +25,7 @@ from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
 from ftcli.plain import JsonObject, plain, plain_fields
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
+from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
 from ftcli.run.held import hold_result, result_files
@@ -192,12 +192,11 @@ def _staged(target: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
     try:
-        yield staged
-        replace_directory(staged, target)
+        with writing_into(staged, target):
+            yield staged
+            replace_directory(staged, target)
         for leftover in target.parent.glob(f"{TRASH_PREFIX}{target.name}.*"):  # of an export that was killed just here
             shutil.rmtree(leftover, ignore_errors=True)
-    except OSError as error:
-        raise storage_error(error, target) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 

@@ -72,7 +72,12 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             size="ftcli.export.gguf.size:ollama_bytes",
         ),
         "bitnet": ExportFormat(
-            "ftcli.export.bitnet:write", merges=True, whole=True, masters=True, of_quantized=("bitnet",)
+            "ftcli.export.bitnet:write",
+            merges=True,
+            whole=True,
+            masters=True,
+            of_quantized=("bitnet",),
+            size="ftcli.export.bitnet:bitnet_bytes",
         ),
         "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.room:model_bytes"),
     }

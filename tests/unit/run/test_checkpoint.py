@@ -83,7 +83,7 @@ def test_every_file_is_flushed_before_the_rename_that_makes_it_count(
     assert "checkpoints" in flushed[there:], "the folder's entry"
 
 
-@pytest.mark.parametrize("library", ["torch", "safetensors"])
+@pytest.mark.parametrize("library", ["torch", "safetensors", "numpy"])
 def test_a_refused_write_that_a_library_reports_in_its_own_way_is_ft724(checkpoints: Checkpoints, library: str) -> None:
     """A limit on the size of files, in a process of its own, is a full disk that needs no disk."""
     import torch
@@ -99,6 +99,9 @@ def test_a_refused_write_that_a_library_reports_in_its_own_way_is_ft724(checkpoi
                 tensors = {"a": torch.zeros(200_000)}
                 if library == "torch":
                     torch.save(tensors, folder / "optimizer.pt")
+                elif library == "numpy":
+                    with (folder / "model.gguf").open("wb") as file:
+                        tensors["a"].numpy().tofile(file)
                 else:
                     save_file(tensors, folder / "model.safetensors")
         except FtcliError as error:
