@@ -15,15 +15,19 @@ from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
-from ftcli.export.loading import held_base
+from ftcli.export.loading import held_base, source_tokenizer
 from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256, unusable
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.export.vocabulary import with_its_vocabulary
+from ftcli.export.weights import source_config
+from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
+from ftcli.model.load import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
 from ftcli.run.card import write_card
@@ -134,12 +138,24 @@ def export_run(
         merges = any(exports.row(name).merges for name in made)
         whole = stack.enter_context(with_its_vocabulary(found, offline=offline)) if merges else found
         require_room(found.destination, sum(needed_bytes(whole, name, offline=offline) for name in made))
+        _require_served(whole, made, offline=offline)
         process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
         whole = replace(found, folder=whole.folder, vocabulary=whole.vocabulary)
         return [unchanged.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
+
+
+def _require_served(source: ExportSource, names: Sequence[str], *, offline: bool) -> None:
+    """Raises FtcliError FT756 or FT759 for a tokenizer that one of the formats cannot hold, before any is written."""
+    served = [reference for name in names if (reference := exports.row(name).serves) is not None]
+    if served and is_installed("gguf"):
+        tokenizer = source_tokenizer(source, offline=offline)
+        stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+        text = source_config(source, offline=offline).get_text_config()
+        for reference in served:
+            code_of(reference)(tokenizer, stops, text.vocab_size)
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
