@@ -20,7 +20,9 @@ from ftcli.errors import Finding
 from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.gguf.described import ROUNDING, reader_of
+from ftcli.export.gguf.described import ROUNDING
+from ftcli.export.gguf.experts import unsplit
+from ftcli.export.gguf.file import as_stored, type_of
 from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.pieces import pieces_of
@@ -31,9 +33,9 @@ from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_id
 from ftcli.export.verify import SENSITIVE, TOLERANCE, logits_problems, reloaded, same_greedy, shortened
 from ftcli.export.weights import ModelWeights
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import TensorNames, from_file, to_file
+from ftcli.gguf.names import GATE, TensorNames, from_file, to_file
 from ftcli.plain import JsonMap
-from ftcli.tables.gguf import TYPES, Architecture, StoredType
+from ftcli.tables.gguf import TYPES, Architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -79,7 +81,7 @@ class FileReport:
 
     Attributes:
         error: Relative error of its logits against the trained model's: what rounding the weights does.
-        unexplained: The same against the trained model with the weights that the file has.
+        unexplained: The same against the trained model with its weights rounded alike.
         allowed: The largest ``unexplained`` that passes.
         top1_agreement: Share of positions with the same likeliest token.
         greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
@@ -129,7 +131,7 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
         return FileReport((f"{path.name} cannot be read: {type(error).__name__}: {error}",))
     if problems:  # a model may not even be built of it
         return FileReport(tuple(shortened(problems)))
-    return _compare_logits(path, TYPES[kind], wanted)
+    return _compare_logits(path, kind, wanted)
 
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
@@ -181,7 +183,8 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
     return None
 
 
-def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileReport:
+def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
+    row = TYPES[kind]
     with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
         wanted.config.save_pretrained(config)
         asked = ReloadRequest(
@@ -194,13 +197,15 @@ def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileRe
         answer = wanted.reload(asked, sent(wanted.probe))
     if answer.problems:
         return FileReport(answer.problems)
-    found, rounded = answer.tensors[LOGITS], _rounded_logits(path, wanted)
-    rounding = compare_logits(rounded, wanted.logits, row.logits)
-    allowed = max(TOLERANCE, SENSITIVE * rounding.relative_error)
-    compared = compare_logits(found, rounded, allowed)
+    found = answer.tensors[LOGITS]
+    rounding = compare_logits(found, wanted.logits, row.logits)
+    reference, allowed = wanted.logits, row.logits
+    if row.quantized_by is None:
+        reference = _rounded_logits(kind, wanted)
+        error = compare_logits(reference, wanted.logits, row.logits).relative_error
+        allowed = max(TOLERANCE, SENSITIVE * error)
+    compared = compare_logits(found, reference, allowed)
     problems = logits_problems(compared, allowed)
-    if row.quantized_by is not None:  # its weights are not compared one by one
-        problems += logits_problems(rounding, row.logits)
     llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
     return FileReport(
         (*problems, *llama.problems),
@@ -214,11 +219,17 @@ def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileRe
     )
 
 
-def _rounded_logits(path: Path, wanted: ExpectedFile) -> Tensor:
-    """What the trained model answers with the weights that the file has, and with nothing else of the file."""
-    model = unwritten(wanted.config)
-    read = reader_of(model, ReadFile(path), wanted.names.stored, wanted.heads, wanted.architecture)
-    with computing_from(model, read):
+def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
+    """What the trained model answers with each of its weights rounded as a file of this type rounds them."""
+    model, weights, names = unwritten(wanted.config), unsplit(wanted.weights), wanted.names.stored
+
+    def read(name: str) -> Tensor:
+        part = next((each for each in (name, f"{name}{GATE}") if each in names), None)
+        shape = weights.shape(name) if part is None else wanted.weights.shape(part)
+        stored = "token_embd.weight" if part is None else names[part]  # a head that is not there is the embedding
+        return as_stored(weights.read(name), type_of(stored, shape, kind))
+
+    with computing_from(model, read, weights.names):
         return logits(model, wanted.probe)
 
 
