@@ -7,6 +7,7 @@ the other one would multiply as well. Everything but the linear layers is as it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +37,16 @@ from ftcli.export.verify import (
     reloaded,
     same_greedy,
 )
+from ftcli.export.weights import base_weights
 from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.model.bitnet import BitLinear, TernaryLinear, declaration
-from ftcli.model.checkpoint import read_config
+from ftcli.model.checkpoint import hollow, read_config
 from ftcli.model.load import stop_token_ids
 from ftcli.model.streamed import ModelStorage, load_quantized
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Largest relative error of a layer's output, on the same input: float32 sums in another order.
 LAYER_TOLERANCE = 1e-5
@@ -75,6 +77,21 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         return not_asked()
     say("verifying: loading the result again")
     return _verify(source, folder, masters, layers, tensors, offline=offline)
+
+
+def bitnet_bytes(source: ExportSource, *, offline: bool) -> int:
+    """Bytes on disk: two bits for each weight that is rounded, float32 for everything else."""
+    stored = base_weights(source, offline=offline)
+    rounded = rounded_weights(read_config(str(source.folder), revision=None, offline=True))
+    return sum(math.prod(stored.shape(name)) * (1 if name in rounded else 16) // 4 for name in stored.names)
+
+
+def rounded_weights(config: PretrainedConfig) -> frozenset[str]:
+    """Names of the weights that a model trained with ``quantization.method: bitnet`` rounds in every product."""
+    said: Any = config.to_dict()
+    plain = set(said["quantization_config"].get("modules_to_not_convert") or ())
+    linears = [name for name, module in hollow(config).named_modules() if isinstance(module, nn.Linear)]
+    return frozenset(f"{name}.weight" for name in linears if name not in plain)
 
 
 def load_masters(folder: Path) -> PreTrainedModel:

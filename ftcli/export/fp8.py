@@ -214,7 +214,7 @@ def _verify(
     say: Callable[[str], None],
 ) -> Verified:
     say("verifying: comparing weights")
-    base, adapted = base_weights(source, offline=offline, known=True), plan.adapted
+    base, adapted = base_weights(source, offline=offline), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     problems = _compare_weights(folder, plan, rounded, base, changes)
     say("verifying: loading the result again")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.export.writing import ExportResult
+from ftcli.facts.config_file import hub_errors
 
 
 def push(results: Sequence[ExportResult], repo: str) -> str:
@@ -18,7 +19,6 @@ def push(results: Sequence[ExportResult], repo: str) -> str:
         FtcliError: FT755 (exit 2) for one that was not verified, (exit 3) when the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     unproved = [result.format for result in results if "verified" in result.verification.facts]
     if unproved:
@@ -30,7 +30,7 @@ def push(results: Sequence[ExportResult], repo: str) -> str:
             folder = None if len(results) == 1 else result.format
             said = f"{result.format}, verified by ftcli"
             api.upload_folder(repo_id=repo, folder_path=result.path, path_in_repo=folder, commit_message=said)
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+    except hub_errors() as error:
         help = "log in with `hf auth login`, check the name and the network; the export itself is complete"
         raise _refused(first_line(error), ExitCode.PREFLIGHT, help) from error
     return str(address)

@@ -13,10 +13,13 @@ from safetensors import SafetensorError
 
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.export.resolve import ExportSource, unusable
+from ftcli.facts.config_file import hub_errors
+from ftcli.facts.model import read_facts
 from ftcli.model.checkpoint import hollow, load_adapter, load_whole, read_config, weight_files
 from ftcli.model.streamed import compute_buffers
 from ftcli.model.tokenizer import load_tokenizer, read_tokenizer, require_stop, source_of
-from ftcli.run.inputs import Fingerprint, Inputs, require_same_base, weights_fingerprint
+from ftcli.run.held import hold_base, not_held
+from ftcli.run.inputs import base_inputs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -42,28 +45,38 @@ def load_written(folder: Path, **options: Any) -> PreTrainedModel:
         raise not_verified(folder, [f"transformers cannot load it: {first_line(error)}"]) from error
 
 
-def base_files(source: ExportSource, *, offline: bool, known: bool = False) -> list[Path]:
-    """The weight files of the model that the adapter belongs to; ``known`` ones are not held against training's.
+def base_files(source: ExportSource, *, offline: bool) -> list[Path]:
+    """The weight files of the model that the adapter belongs to. Raises FtcliError FT323 when there are none."""
+    model = source.base
+    try:
+        return weight_files(source_of(model.name_or_path), model.revision, offline)
+    except hub_errors() as error:
+        raise _no_base(source, error) from error
+
+
+def held_base(source: ExportSource, *, offline: bool) -> list[Finding]:
+    """FT770 where the base cannot be held against the one that ``source`` was trained on.
 
     Raises:
-        FtcliError: FT323 when there are none, FT735 when they are not those that it was trained on.
+        FtcliError: FT323 when it is not there, FT735 when it is another one.
     """
-    model = source.base
-    name = source_of(model.name_or_path)
+    if source.run is None:
+        return [
+            not_held(str(source.folder), "it is in no run directory, and names its base without saying its content")
+        ]
+    run, seed = source.run
+    facts = read_facts(source.base, offline=offline, origins=source.origins)
+    adapter = source.kind == "adapter"
+    commit = None
     try:
-        files = weight_files(name, model.revision, offline)
-        if not known and source.run is not None:
-            config = read_config(name, revision=model.revision, offline=offline)
-            _require_base(source, source.run, getattr(config, "_commit_hash", None))
-    except OSError as error:
+        if adapter and source.base.init == "pretrained":
+            name = source_of(source.base.name_or_path)
+            config = read_config(name, revision=source.base.revision, offline=offline)
+            commit = getattr(config, "_commit_hash", None)
+        now = base_inputs(facts, source.base, commit)
+    except hub_errors() as error:
         raise _no_base(source, error) from error
-    return files
-
-
-def _require_base(source: ExportSource, trained: tuple[Path, int], commit: str | None) -> None:
-    run, seed = trained
-    now = Inputs(weights=_local_weights(source.base.name_or_path), commit=commit)
-    require_same_base(run, source.base, seed, now)
+    return hold_base(run, source.base, seed, now, weights=adapter)
 
 
 def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
@@ -74,11 +87,6 @@ def _no_base(source: ExportSource, error: BaseException) -> FtcliError:
         origin=source.origins.at("model.name_or_path"),
         help="merging needs the base model: check the name and the network, or export the adapter alone",
     )
-
-
-def _local_weights(name: str) -> tuple[Fingerprint, ...]:
-    folder = Path(source_of(name))
-    return weights_fingerprint(folder) if folder.is_dir() else ()
 
 
 def _from_pretrained(name: str, **options: Any) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -52,6 +53,7 @@ class ExportSource:
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantised weights were dequantised.
         vocabulary: How many tokens the adapter's embeddings have, where the base has another number.
+        files: What ``folder`` holds, by digests (``ftcli.run.held.result_files``).
     """
 
     kind: Literal["adapter", "model"]
@@ -69,6 +71,7 @@ class ExportSource:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     compute: str = "bfloat16"
     vocabulary: int | None = None
+    files: Sequence[JsonObject] = ()
 
 
 def resolve_source(

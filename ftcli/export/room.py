@@ -19,7 +19,7 @@ from ftcli.export.tensorfile import TensorFile
 from ftcli.export.weights import StoredWeights, base_weights, untied
 from ftcli.preflight.disk import existing_ancestor
 from ftcli.tables import code_of, exports
-from ftcli.units import gib
+from ftcli.units import size
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 #: Bytes for each element: of a weight that is merged (as stored, s B A, that times s, rounded), of one that is read to
@@ -33,11 +33,11 @@ def merge_bytes(base: StoredWeights, changed: Collection[str]) -> int:
     """Bytes of memory that merging and verifying take at most: they depend on the largest weight and layer alone."""
     sizes = {name: math.prod(base.shape(name)) for name in base.names}
     layers: Counter[str] = Counter()
-    for name, size in sizes.items():
+    for name, count in sizes.items():
         found = _LAYER.match(name)
-        layers[found[1] if found else name] += size
+        layers[found[1] if found else name] += count
     merged = max((sizes.get(base.ties.get(name, name), 0) for name in changed), default=0)
-    whole = max((size for size in layers.values() if size <= WHOLE_LAYER), default=0)
+    whole = max((count for count in layers.values() if count <= WHOLE_LAYER), default=0)
     return _BESIDE + max(_MERGED * merged, _READ * max(sizes.values(), default=0), _COMPUTED * whole)
 
 
@@ -48,16 +48,16 @@ def adapter_bytes(source: ExportSource, *, offline: bool) -> int:
 
 def model_bytes(source: ExportSource, *, offline: bool) -> int:
     """Bytes on disk of a complete model in ``export.dtype``, or in the base's dtypes."""
-    base = base_weights(source, offline=offline, known=True)  # others are refused by whoever writes
+    base = base_weights(source, offline=offline)
     wanted = None if source.settings.dtype == "auto" else getattr(torch, source.settings.dtype)
 
-    def size(name: str) -> int:
+    def bytes_of(name: str) -> int:
         stored = base.of(name)
         dtype = getattr(torch, source.compute) if stored.packed else stored.dtype
         dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
         return math.prod(base.shape(name)) * torch.empty((), dtype=dtype).element_size()
 
-    return sum(size(name) for name in stored_names(source, base))
+    return sum(bytes_of(name) for name in stored_names(source, base))
 
 
 def stored_names(source: ExportSource, base: StoredWeights) -> list[str]:
@@ -80,10 +80,10 @@ def needed_bytes(source: ExportSource, name: str, *, offline: bool) -> int:
     if reference is None:
         return 0
     try:
-        size: int = code_of(reference)(source, offline=offline)
+        needed: int = code_of(reference)(source, offline=offline)
     except (FtcliError, OSError, SafetensorError):
         return 0
-    return size
+    return needed
 
 
 def require_room(folder: Path, needed: int) -> None:
@@ -93,7 +93,7 @@ def require_room(folder: Path, needed: int) -> None:
     if needed > free:
         raise FtcliError.single(
             "FT724",
-            f"the export takes {gib(needed)} GiB, and {gib(free)} GiB are free in {place}",
+            f"the export takes {size(needed)}, and {size(free)} are free in {place}",
             exit_code=ExitCode.PREFLIGHT,
             help="free disk space, or name another folder with --output",
         )

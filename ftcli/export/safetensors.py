@@ -215,7 +215,7 @@ def verify_merged(
     """
     say("verifying: comparing weights")
     written = open_written(folder)
-    base, adapted = base_weights(source, offline=offline, known=True), plan.adapted
+    base, adapted = base_weights(source, offline=offline), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     problems = compare_written(written, base, changes, plan.rounding)
     say("verifying: comparing logits")

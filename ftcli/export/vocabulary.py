@@ -25,7 +25,7 @@ from ftcli.facts.shape import means
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.checkpoint import hollow
 from ftcli.plain import JsonObject
-from ftcli.run.atomic import storage_errors
+from ftcli.run.atomic import writing_into
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,8 +49,8 @@ def with_its_vocabulary(source: ExportSource, *, offline: bool) -> Iterator[Expo
         return
     with TemporaryDirectory(prefix="ftcli-adapter-") as place:
         folder = Path(place, source.folder.resolve().name)
-        with storage_errors(folder):
-            folder.mkdir()
+        folder.mkdir()
+        with writing_into(folder, folder):
             made = _written(source, folder, offline=offline)
         yield made
 

@@ -276,22 +276,19 @@ def source_weights(
     return MergedWeights(base, source_updates(source, adapted)), adapted
 
 
-def base_weights(source: ExportSource, *, offline: bool, known: bool = False) -> StoredWeights:
+def base_weights(source: ExportSource, *, offline: bool) -> StoredWeights:
     """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
 
-    Args:
-        known: They are not held against what training had: as where that was done, or nothing is made of them.
-
     Raises:
-        FtcliError: FT323 when they are not there or damaged, FT735 when they are others than training had, FT740 for
-            `export.base: original` where there is nothing but quantised weights.
+        FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
+            but quantised weights.
     """
     config = source_config(source, offline=offline)
     if source.kind == "model":
         return StoredWeights(weight_files(str(source.folder), None, offline=True), hollow(plain_config(config)))
     model = hollow(plain_config(config))
     rows = {} if source.vocabulary is None else dict.fromkeys(filter(None, ends(model)), source.vocabulary)
-    files = base_files(source, offline=offline, known=known)
+    files = base_files(source, offline=offline)
     return StoredWeights(files, model, base_in_training(source, config, model), rows)
 
 

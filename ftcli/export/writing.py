@@ -15,19 +15,24 @@ from ftcli.config import ExportConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.gguf.llama import ABSENT, installed_llama_cpp
-from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256
+from ftcli.export.loading import held_base, source_tokenizer
+from ftcli.export.resolve import ADAPTER_WEIGHTS, ExportSource, resolve_source, sha256, unusable
 from ftcli.export.room import needed_bytes, require_room
 from ftcli.export.verify import Verified
 from ftcli.export.vocabulary import with_its_vocabulary
+from ftcli.export.weights import source_config
+from ftcli.facts.model import read_facts
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.model.checkpoint import read_config
+from ftcli.model.load import stop_token_ids
 from ftcli.plain import JsonObject, plain, plain_fields
+from ftcli.preflight.checks.support import is_installed
 from ftcli.reporting import Reporter
-from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_error, storage_errors, utc_now, write_json
+from ftcli.run.atomic import TRASH_PREFIX, replace_directory, storage_errors, utc_now, write_json, writing_into
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import weights_fingerprint
+from ftcli.run.held import hold_result, result_files
 from ftcli.tables import code_of, exports
 
 
@@ -106,7 +111,13 @@ def export_run(
             anything is, where the disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
-    found = replace(found, settings=settings or found.settings, verify=verify)
+    for finding in hold_result(source) if isinstance(source, RunDirectory) and checkpoint is None else ():
+        reporter.finding(finding)
+    try:
+        files = result_files(found.folder)
+    except OSError as error:
+        raise unusable(found.folder, f"{error.filename} cannot be read ({error.strerror})") from error
+    found = replace(found, settings=settings or found.settings, verify=verify, files=files)
     unsupported = [name for name in formats if name not in exports.supported()]
     if unsupported:
         raise _unsupported(unsupported[0])
@@ -120,16 +131,31 @@ def export_run(
     for name in skipped:
         message = f"a full fine-tune has no adapter: the format {name} is skipped"
         reporter.finding(Finding("FT745", message, severity="warning"))
+    merging = any(exports.row(name).merges for name in wanted)
+    for finding in held_base(found, offline=offline) if merging else ():
+        reporter.finding(finding)
     with ExitStack() as stack:
         merges = any(exports.row(name).merges for name in made)
         whole = stack.enter_context(with_its_vocabulary(found, offline=offline)) if merges else found
         require_room(found.destination, sum(needed_bytes(whole, name, offline=offline) for name in made))
+        _require_served(whole, made, offline=offline)
         process = stack.enter_context(CleanProcess())
         if verify and made:
             process.start()  # what it imports takes as long as writing a small model
         found = replace(found, reload=process.ask, llama_cpp=_llama_cpp(made, verify, reporter))
         whole = replace(found, folder=whole.folder, vocabulary=whole.vocabulary)
         return [unchanged.get(name) or _written(found, whole, name, reporter, offline) for name in wanted]
+
+
+def _require_served(source: ExportSource, names: Sequence[str], *, offline: bool) -> None:
+    """Raises FtcliError FT756 or FT759 for a tokenizer that one of the formats cannot hold, before any is written."""
+    served = [reference for name in names if (reference := exports.row(name).serves) is not None]
+    if served and is_installed("gguf"):
+        tokenizer = source_tokenizer(source, offline=offline)
+        stops = stop_token_ids(read_facts(source.base, offline=offline, origins=source.origins), tokenizer)
+        text = source_config(source, offline=offline).get_text_config()
+        for reference in served:
+            code_of(reference)(tokenizer, stops, text.vocab_size)
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> str | None:
@@ -182,12 +208,11 @@ def _staged(target: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
     try:
-        yield staged
-        replace_directory(staged, target)
+        with writing_into(staged, target):
+            yield staged
+            replace_directory(staged, target)
         for leftover in target.parent.glob(f"{TRASH_PREFIX}{target.name}.*"):  # of an export that was killed just here
             shutil.rmtree(leftover, ignore_errors=True)
-    except OSError as error:
-        raise storage_error(error, target) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -234,11 +259,10 @@ def _unchanged(source: ExportSource, name: str, reporter: Reporter) -> ExportRes
 
 def _made_of(source: ExportSource) -> JsonObject:
     """What an export is of: the same again would be written again."""
-    weights = [[each.name, each.bytes, each.sha256] for each in weights_fingerprint(source.folder)]
     settings, template = source.settings.model_dump(mode="json", exclude={"formats"}), source.chat_template
     return {
         "ftcli": __version__,
-        "weights": weights,
+        "files": source.files,
         "settings": settings,
         "template": template if template is None or not Path(template).is_file() else sha256(Path(template)),
         "verified": source.verify,

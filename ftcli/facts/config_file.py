@@ -57,6 +57,13 @@ def preflight_error(code: str, message: str, origin: Origin | None, help: str | 
     return FtcliError.single(code, message, exit_code=ExitCode.PREFLIGHT, origin=origin, help=help)
 
 
+def hub_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What the Hub's client raises, and ``others``. The errors of its HTTP library are no OSError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (*others, OSError, ValueError, *HfHubHTTPError.__bases__)
+
+
 def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
     """The local path of a Hub repository's config.json, from the cache or downloaded; generation_config.json, where
     there is one, is put beside it.
@@ -82,11 +89,10 @@ def fetch_from_hub(repo_id: str, revision: str | None, offline: bool) -> Path:
 def _fetch_stops(repo_id: str, revision: str | None) -> None:
     """Puts generation_config.json, which has the stop tokens, beside config.json in the cache, once."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if try_to_load_from_cache(repo_id, "generation_config.json", revision=revision) is not None:
         return  # it is there, or known to be nowhere
-    with suppress(OSError, HfHubHTTPError, LocalEntryNotFoundError):  # many models have none
+    with suppress(*hub_errors()):  # many models have none
         require_connection(constants.ENDPOINT)
         hf_hub_download(repo_id, "generation_config.json", revision=revision)
 
@@ -125,7 +131,7 @@ def find_config(
         return ConfigSource("bundled config", folder, {**read_json(folder / "config.json", origin), **overlay})
     try:
         path = fetch(name, model.revision, offline)
-    except (OSError, ValueError) as error:
+    except hub_errors() as error:
         raise hub_error(error, model, origin, offline=offline) from error
     return ConfigSource("hub cache" if offline else "hub", path.parent, read_json(path, origin))
 

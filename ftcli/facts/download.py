@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from ftcli.facts.config_file import require_connection
+from ftcli.facts.config_file import hub_errors, require_connection
 
 #: ``sizes(repo_id, revision)`` answers the bytes of each file of a repository by name, and the commit they are of.
 Sizes = Callable[[str, str | None], tuple[Mapping[str, int], str | None]]
@@ -14,9 +14,8 @@ Sizes = Callable[[str, str | None], tuple[Mapping[str, int], str | None]]
 def sizes_on_hub(repo_id: str, revision: str | None) -> tuple[Mapping[str, int], str | None]:
     """Asks the Hub; empty where it does not answer."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
 
-    with suppress(OSError, ValueError, HfHubHTTPError):
+    with suppress(*hub_errors()):
         require_connection(constants.ENDPOINT)
         found = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
         return {file.rfilename: file.size or 0 for file in found.siblings or ()}, found.sha

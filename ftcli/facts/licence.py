@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from ftcli.facts.config_file import require_connection
+from ftcli.facts.config_file import hub_errors, require_connection
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import MODEL_CARD
 from ftcli.plain import JsonObject
@@ -36,13 +36,12 @@ class Licence:
 def fetch_card(repo_id: str, revision: str | None, offline: bool) -> Path | None:
     """A Hub repository's card, from the cache or downloaded; None where there is none or no connection."""
     from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    with suppress(OSError, ValueError, HfHubHTTPError):
+    with suppress(*hub_errors()):
         return Path(hf_hub_download(repo_id, MODEL_CARD, revision=revision, local_files_only=True))
     if offline:
         return None
-    with suppress(OSError, ValueError, HfHubHTTPError):
+    with suppress(*hub_errors()):
         require_connection(constants.ENDPOINT)
         return Path(hf_hub_download(repo_id, MODEL_CARD, revision=revision))
     return None

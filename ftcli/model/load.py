@@ -10,6 +10,7 @@ import torch
 
 from ftcli.config import ModelConfig, QuantizationConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
+from ftcli.facts.config_file import hub_errors
 from ftcli.facts.execution import own_attention, wants_kernels
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.precision import DtypePlan
@@ -104,7 +105,7 @@ def load_model(
             exit_code=ExitCode.PREFLIGHT,
             help="download or copy it again; a copy that was cut short is the usual reason",
         ) from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # of an index that is rubbish, say
+    except hub_errors(LookupError, TypeError, AttributeError) as error:  # of an index that is rubbish, say
         raise FtcliError.single(
             "FT323",
             f"the weights of {source or model.name_or_path} cannot be loaded: {first_line(error)}",

@@ -21,7 +21,9 @@ from ftcli.model.load import align_special_tokens, load_model
 from ftcli.model.lora import apply_lora
 from ftcli.model.parts import RankWeights, rank_weights_of, whole_layers
 from ftcli.model.targets import freeze_other_parts, summary_of_targets
-from ftcli.run.inputs import Inputs, weights_fingerprint
+from ftcli.run.held import hold_base
+from ftcli.run.inputs import Inputs, base_inputs
+from ftcli.run.layout import RunDirectory
 from ftcli.tables import engines, quantizations
 from ftcli.units import gib
 
@@ -244,12 +246,21 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
 def inputs_of(job: Job, model: Model, tokens_sha256: str | None = None) -> Inputs:
     """The inputs that must be the same when the run is continued."""
     template = Renderer(job.tokenizer, job.recipe.data.chat_template).source
-    return replace(base_inputs(job, model), chat_template=template, tokens_sha256=tokens_sha256)
+    return replace(loaded_base(job, model), chat_template=template, tokens_sha256=tokens_sha256)
 
 
-def base_inputs(job: Job, model: Model) -> Inputs:
-    """The base's weights by content, or by the Hub's commit."""
-    facts = job.facts
-    local = facts.is_local and job.recipe.model.init == "pretrained"
-    commit = getattr(model.config, "_commit_hash", None)
-    return Inputs(weights=weights_fingerprint(facts.folder) if local else (), commit=commit)
+def loaded_base(job: Job, model: Model) -> Inputs:
+    """What tells the job's base model."""
+    return base_inputs(job.facts, job.recipe.model, getattr(model.config, "_commit_hash", None))
+
+
+def hold(job: Job, model: Model, run: RunDirectory, *, weights: bool = True) -> None:
+    """Holds the base that was loaded against the one that a run was trained on, and tells what cannot be.
+
+    ``weights``: not only what else is read of it.
+
+    Raises FtcliError FT735 (exit 2) with what differs.
+    """
+    recipe = job.recipe
+    for finding in hold_base(run.path, recipe.model, recipe.run.seed, loaded_base(job, model), weights=weights):
+        job.reporter.finding(finding)

@@ -21,7 +21,6 @@ from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Reporter, Session
 from ftcli.run.atomic import read_json_object
 from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.inputs import require_same_base
 
 if TYPE_CHECKING:
     from ftcli.data.template import Renderer
@@ -168,7 +167,7 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     if run is not None:
         refuse_training(loaded, run, "a talk")
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
-    weights = None if run is None or options.base else chosen or result_of(run)
+    weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
     report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
     from ftcli.evaluate.stream import listening
     from ftcli.job import open_job
@@ -263,13 +262,13 @@ def _use_template_of(run: RunDirectory, renderer: Renderer, reporter: Reporter) 
 def _model(job: Job, run: RunDirectory | None, weights: Path | None) -> Model:
     """What answers, on the kernels: the base, the base with the run's adapter, or the run's full fine-tune."""
     from ftcli.model.checkpoint import load_adapter
-    from ftcli.pipeline.build import base_inputs, build_base
+    from ftcli.pipeline.build import build_base, hold
     from ftcli.pipeline.evaluation import freeze_on_kernels
 
     adapter = weights is not None and (weights / ADAPTER_CONFIG).is_file()
     model: Model = build_base(job, weights=None if adapter else weights)
-    if run is not None and (adapter or weights is None):
-        require_same_base(run.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
+    if run is not None:
+        hold(job, model, run, weights=adapter or weights is None)
     if adapter and weights is not None:
         model = load_adapter(model, weights)
     freeze_on_kernels(job, model, ())

@@ -18,7 +18,6 @@ from ftcli.plain import LEFT_OUT
 from ftcli.reporting import Session
 from ftcli.run.card import write_card
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import require_same_base
 from ftcli.run.report import write_report
 from ftcli.run.results import Evaluation, update_evaluation
 
@@ -56,7 +55,7 @@ def evaluate_recipe(
     if directory is not None:
         refuse_training(loaded, directory, "an evaluation")
     chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
-    weights = None if directory is None else chosen or result_of(directory)
+    weights = None if directory is None else chosen or result_of(directory, session.reporter)
     report = checked(loaded, session, "eval")
     from ftcli.evaluate.suite import Evaluator
     from ftcli.job import open_job
@@ -80,11 +79,11 @@ def _base_and_run(
 ) -> tuple[ModelScores, ModelScores | None]:
     """What is measured of the base model, and of the run's ``weights`` where there are any."""
     from ftcli.model.checkpoint import load_adapter
-    from ftcli.pipeline.build import base_inputs, build_base
+    from ftcli.pipeline.build import build_base, hold
 
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
-        require_same_base(directory.path, job.recipe.model, job.recipe.run.seed, base_inputs(job, model))
+        hold(job, model, directory)
     if weights is not None and _is_adapter(weights):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)

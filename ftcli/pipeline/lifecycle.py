@@ -17,7 +17,7 @@ from ftcli.facts.licence import licence_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.context import BaseCard, BuiltModel, GraphsRecord, InputsRecord, RunContext
 from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
-from ftcli.plain import plain_fields
+from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.ranks import SIGNAL_NAME
 from ftcli.reporting import Session
@@ -25,6 +25,7 @@ from ftcli.rows.places import resolve_path
 from ftcli.run import status as run_status
 from ftcli.run.card import write_card
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
+from ftcli.run.held import not_held
 from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
@@ -96,6 +97,8 @@ def _opened_run(
             return
         with _recorded(opened, session, stop):
             previous = read_manifest(opened.directory.manifest_path) if opened.resume_step else {}
+            for finding in [] if recipe.run.resumes_elsewhere else unheld_inputs(opened, previous):
+                session.reporter.finding(finding)
             report = with_its_batch(report, previous, session)
             metrics = stack.enter_context(
                 MetricsWriter(
@@ -116,6 +119,20 @@ def _opened_run(
             elif opened.resume_from is not None:
                 session.reporter.info(f"resuming from {opened.resume_from}")
             yield context
+
+
+def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:
+    """FT770 where a run goes on and its manifest does not say what it began with."""
+    if not opened.resume_step:
+        return []
+    inputs = previous.get("inputs")
+    if not isinstance(inputs, dict) or not previous.get("data"):
+        reason = "manifest.json is missing or damaged, so data, chat template and base model may be others than before"
+    elif not inputs.get("files") and not inputs.get("commit"):
+        reason = "ftcli 0.1 noted nothing of the base's config.json and tokenizer files"
+    else:
+        return []
+    return [not_held(str(opened.directory.path), reason)]
 
 
 @contextmanager

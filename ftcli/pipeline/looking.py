@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.assets import bundled
 from ftcli.config import DatasetConfig
-from ftcli.errors import FtcliError
+from ftcli.errors import Finding, FtcliError
 from ftcli.facts.config_file import looks_local
 from ftcli.preflight.checks.context import NotMade
+from ftcli.preflight.checks.support import is_installed
 from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.rows.places import is_hub
+from ftcli.tables import code_of, exports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +45,8 @@ def look_at_rows(report: PreflightReport, session: Session) -> RowsLookedAt:
     tokenizer, reason = _tokenizer(report)
     if tokenizer is None:
         return RowsLookedAt((), (NotMade(_CHECK, reason),))
+    for finding in _unserved(report, tokenizer):
+        session.reporter.finding(finding)
     from ftcli.data.look import RowSurvey
     from ftcli.patience import TimeBudget
 
@@ -83,6 +87,20 @@ def _tokenizer(report: PreflightReport) -> tuple[PreTrainedTokenizerBase | None,
     if template is not None:
         tokenizer.chat_template = Renderer(tokenizer, template).source
     return tokenizer, ""
+
+
+def _unserved(report: PreflightReport, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """What `ftcli export` will refuse: formats that cannot hold the tokenizer or its chat template."""
+    from ftcli.model.load import stop_token_ids
+
+    for name in report.recipe.export.formats:
+        reference = exports.row(name).serves
+        if reference is not None and is_installed("gguf"):
+            try:
+                code_of(reference)(tokenizer, stop_token_ids(report.facts, tokenizer), report.facts.vocab_size or 0)
+            except FtcliError as error:
+                for found in error.findings:
+                    yield replace(found, message=f"export.formats: {name}: {found.message}", severity="note")
 
 
 def _is_nowhere_here(name: str) -> bool:

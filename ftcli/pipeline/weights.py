@@ -7,6 +7,7 @@ from pathlib import Path
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
 from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.held import hold_result
 from ftcli.run.history import metrics_of
 from ftcli.run.status import read_status
 from ftcli.trainers.best import BestEvaluation
@@ -33,8 +34,11 @@ def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Pa
     return run.checkpoints.named(name)
 
 
-def result_of(run: RunDirectory) -> Path:
-    """The folder with the run's adapter or model. Raises FtcliError FT763 (exit 2) when there is none."""
+def result_of(run: RunDirectory, reporter: Reporter) -> Path:
+    """The folder with the run's adapter or model, as training wrote it; what cannot be held against that is told.
+
+    Raises FtcliError FT763 (exit 2) when there is none, FT771 when it was changed since.
+    """
     result = run.result_dir if is_run_directory(run.path) else None
     if result is None:
         raise FtcliError.single(
@@ -43,6 +47,8 @@ def result_of(run: RunDirectory) -> Path:
             exit_code=ExitCode.RECIPE,
             help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
         )
+    for finding in hold_result(run):
+        reporter.finding(finding)
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ftcli.config import DatasetConfig
 from ftcli.errors import FtcliError, Origin, first_line
+from ftcli.facts.config_file import hub_errors
 from ftcli.rows.places import HUB
 from ftcli.rows.readers import without_nulls
 from ftcli.rows.row import data_error
@@ -89,11 +90,10 @@ def _reachable(source: DatasetConfig) -> bool:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What `datasets` and the Hub's client raise; the client's HTTP library differs between its versions."""
+    """What `datasets` and the Hub's client raise."""
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HfHubHTTPError
 
-    return (OSError, ValueError, RuntimeError, DatasetsError, *HfHubHTTPError.__bases__)
+    return hub_errors(RuntimeError, DatasetsError)
 
 
 def _unavailable(source: DatasetConfig, error: BaseException, *, offline: bool) -> FtcliError:

@@ -65,11 +65,11 @@ def storage_errors(path: Path) -> Iterator[None]:
 def write_failure(error: Exception, folder: Path) -> OSError | None:
     """The failed write behind an exception that was raised while files were written into ``folder``; None: none failed.
 
-    torch and safetensors report a full disk in errors of their own. The text of safetensors has the number of the
-    system's error. That of torch does not, so one more write is tried, and the system's answer to it decides.
+    torch, safetensors and numpy report a full disk in errors of their own. The text of safetensors has the number of
+    the system's error. Those of the others do not, so one more write is tried, and the system's answer to it decides.
     ``folder`` is of no use afterwards.
     """
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error
     number = _SYSTEM_NUMBER.search(str(error))
     if number is not None:
@@ -83,7 +83,7 @@ def write_failure(error: Exception, folder: Path) -> OSError | None:
             os.fsync(file.fileno())
     except OSError as refused:
         return refused
-    return None
+    return error if isinstance(error, OSError) else None
 
 
 @contextlib.contextmanager

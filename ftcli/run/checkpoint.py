@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
@@ -52,6 +52,8 @@ QUICK_BYTES = 1 << 20
 #: Larger files are hashed in blocks of this size, several at a time.
 _BLOCK_BYTES = 4 << 20
 _HASHING_THREADS = 8
+#: What the digest of such a file is called.
+_OF_BLOCKS = "sha256_of_blocks"
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -92,13 +94,23 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
     """
     try:
         raw: Any = json.loads((checkpoint / COMPLETE_NAME).read_text(encoding="utf-8"))
-        files = [(str(f["name"]), int(f["bytes"]), f.get("sha256")) for f in raw["files"]]
+        return difference(checkpoint, raw["files"], thorough=thorough)
     except FileNotFoundError:
         return f"{COMPLETE_NAME} is missing"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{COMPLETE_NAME} is not readable ({error})"
-    for name, size, digest in files:
-        path = checkpoint / name
+
+
+def difference(folder: Path, files: Sequence[JsonMap], *, thorough: bool) -> str | None:
+    """The first of ``files``, as :func:`inventory` lists them, that is not in ``folder`` as it was written.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the list is none.
+    """
+    for each in files:
+        name, size = str(each["name"]), int(each["bytes"])
+        digest = each.get("sha256") or each.get(_OF_BLOCKS)  # ftcli 0.1 called both sha256
+        path = folder / name
         try:
             found = path.stat().st_size
             if found != size:
@@ -176,7 +188,15 @@ class Checkpoints:
         usable = self.scan().usable
         step = _best_step(usable) if name == "best" else int(name) if name.isdecimal() and len(name) < 12 else None
         if step is not None and self.path(step) in usable:
-            return self.path(step)
+            reason = damage(self.path(step), thorough=True)
+            if reason is None:
+                return self.path(step)
+            raise FtcliError.single(
+                "FT725",
+                f"{self.path(step)} is damaged: {reason}",
+                exit_code=ExitCode.RECIPE,
+                help="restore the file, or take another checkpoint",
+            )
         steps = ", ".join(str(step_of(path)) for path in usable) or "none"
         what = "best evaluation" if name == "best" else f"step {name}"
         raise FtcliError.single(
@@ -213,7 +233,7 @@ class Checkpoints:
     def _complete(self, staged: Path, step: int) -> None:
         fsync_tree(staged)
         write_json(
-            staged / COMPLETE_NAME, {"format": 1, "step": step, "written": utc_now(), "files": _inventory(staged)}
+            staged / COMPLETE_NAME, {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
         )
         final = self.path(step)
         replaced = None
@@ -290,13 +310,19 @@ def _passed_over(path: Path, reason: str) -> Finding:
     return Finding("FT726", f"checkpoint {path} is damaged and is skipped: {reason}", severity="warning")
 
 
-def _inventory(folder: Path) -> list[JsonObject]:
-    """Name, size and digest of every file below ``folder``."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return [
-        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": _digest(path)}
-        for path in files
-    ]
+def inventory(folder: Path) -> list[JsonObject]:
+    """Name, size and digest of every file below ``folder``, but hidden ones.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    names = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
+    return [_identity(folder, name.as_posix()) for name in names if not any(s.startswith(".") for s in name.parts)]
+
+
+def _identity(folder: Path, name: str) -> JsonObject:
+    size = (folder / name).stat().st_size
+    return {"name": name, "bytes": size, "sha256" if size <= _BLOCK_BYTES else _OF_BLOCKS: _digest(folder / name)}
 
 
 def _digest(path: Path) -> str:

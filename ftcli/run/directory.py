@@ -9,7 +9,6 @@ from types import TracebackType
 
 from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.facts.weights import MODEL_CARD
 from ftcli.run import status as run_status
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
@@ -25,6 +24,7 @@ from ftcli.run.atomic import (
 )
 from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
 from ftcli.run.checkpoint import damage, step_of
+from ftcli.run.held import changed_result, result_files
 from ftcli.run.layout import RunDirectory, no_run, unreadable_file
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
@@ -72,7 +72,8 @@ class OpenedRun:
         result = self.directory.result_dir
         if result is None:
             raise ValueError(f"{self.directory.path} has no result yet")
-        kept = FinishedTraining(summary, summary.steps, result.name, _sizes(result))
+        with storage_errors(result):
+            kept = FinishedTraining(summary, summary.steps, result.name, result_files(result))
         run_status.note_trained(self.directory.status_path, kept)
 
     def finish(self, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> None:
@@ -168,13 +169,15 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decisio
     if changes:
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
+    damaged = None if status is None or status.trained is None else changed_result(run, status.trained)
+    told = [] if damaged is None else [_changed_result(run, damaged)]
     if status is not None and status.state == "completed" and run.result_dir is not None:
-        return _Decision(None, already_complete=True)
-    if status is not None and status.trained is not None and _result_is_whole(run, status.trained):
+        return _Decision(None, already_complete=True, warnings=tuple(told))
+    if status is not None and status.trained is not None and damaged is None:
         return _Decision(None, trained=status.trained)
     scan = run.checkpoints.newest_sound()
     source = scan.newest
-    warnings = list(scan.warnings)
+    warnings = [*told, *scan.warnings]
     if source is None and status is not None and status.resumed_from is not None:
         # It was started from another run's checkpoint and stopped before its first own one.
         earlier = Path(status.resumed_from)
@@ -187,6 +190,12 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> _Decisio
     return _Decision(source, warnings=tuple(warnings))
 
 
+def _changed_result(run: RunDirectory, damaged: str) -> Finding:
+    message = f"the result in {run.path} is not what training wrote: {damaged}"
+    help = "--resume never trains again, and keeps the old run beside it"
+    return Finding("FT771", message, help=help, severity="warning")
+
+
 def _has_begun(run: RunDirectory) -> bool:
     """Whether anything has been trained here: there is a line of metrics, a checkpoint, or a result.
 
@@ -197,18 +206,6 @@ def _has_begun(run: RunDirectory) -> bool:
         return True
     logged = run.metrics_path.is_file() and run.metrics_path.stat().st_size > 0
     return logged or any(run.checkpoints_dir.glob("step-*"))
-
-
-def _result_is_whole(run: RunDirectory, trained: FinishedTraining) -> bool:
-    """Whether the result that status.json speaks of is still there, every file in its size."""
-    result = run.result_dir
-    return result is not None and result.name == trained.result and _sizes(result) == trained.files
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Size in bytes of every file below ``folder``, by relative path; its card is written again with every result."""
-    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MODEL_CARD)
-    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
 
 
 def _clear_leftovers(path: Path) -> None:

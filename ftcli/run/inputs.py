@@ -15,10 +15,9 @@ from typing import Any
 
 from ftcli.config import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plain import JsonMap, JsonObject, plain_fields
-from ftcli.run.atomic import read_json_object
-from ftcli.run.changes import map_of
-from ftcli.run.layout import RunDirectory
+from ftcli.facts.model import ModelFacts
+from ftcli.facts.weights import WEIGHTS_INDEX
+from ftcli.plain import JsonMap, plain_fields
 
 #: A data file is also hashed in about this many blocks, so that a change can be placed.
 _BLOCKS = 256
@@ -28,6 +27,12 @@ _KEPT_DIGEST = 4
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _DIFF_LINES = 12
+#: What is read of a model beside its weights, and of a tokenizer.
+_OF_MODEL = ("config.json", "generation_config.json", WEIGHTS_INDEX)
+_OF_TOKENIZER = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
+    *("tekken.json", "*.tiktoken", "chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
+)
 _REMEDY = "restore it to continue; or start over with --resume never, which keeps the old run beside it"
 
 
@@ -62,8 +67,17 @@ def fingerprint(name: str, path: Path) -> Fingerprint:
     return Fingerprint(name, size, whole.hexdigest(), block_bytes, "".join(blocks))
 
 
-def weights_fingerprint(folder: Path) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the weight files in a model's folder, from samples spread over each file.
+@dataclass(frozen=True, slots=True)
+class SampledFile:
+    """Identity of a file that may be too large to be read whole: the SHA-256 of samples spread over it."""
+
+    name: str
+    bytes: int
+    samples_sha256: str
+
+
+def weights_fingerprint(folder: Path) -> tuple[SampledFile, ...]:
+    """What tells the weight files in a model's folder: of 4 MiB and less every byte, of others samples.
 
     That takes a moment even for many gigabytes. The first sample holds the file's header, which lists every tensor with
     its shape; the others tell weights of the same shapes apart.
@@ -74,14 +88,14 @@ def weights_fingerprint(folder: Path) -> tuple[Fingerprint, ...]:
     return tuple(_sampled(path) for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf")))
 
 
-def _sampled(path: Path) -> Fingerprint:
+def _sampled(path: Path) -> SampledFile:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, 2)
         for sample in range(_SAMPLES):
             file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
-    return Fingerprint(path.name, size, digest.hexdigest())
+    return SampledFile(path.name, size, digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +107,61 @@ class Inputs:
         tokens_sha256: SHA-256 over the token ids and labels of all training rows, in order.
         weights: Of a local model, :func:`weights_fingerprint` of its folder.
         commit: Of a model from the Hub, the commit that was loaded.
+        files: What else is read of a local model and a local tokenizer.
     """
 
     chat_template: str | None = None
     tokens_sha256: str | None = None
-    weights: tuple[Fingerprint, ...] = ()
+    weights: tuple[SampledFile, ...] = ()
     commit: str | None = None
+    files: tuple[Fingerprint, ...] = ()
+
+
+def base_inputs(facts: ModelFacts, model: ModelConfig, commit: str | None) -> Inputs:
+    """What is known of a base model: its folder's content, or the Hub's commit; and of a tokenizer of another place.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = [path for name in _OF_MODEL if facts.is_local for path in facts.folder.glob(name)]
+    tokenizer = _cached(model.tokenizer) if facts.tokenizer is None else facts.tokenizer.folder
+    if tokenizer is not None:
+        found += [path for name in _OF_TOKENIZER for path in sorted(tokenizer.glob(name))]
+    files = tuple(_whole(path) for path in dict.fromkeys(found) if path.is_file())
+    stored = facts.is_local and model.init == "pretrained"
+    return Inputs(weights=weights_fingerprint(facts.folder) if stored else (), commit=commit, files=files)
+
+
+def _cached(tokenizer: str | None) -> Path | None:
+    """Where the Hub's cache has a tokenizer that the recipe names; of the model's own one the commit tells."""
+    if tokenizer is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(tokenizer, "tokenizer_config.json")
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def _whole(path: Path) -> Fingerprint:
+    content = path.read_bytes()
+    return Fingerprint(path.name, len(content), hashlib.sha256(content).hexdigest())
 
 
 def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
-    """Refuse to continue a run whose template, token ids or base weights are not what they were.
+    """Refuse to continue a run whose template, token ids or base model are not what they were.
 
     Args:
         previous: The manifest of the run so far; what it does not know is accepted.
         now: The inputs of this process.
 
     Raises:
-        FtcliError: FT734 with the template's difference, FT735 with each changed weight file, FT731 when only the
+        FtcliError: FT734 with the template's difference, FT735 with each changed file of the base, FT731 when only the
             token ids differ (exit 2).
     """
     known = previous.get("inputs")
     if not isinstance(known, Mapping):
         return
-    findings = [*_template_findings(known.get("chat_template"), now.chat_template), *_weight_findings(known, now)]
+    findings = [*_template_findings(known.get("chat_template"), now.chat_template), *_base_findings(known, now)]
     before = known.get("tokens_sha256")
     if not findings and before and now.tokens_sha256 and before != now.tokens_sha256:
         findings.append(
@@ -142,78 +188,50 @@ def _template_findings(before: Any, now: str | None) -> list[Finding]:
     return [Finding("FT734", f"the chat template has changed since this run began:\n{shown}{more}", help=_REMEDY)]
 
 
-def require_same_base(run: Path, model: ModelConfig, seed: int, now: Inputs) -> None:
-    """Refuse to join a run's result to a base model that it was not trained on.
-
-    Weight files and the Hub's commit are compared where both sides know them, whatever the model is called. Where they
-    do not, as for random weights, the recipes have to name the same model.
-
-    Args:
-        run: The run's folder; its manifest and recipe say what it was trained on.
-        model: The base that was loaded, as the recipe in use names it; ``seed`` is that recipe's.
-        now: Weights and commit of that base.
-
-    Raises:
-        FtcliError: FT735 (exit 2) with what differs.
-    """
-    known = read_json_object(RunDirectory(run).manifest_path).get("inputs")
-    known = known if isinstance(known, Mapping) else {}
-    before, named = _base_named_in(RunDirectory(run).recipe_path), _base_named(model.model_dump(mode="json"), seed)
-    if (known.get("weights") and now.weights) or (known.get("commit") and now.commit):
-        changed = _changed_weights(known, now)
-    else:
-        changed = [f"{key} {before[key]} -> {named.get(key)}" for key in before if before[key] != named.get(key)]
-    if not changed:
-        return
-    name = before.get("model.name_or_path", model.name_or_path)
-    said = name if name == model.name_or_path else f"{name}, not on {model.name_or_path}"
-    raise FtcliError.single(
-        "FT735",
-        f"{run} was trained on {said}; what differs: {', '.join(changed)}",
-        exit_code=ExitCode.RECIPE,
-        help="use the weights that it was trained on: restore the files, or name them in model.name_or_path (of the "
-        "Hub: pin model.revision to the commit that the run was trained on)",
-    )
-
-
-def _base_named_in(recipe: Path) -> JsonObject:
-    """What a run's recipe says of its base; empty when it cannot be read."""
-    try:
-        raw = map_of(recipe.read_text(encoding="utf-8"))
-        return _base_named(raw["model"], raw["run"]["seed"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _base_named(model: JsonMap, seed: int) -> JsonObject:
-    named = {f"model.{key}": model[key] for key in ("name_or_path", "init")}
-    return {**named, "run.seed": seed} if model["init"] == "random" else named
-
-
-def _weight_findings(known: JsonMap, now: Inputs) -> list[Finding]:
-    changed = _changed_weights(known, now)
+def _base_findings(known: JsonMap, now: Inputs) -> list[Finding]:
+    changed = changed_base(known, now)
     if not changed:
         return []
     return [Finding("FT735", f"the base model has changed since this run began: {', '.join(changed)}", help=_REMEDY)]
 
 
-def _changed_weights(known: JsonMap, now: Inputs) -> list[str]:
-    """Every weight file that differs, with both identities, and the Hub's commit; empty where nothing is known."""
-    before = {entry["name"]: entry for entry in known.get("weights") or ()}
-    found = {f.name: f for f in now.weights}
-    changed = [
-        f"{name} ({_identity(before.get(name))} -> {_identity(plain_fields(found[name]) if name in found else None)})"
-        for name in sorted({*before, *found})
-        if before.get(name, {}).get("sha256") != (found[name].sha256 if name in found else None)
-    ]
+def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[str]:
+    """Every file of the base that differs, with both identities, and the Hub's commit; nothing where none is known.
+
+    Args:
+        known: ``inputs`` of a manifest.
+        weights: Weights and commit are compared, too.
+    """
+    changed = _changed_files(known.get("files"), now.files)
+    if not weights:
+        return changed
+    changed += _changed_files(known.get("weights"), now.weights, always=bool(known.get("commit")))
     commit = known.get("commit")
     if commit and now.commit and commit != now.commit:
         changed.append(f"commit {commit} -> {now.commit}")
-    return changed if before or commit else []
+    return changed
+
+
+def _changed_files(known: Any, now: Sequence[Fingerprint | SampledFile], *, always: bool = False) -> list[str]:
+    before = {entry["name"]: entry for entry in known or ()}
+    found = {each.name: plain_fields(each) for each in now}
+    return [
+        f"{name} ({_identity(before.get(name))} -> {_identity(found.get(name))})"
+        for name in sorted({*before, *found})
+        if (before or always) and _digest_in(before.get(name)) != _digest_in(found.get(name))
+    ]
+
+
+def _digest_in(entry: JsonMap | None) -> str | None:
+    """Of either kind; ftcli 0.1 called that of the samples sha256."""
+    return None if entry is None else entry.get("samples_sha256") or entry["sha256"]
 
 
 def _identity(entry: JsonMap | None) -> str:
-    return "absent" if entry is None else f"{entry['bytes']:,} bytes, sha256 {entry['sha256'][:12]}"
+    if entry is None:
+        return "absent"
+    kind = "samples' sha256" if entry.get("samples_sha256") else "sha256"
+    return f"{entry['bytes']:,} bytes, {kind} {str(_digest_in(entry))[:12]}"
 
 
 def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ftcli.errors import ExitCode
+from ftcli.plain import JsonMap
 from ftcli.run.atomic import storage_errors, utc_now, write_json
 
 State = Literal["running", "completed", "preempted", "failed"]
@@ -43,13 +44,13 @@ class FinishedTraining:
         summary: What the command says of training.
         steps: Optimizer steps made.
         result: Name of the folder with the weights, ``adapter`` or ``model``.
-        files: Size in bytes of every file in it, by path below it.
+        files: Name, size and digest of every file in it (:func:`ftcli.run.checkpoint.inventory`).
     """
 
     summary: TrainingSummary
     steps: int
     result: str
-    files: Mapping[str, int]
+    files: Sequence[JsonMap]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,12 @@ def _trained_in(raw: Any) -> FinishedTraining | None:
     if not whole or not isinstance(raw["summary"], dict):
         return None
     said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward", "stopped_early")}
-    return FinishedTraining(TrainingSummary(raw["steps"], **said), raw["steps"], raw["result"], raw["files"])
+    files = raw["files"]
+    if isinstance(files, dict):  # ftcli 0.1 noted sizes alone
+        files = [{"name": name, "bytes": size} for name, size in files.items()]
+    if not isinstance(files, list) or not all(isinstance(each, dict) for each in files):
+        return None
+    return FinishedTraining(TrainingSummary(raw["steps"], **said), raw["steps"], str(raw["result"]), files)
 
 
 def begin(

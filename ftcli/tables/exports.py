@@ -26,6 +26,8 @@ class ExportFormat:
         package: What it needs beside ftcli.
         size: Code: a function of the :class:`ftcli.export.resolve.ExportSource` and of ``offline`` that answers how
             many bytes it takes on disk; None where that is not known before it is written.
+        serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
+            where the format cannot hold them; None where it holds all.
     """
 
     write: str | None = None
@@ -37,6 +39,7 @@ class ExportFormat:
     of_quantized: tuple[str, ...] = ()
     package: Package | None = None
     size: str | None = None
+    serves: str | None = None
 
     @property
     def supported(self) -> bool:
@@ -62,6 +65,7 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             masters=True,
             package=_GGUF,
             size="ftcli.export.gguf.size:gguf_bytes",
+            serves="ftcli.export.gguf.vocabulary:vocabulary_of",
         ),
         "ollama": ExportFormat(
             "ftcli.export.ollama.write:write",
@@ -70,9 +74,15 @@ TABLE: Mapping[str, ExportFormat] = MappingProxyType(
             masters=True,
             package=_GGUF,
             size="ftcli.export.gguf.size:ollama_bytes",
+            serves="ftcli.export.ollama.write:require_served",
         ),
         "bitnet": ExportFormat(
-            "ftcli.export.bitnet:write", merges=True, whole=True, masters=True, of_quantized=("bitnet",)
+            "ftcli.export.bitnet:write",
+            merges=True,
+            whole=True,
+            masters=True,
+            of_quantized=("bitnet",),
+            size="ftcli.export.bitnet:bitnet_bytes",
         ),
         "fp8": ExportFormat("ftcli.export.fp8:write", merges=True, package=_FP8, size="ftcli.export.room:model_bytes"),
     }

@@ -79,3 +79,14 @@ def test_a_tokenizer_that_is_not_here_is_said(user: User) -> None:
     reason = next(item["reason"] for item in result["not_made"] if item["check"] == "rows as tokens")
     assert "the tokenizer of google/gemma-2-2b-it is not on this machine" in reason
     assert result["rows"] == []
+
+
+def test_check_says_what_export_will_refuse(user: User) -> None:
+    pytest.importorskip("gguf")
+    template = user.folder / "own.jinja"
+    template.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    recipe = user.recipe(data={"chat_template": str(template)}, export={"formats": ["adapter", "ollama"]})
+    findings = user.run("check", recipe)[1]["findings"]
+    assert [(f["code"], f["severity"]) for f in findings if f["code"] == "FT759"] == [("FT759", "note")]
+    recipe = user.recipe(export={"formats": ["adapter", "ollama"]})
+    assert not [f for f in user.run("check", recipe)[1]["findings"] if f["code"] == "FT759"]

@@ -322,13 +322,34 @@ def test_eval_and_export_are_held_to_the_base_that_the_run_was_trained_on(user: 
     status, document = user.run("eval", recipe, "--run", run, *words)
     assert (status, document["findings"][-1]["code"]) == (2, "FT735")
     assert f"was trained on {model}, not on {other}" in document["findings"][-1]["message"]
-    tensors = load_file(model / "model.safetensors")
+    asked = (["eval", recipe, "--run", run], ["chat", run, "--prompt", "Hi"], ["export", run])
+    weights, config = model / "model.safetensors", model / "config.json"
+    good = weights.read_bytes(), config.read_text()
+    tensors = load_file(weights)
     tensors["model.norm.weight"] += 1
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    for words in (["eval", recipe, "--run", run], ["export", run]):
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert {refused(user, words, "FT735", "model.safetensors") for words in asked} == {2}
+    weights.write_bytes(good[0])
+    config.write_text(good[1].replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    assert {refused(user, words, "FT735", "config.json") for words in asked} == {2}
+    config.write_text(good[1])
+    settings = Path(run, "adapter", "adapter_config.json")
+    trained = settings.read_text()
+    settings.write_text(json.dumps({**json.loads(trained), "lora_alpha": 999}))
+    assert {refused(user, words, "FT771", "adapter_config.json") for words in asked} == {2}
+    settings.write_text(trained)
+    Path(run, "manifest.json").write_text("{")
+    for words in asked[1:]:
         status, document = user.run(*words)
-        assert (status, document["findings"][-1]["code"]) == (2, "FT735"), words
-        assert "model.safetensors" in document["findings"][-1]["message"]
+        assert status == 0
+        assert "FT770" in [finding["code"] for finding in document["findings"]], words
+
+
+def refused(user: User, words: list[str], code: str, name: str) -> int:
+    status, document = user.run(*words)
+    assert document["findings"][-1]["code"] == code, words
+    assert name in document["findings"][-1]["message"]
+    return status
 
 
 def test_a_run_of_random_weights_is_held_to_its_seed(user: User) -> None:

@@ -188,6 +188,13 @@ def test_what_has_changed_between_is_refused_and_shown(drills: Drills, halted: s
     assert drills.status("r")["state"] == "completed"
 
 
+def test_what_a_damaged_manifest_cannot_hold_is_said(drills: Drills) -> None:
+    recipe = drills.recipe("r", train={"max_steps": 3}, **NO_EVAL)
+    drills.stopped(recipe, STEP, 1, signal.SIGTERM, 75)
+    (drills.folder / "r" / "manifest.json").write_text("{")
+    assert "warning[FT770]" in drills.run(recipe)
+
+
 def test_other_base_weights_are_refused(drills: Drills, tmp_path: Path) -> None:
     import shutil
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.clean.request import ANSWER, ReloadAnswer, ReloadRequest
+from ftcli.run.atomic import writing_into
 
 #: Without -P the folder of the program would stand before all others, and `safetensors.py` beside it for the library.
 #: In a checkout that is not installed ftcli is found where this process found it.
@@ -72,13 +73,16 @@ class CleanProcess:
 
         Raises:
             FtcliError: FT760 (exit 1) when it does not answer in time, or ends: killed for memory, for instance.
-            OSError: nothing can be written for it.
+                FT723 and FT724 where nothing can be written for it.
         """
         self.start()
         try:
             with tempfile.TemporaryDirectory(prefix="ftcli-verify-") as folder:
                 there, back = Path(folder, "sent.safetensors"), Path(folder, "back.safetensors")
-                save_file({name: tensor.clone() for name, tensor in sent.items()}, there)  # not parts of one another
+                with writing_into(Path(folder), there):
+                    save_file(
+                        {name: tensor.clone() for name, tensor in sent.items()}, there
+                    )  # not parts of one another
                 asked = replace(request, threads=torch.get_num_threads())
                 said = self._exchange({"request": asdict(asked), "sent": str(there), "back": str(back)}, request)
                 return _parsed(said, {name: tensor.clone() for name, tensor in load_file(back).items()})

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ftcli.export.gguf.metadata import Value
 from ftcli.tables.gguf import TYPES
+
+#: Elements that are rounded at once.
+_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,20 @@ def type_of(stored: str, shape: Sequence[int], wanted: str) -> str:
     if row.outer is not None and stored in ("token_embd.weight", "output.weight"):
         row = TYPES[row.outer]
     return "F16" if shape[-1] % row.block else row.ggml
+
+
+def as_stored(tensor: Tensor, ggml: str) -> Tensor:
+    """The numbers in float32 that a file's tensor of this type stands for."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[ggml]
+    rows = tensor.float().reshape(-1, tensor.shape[-1])
+    found = torch.empty_like(rows)
+    step = max(1, _PIECE // rows.shape[-1])  # the library takes three times the memory of what it makes
+    for first in range(0, len(rows), step):
+        data = gguf.quants.quantize(rows[first : first + step].contiguous().numpy(), kind)
+        found[first : first + step] = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), np.float32))
+    return found.view(tensor.shape)
 
 
 def write_file(

@@ -46,14 +46,18 @@ def installed_llama_cpp() -> str | None:
     return LIBRARY if find_spec("llama_cpp") is not None else shutil.which(SERVER)
 
 
-def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile) -> LlamaReport:
-    """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem."""
+def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding: float) -> LlamaReport:
+    """Ask what is there of llama.cpp about a file. A fault of llama.cpp's own that the table names is no problem.
+
+    ``rounding`` of the weights is what moves the logits this far; llama.cpp also rounds the activations, as finely.
+    """
     if wanted.llama_cpp is None:
         return LlamaReport(facts={"llama_cpp": "not on this machine"})
     if wanted.architecture.only_in is not None:
         return LlamaReport(facts={"llama_cpp": f"it does not build {wanted.architecture.name}"})
     ask = _in_library if wanted.llama_cpp == LIBRARY else _in_server
-    report = ask(path, max(row.logits, _LEAST_TERNARY if row.ternary else _LEAST), wanted)
+    least = _LEAST_TERNARY if row.ternary else _LEAST
+    report = ask(path, max(row.logits, least, 2 * rounding), wanted)
     fault = wanted.architecture.fault
     if fault is None or not report.problems:
         return report

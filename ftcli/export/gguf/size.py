@@ -27,7 +27,7 @@ def ollama_bytes(source: ExportSource, *, offline: bool) -> int:
 
 
 def _bytes(source: ExportSource, types: Sequence[str], *, offline: bool) -> int:
-    base = base_weights(source, offline=offline, known=True)  # others are refused by whoever writes
+    base = base_weights(source, offline=offline)
     embedding, head = base.ends
     places = {embedding: "token_embd.weight", head: "output.weight"}
     shapes = [(places.get(name, ""), base.shape(name)) for name in stored_names(source, base)]

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ftkernels.ternary import ternarise
-from torch import Tensor, nn
+from torch import Tensor
 
-from ftcli.export.bitnet import load_masters
+from ftcli.export.bitnet import load_masters, rounded_weights
 from ftcli.export.probe import Probe, compare_logits, logits
 from ftcli.export.weights import ModelWeights
 from ftcli.facts.quantization import stores_ternary_masters
 from ftcli.gguf.names import no_place
-from ftcli.model.checkpoint import hollow
 from ftcli.tables.gguf import NORMS_OF_LAYERS
 
 if TYPE_CHECKING:
@@ -65,9 +64,7 @@ def rounded_layers(config: PretrainedConfig) -> frozenset[str]:
         return frozenset()
     if said["quantization_config"].get("use_rms_norm"):
         raise no_place(NORMS_OF_LAYERS)
-    plain = set(said["quantization_config"].get("modules_to_not_convert") or ())
-    linears = [name for name, module in hollow(config).named_modules() if isinstance(module, nn.Linear)]
-    return frozenset(f"{name}.weight" for name in linears if name not in plain)
+    return rounded_weights(config)
 
 
 def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[dict[str, float], list[str]]:

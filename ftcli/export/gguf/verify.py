@@ -16,21 +16,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ftcli.errors import Finding
 from ftcli.export.clean.ask import sent
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
 from ftcli.export.gguf.described import ROUNDING
+from ftcli.export.gguf.experts import unsplit
+from ftcli.export.gguf.file import as_stored, type_of
 from ftcli.export.gguf.llama import LlamaReport, run_in_llama_cpp
 from ftcli.export.gguf.metadata import Value
 from ftcli.export.gguf.pieces import pieces_of
 from ftcli.export.gguf.vocabulary import Vocabulary
-from ftcli.export.probe import TEXTS, Probe, compare_logits, rendered_ids
-from ftcli.export.verify import check_generation, logits_problems, reloaded, same_greedy, shortened
+from ftcli.export.lazy import computing_from
+from ftcli.export.loading import unwritten
+from ftcli.export.probe import TEXTS, Probe, compare_logits, logits, rendered_ids
+from ftcli.export.verify import SENSITIVE, TOLERANCE, logits_problems, reloaded, same_greedy, shortened
 from ftcli.export.weights import ModelWeights
 from ftcli.gguf.file import ReadFile
-from ftcli.gguf.names import TensorNames, from_file, to_file
+from ftcli.gguf.names import GATE, TensorNames, from_file, to_file
 from ftcli.plain import JsonMap
-from ftcli.tables.gguf import TYPES, Architecture, StoredType
+from ftcli.tables.gguf import TYPES, Architecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -75,7 +80,9 @@ class FileReport:
     """What verifying a file found.
 
     Attributes:
-        error: Relative error of its logits against the trained model's.
+        error: Relative error of its logits against the trained model's: what rounding the weights does.
+        unexplained: The same against the trained model with its weights rounded alike.
+        allowed: The largest ``unexplained`` that passes.
         top1_agreement: Share of positions with the same likeliest token.
         greedy_tokens: How many of the tokens that the trained model goes on with are the file's, too.
         answer: Of the process that loaded it.
@@ -84,16 +91,28 @@ class FileReport:
 
     problems: tuple[str, ...]
     error: float = 0.0
+    unexplained: float = 0.0
+    allowed: float = 0.0
     top1_agreement: float = 0.0
     greedy_tokens: str = ""
     answer: ReloadAnswer = field(default_factory=ReloadAnswer)
     llama: LlamaReport = field(default_factory=LlamaReport)
 
-    def facts(self, prefix: str, kind: str) -> dict[str, str | int | float]:
-        """What an export's record says of a file of type ``kind``, each name with ``prefix`` in front."""
+    def warnings(self, path: Path, kind: str) -> list[Finding]:
+        """FT772 where rounding moves the logits further than it mostly does."""
+        usual = TYPES[kind].logits
+        if self.error <= usual:
+            return []
+        message = f"{path.name}: rounding the weights to {kind} moves this model's logits by {self.error:.2g} of their "
+        message += f"size, where {usual:.2g} is the most that is usual"
+        return [Finding("FT772", message, help="export a type of more bits, and evaluate it", severity="warning")]
+
+    def facts(self, prefix: str) -> dict[str, str | int | float]:
+        """What an export's record says of the file, each name with ``prefix`` in front."""
         found: dict[str, str | int | float] = {
-            "relative_error": self.error,
-            "allowed": TYPES[kind].logits,
+            "rounding": self.error,
+            "relative_error": self.unexplained,
+            "allowed": self.allowed,
             "top1_agreement": self.top1_agreement,
             "greedy_tokens": self.greedy_tokens,
             **self.llama.facts,
@@ -112,7 +131,7 @@ def verify_file(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
         return FileReport((f"{path.name} cannot be read: {type(error).__name__}: {error}",))
     if problems:  # a model may not even be built of it
         return FileReport(tuple(shortened(problems)))
-    return _compare_logits(path, TYPES[kind], wanted)
+    return _compare_logits(path, kind, wanted)
 
 
 def _compare_tensors(file: ReadFile, wanted: ExpectedFile) -> list[str]:
@@ -164,7 +183,8 @@ def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
     return None
 
 
-def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileReport:
+def _compare_logits(path: Path, kind: str, wanted: ExpectedFile) -> FileReport:
+    row = TYPES[kind]
     with tempfile.TemporaryDirectory(prefix="ftcli-config-") as config:
         wanted.config.save_pretrained(config)
         asked = ReloadRequest(
@@ -178,18 +198,39 @@ def _compare_logits(path: Path, row: StoredType, wanted: ExpectedFile) -> FileRe
     if answer.problems:
         return FileReport(answer.problems)
     found = answer.tensors[LOGITS]
-    compared = compare_logits(found, wanted.logits, row.logits)
-    problems = logits_problems(compared, row.logits)
-    problems += check_generation(answer, wanted.logits, wanted.probe, wanted.stops, row.logits)
-    llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted)
+    rounding = compare_logits(found, wanted.logits, row.logits)
+    reference, allowed = wanted.logits, row.logits
+    if row.quantized_by is None:
+        reference = _rounded_logits(kind, wanted)
+        error = compare_logits(reference, wanted.logits, row.logits).relative_error
+        allowed = max(TOLERANCE, SENSITIVE * error)
+    compared = compare_logits(found, reference, allowed)
+    problems = logits_problems(compared, allowed)
+    llama = LlamaReport() if problems else run_in_llama_cpp(path, row, wanted, rounding.relative_error)
     return FileReport(
         (*problems, *llama.problems),
+        rounding.relative_error,
         compared.relative_error,
-        compared.top1_agreement,
+        allowed,
+        rounding.top1_agreement,
         same_greedy(found, wanted.probe),
         answer,
         llama,
     )
+
+
+def _rounded_logits(kind: str, wanted: ExpectedFile) -> Tensor:
+    """What the trained model answers with each of its weights rounded as a file of this type rounds them."""
+    model, weights, names = unwritten(wanted.config), unsplit(wanted.weights), wanted.names.stored
+
+    def read(name: str) -> Tensor:
+        part = next((each for each in (name, f"{name}{GATE}") if each in names), None)
+        shape = weights.shape(name) if part is None else wanted.weights.shape(part)
+        stored = "token_embd.weight" if part is None else names[part]  # a head that is not there is the embedding
+        return as_stored(weights.read(name), type_of(stored, shape, kind))
+
+    with computing_from(model, read, weights.names):
+        return logits(model, wanted.probe)
 
 
 def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:

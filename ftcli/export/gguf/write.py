@@ -70,6 +70,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     require_gguf_package()
     prepared = prepare_gguf(source, offline=offline, say=say)
     facts: dict[str, str | int | float] = dict(prepared.facts)
+    warnings = [*prepared.description.warnings]
     for kind in source.settings.gguf.types:
         path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
         say(f"writing {path.name}")
@@ -80,7 +81,8 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
         report = verify_file(path, kind, prepared.wanted)
         if report.problems:
             raise not_verified(folder, [f"{path.name}: {problem}" for problem in report.problems])
-        facts |= report.facts(f"{kind}_", kind)
+        facts |= report.facts(f"{kind}_")
+        warnings += report.warnings(path, kind)
     if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, prepared, folder, say)
     if not source.verify:
@@ -89,7 +91,7 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, template, stop tokens",
         facts,
-        prepared.description.warnings,
+        tuple(warnings),
         prepared.merged_with,
     )
 

@@ -1,149 +1,181 @@
-"""A chat template of Jinja as one of Ollama's, which are Go's: found by rendering conversations, not by reading it.
+"""Chat templates as Ollama has them, which are Go's: a table of known forms, chosen by what the template renders.
 
-Most templates put the same text before and after each turn of a role. What those texts are shows when made-up turns are
-rendered; whether they are all that there is, shows when other conversations are (``ftcli.export.ollama.write``).
+A form says what stands before and after the content of each role. The text of Go's template and what it renders
+(:func:`expected`) are both made of it; a test runs the one in Go and compares it with the other.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ftcli.data.bounded import REFUSALS, limited_template
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: A conversation: role and content of each turn.
 Turns = tuple[tuple[str, str], ...]
-_SYSTEM, _USER, _ANSWER, _AGAIN = "Be0brief", "Ask1this", "Say2that", "Ask3more"
+_ODD = 'She said: "{{ .System }}" {% if x %}\n\n  and 100 % "}} – ¿qué? 数字'
+_TALK: Turns = (("user", "Hello"), ("assistant", _ODD), ("user", _ODD), ("assistant", "Yes."), ("user", "Why?"))
+_BLANK: Turns = (("user", " Hello\n"), ("assistant", "\n Yes. \n"), ("user", "\t Why?  "))
+_REASONED, _PLAIN = (
+    (("user", "Hello"), ("assistant", f"{thought}Yes."), ("user", "Why?"))
+    for thought in ("<think>\nHm.\n</think>\n\n", "")
+)
 
 
 @dataclass(frozen=True, slots=True)
-class TurnText:
-    """What stands before and after the content of a role's turns."""
-
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateParts:
-    """What a template is made of.
+class ChatForm:
+    """How a template writes conversations; ``{eos}`` stands for the tokenizer's.
 
     Attributes:
+        user, assistant: What stands before and after the content of a turn.
+        cue: What the answer is asked for with.
+        system: The same of a system turn; None where it has none.
+        joint: What stands between the system's text and the first user's, where they share a turn.
         bos: It begins with the tokenizer's bos, which whoever cuts the prompt into tokens puts there.
         opening: What it begins with where there is no system turn.
-        system: The system turn; None where it has none, or where it opens the first user's turn.
-        joint: What stands between the system's text and the first user's, where they share a turn.
-        cue: What the answer is asked for with.
+        no_thoughts: What follows the cue where no reasoning is wanted, of templates that drop that of earlier turns.
     """
 
-    bos: bool
-    opening: str
-    user: TurnText
-    assistant: TurnText
-    system: TurnText | None
-    joint: str | None
+    user: tuple[str, str]
+    assistant: tuple[str, str]
     cue: str
+    system: tuple[str, str] | None = None
+    joint: str | None = None
+    bos: bool = False
+    opening: str = ""
+    no_thoughts: str = ""
 
-    @property
-    def takes_system(self) -> bool:
-        """Whether a system turn is rendered at all."""
-        return self.system is not None or self.joint is not None
+
+def _alike(before: str, after: str, roles: tuple[str, str, str] = ("system", "user", "assistant")) -> ChatForm:
+    """A form whose turns differ in the role's name alone."""
+    system, user, assistant = ((before.replace("ROLE", role), after) for role in roles)
+    return ChatForm(user, assistant, assistant[0], system)
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, *, cue: bool = True) -> str | None:
-    """A conversation as training rendered it; None where the template refuses it."""
+_GEMMA = replace(_alike("<start_of_turn>ROLE\n", "<end_of_turn>\n", ("", "user", "model")), system=None)
+#: What is known: ChatML (Qwen and many others), Phi-4, Llama 3, Phi-3, Gemma without and with a system's text,
+#: Mistral's of its third tokenizer and of Tekken, Zephyr.
+FORMS = (
+    _alike("<|im_start|>ROLE\n", "<|im_end|>\n"),
+    _alike("<|im_start|>ROLE<|im_sep|>", "<|im_end|>"),
+    _alike("<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
+    _alike("<|ROLE|>\n", "<|end|>\n"),
+    replace(_GEMMA, joint="\n\n"),
+    _GEMMA,
+    ChatForm(("[INST] ", "[/INST]"), (" ", "{eos}"), ""),
+    ChatForm(("[INST]", "[/INST]"), ("", "{eos}"), ""),
+    _alike("<|ROLE|>\n", "{eos}\n"),
+)
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, **options: Any) -> str | None:
+    """A conversation up to where the answer begins, as training rendered it; None where the template refuses it."""
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         with limited_template():
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=cue))
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except REFUSALS:
         return None
 
 
-def template_parts(tokenizer: PreTrainedTokenizerBase) -> TemplateParts:
-    """What the tokenizer's template is made of.
+def form_of(tokenizer: PreTrainedTokenizerBase) -> ChatForm:
+    """The form of the tokenizer's template, which renders to the byte what the template does for what Ollama can ask.
 
     Raises:
-        FtcliError: FT759 when it is made of something else.
+        FtcliError: FT759 when it has none of those in the table.
     """
+    if not tokenizer.chat_template:
+        raise cannot("there is none")
     if "strftime_now" in str(tokenizer.chat_template):
         raise cannot("it renders the day")
-    user, answer, again = ("user", _USER), ("assistant", _ANSWER), ("user", _AGAIN)
-    one = _needed(rendered(tokenizer, (user,), cue=False))
-    cue = _rest(_needed(rendered(tokenizer, (user,))), one)
-    two = _needed(rendered(tokenizer, (user, answer), cue=False))
-    assistant = _around(_rest(two, one), _ANSWER)
-    turn = _around(_rest(_needed(rendered(tokenizer, (user, answer, again), cue=False)), two), _AGAIN)
-    first = _around(one, _USER)
-    if not first.before.endswith(turn.before) or first.after != turn.after:
-        raise cannot("the first user turn is written differently from later ones")
-    opening = first.before.removesuffix(turn.before)
-    bos = bool(tokenizer.bos_token) and opening.startswith(str(tokenizer.bos_token))
-    mark = str(tokenizer.bos_token) if bos else ""
-    system, joint = _system(rendered(tokenizer, (("system", _SYSTEM), user), cue=False), turn, mark)
-    return TemplateParts(bos, opening.removeprefix(mark), turn, assistant, system, joint, cue)
-
-
-def _system(text: str | None, user: TurnText, mark: str) -> tuple[TurnText | None, str | None]:
-    if text is None or _SYSTEM not in text:
-        return None, None
-    around = _around(text, _SYSTEM)
-    between, _, after = around.after.partition(_USER)
-    if after != user.after or not around.before.startswith(mark):
-        raise cannot("its system turn changes the user's")
-    before = around.before.removeprefix(mark)
-    if before == user.before:
-        return None, between
-    if not between.endswith(user.before):
-        raise cannot("its system turn changes the user's")
-    return TurnText(before, between.removesuffix(user.before)), None
-
-
-def _needed(text: str | None) -> str:
-    if text is None:
+    first = rendered(tokenizer, _TALK[:1])
+    if first is None:
         raise cannot("it refuses a plain conversation")
-    return text
+    bos = str(tokenizer.bos_token or "")
+    for row in FORMS:
+        form = replace(row, bos=bool(bos) and first.startswith(bos), assistant=_with_eos(row.assistant, tokenizer))
+        form = replace(
+            form, user=_with_eos(row.user, tokenizer), system=row.system and _with_eos(row.system, tokenizer)
+        )
+        begin, found, _ = first.removeprefix(bos if form.bos else "").partition(f"{form.user[0]}Hello")
+        form = replace(form, opening=begin)
+        if found and all(_same(form, tokenizer, turns) for turns in _conversations()):
+            return replace(form, no_thoughts=_no_thoughts(tokenizer, first))
+    raise cannot("it is none of the forms that ftcli knows (ChatML, Llama 3, Gemma, Mistral, Phi, Zephyr)")
 
 
-def _rest(text: str, start: str) -> str:
-    if not text.startswith(start):
-        raise cannot("what it writes of a turn depends on later ones")
-    return text.removeprefix(start)
+def _with_eos(around: tuple[str, str], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    return around[0], around[1].replace("{eos}", str(tokenizer.eos_token))
 
 
-def _around(text: str, content: str) -> TurnText:
-    before, found, after = text.partition(content)
-    if not found or content in after:
-        raise cannot("it does not write each content once")
-    return TurnText(before, after)
+def _conversations() -> Iterator[Turns]:
+    for talk in (_TALK, (("system", _ODD), *_TALK)):
+        yield from (talk[: n + 1] for n, (role, _) in enumerate(talk) if role == "user")
 
 
-def go_template(parts: TemplateParts) -> str:
-    """``parts`` as a template of Ollama's: strings, contents and conditions, and no text between them."""
-    user = f"{_text(parts.user.before)}{_joint(parts)}{{{{ $m.Content }}}}{_text(parts.user.after)}"
-    turns = f'{{{{ if eq $m.Role "user" }}}}{user}'
-    turns += f'{{{{ else if eq $m.Role "assistant" }}}}{_turn(parts.assistant)}'
-    if parts.system is not None:
-        turns += f'{{{{ else if eq $m.Role "system" }}}}{_turn(parts.system)}'
-    opening = _text(parts.opening)
-    if opening and parts.takes_system:
-        opening = f"{{{{ if not $.System }}}}{opening}{{{{ end }}}}"
-    return f"{opening}{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_text(parts.cue)}"
+def _same(form: ChatForm, tokenizer: PreTrainedTokenizerBase, turns: Turns) -> bool:
+    wanted = rendered(tokenizer, turns)
+    return wanted is None or f"{tokenizer.bos_token if form.bos else ''}{expected(form, turns)}" == wanted
 
 
-def _turn(turn: TurnText) -> str:
-    return f"{_text(turn.before)}{{{{ $m.Content }}}}{_text(turn.after)}"
-
-
-def _joint(parts: TemplateParts) -> str:
-    if parts.joint is None:
+def _no_thoughts(tokenizer: PreTrainedTokenizerBase, first: str) -> str:
+    if rendered(tokenizer, _REASONED) != rendered(tokenizer, _PLAIN):
         return ""
-    return f"{{{{ if $.System }}}}{{{{ if eq $i 1 }}}}{{{{ $.System }}}}{_text(parts.joint)}{{{{ end }}}}{{{{ end }}}}"
+    silent = rendered(tokenizer, _TALK[:1], enable_thinking=False) or ""
+    return silent.removeprefix(first) if silent.startswith(f"{first}<think>") else ""
+
+
+def differences(form: ChatForm, tokenizer: PreTrainedTokenizerBase) -> tuple[Finding, ...]:
+    """FT757 for what Ollama can ask and the form renders otherwise than the tokenizer's template."""
+    found = []
+    if not _same(form, tokenizer, _BLANK):
+        found.append("the chat template strips blanks at the ends of contents, and Ollama's templates cannot")
+    if rendered(tokenizer, (("system", "Be brief."), *_TALK[:1])) is None:
+        found.append("the chat template refuses system turns, and Ollama's cannot: it leaves them out")
+    help = "send contents as training had them"
+    return tuple(Finding("FT757", message, help=help, severity="warning") for message in found)
+
+
+def expected(form: ChatForm, turns: Turns, *, think: bool | None = None) -> str:
+    """What :func:`go_template` of the form renders; bos aside."""
+    system = "\n\n".join(content for role, content in turns if role == "system")
+    text = "" if system and (form.system or form.joint) else form.opening
+    for index, (role, content) in enumerate(turns):
+        around = {"user": form.user, "assistant": form.assistant, "system": form.system}[role]
+        if around is not None:
+            joined = f"{system}{form.joint}" if form.joint and system and index == 1 and role == "user" else ""
+            text += f"{around[0]}{joined}{content}{around[1]}"
+    return f"{text}{form.cue}{form.no_thoughts if think is False else ''}"
+
+
+def go_template(form: ChatForm) -> str:
+    """A form as a template of Ollama's: strings, contents and conditions, and no text between them."""
+    joint = ""
+    if form.joint:
+        joint = f"{{{{ if and $.System (eq $i 1) }}}}{{{{ $.System }}}}{_text(form.joint)}{{{{ end }}}}"
+    turns = f'{{{{ if eq $m.Role "user" }}}}{_turn(form.user, joint)}'
+    # Ollama learns from here how reasoning is marked, and keeps it out of contents; that of earlier turns is dropped.
+    marks = "{{ if eq $i -1 }}<think>{{ .Thinking }}</think>{{ end }}" if form.no_thoughts else ""
+    turns += f'{{{{ else if eq $m.Role "assistant" }}}}{marks}{_turn(form.assistant)}'
+    if form.system is not None:
+        turns += f'{{{{ else if eq $m.Role "system" }}}}{_turn(form.system)}'
+    opening = _text(form.opening)
+    if opening and (form.system or form.joint):
+        opening = f"{{{{ if not $.System }}}}{opening}{{{{ end }}}}"
+    cue = _text(form.cue)
+    if form.no_thoughts:
+        cue += f"{{{{ if and $.IsThinkSet (not $.Think) }}}}{_text(form.no_thoughts)}{{{{ end }}}}"
+    return f"{opening}{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{cue}"
+
+
+def _turn(around: tuple[str, str], joint: str = "") -> str:
+    return f"{_text(around[0])}{joint}{{{{ $m.Content }}}}{_text(around[1])}"
 
 
 def _text(text: str) -> str:

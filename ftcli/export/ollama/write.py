@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ftcli.export.gguf.verify import verify_file
-from ftcli.export.gguf.vocabulary import Vocabulary
+from ftcli.export.gguf.vocabulary import Vocabulary, vocabulary_of
 from ftcli.export.gguf.write import PreparedGguf, prepare_gguf, write_type
 from ftcli.export.loading import not_verified, source_tokenizer
-from ftcli.export.ollama.golang import render
-from ftcli.export.ollama.template import Turns, cannot, go_template, rendered, template_parts
+from ftcli.export.ollama.template import cannot, differences, form_of, go_template
 from ftcli.export.resolve import ExportSource
 from ftcli.export.verify import Verified, not_asked
 from ftcli.gguf.file import require_gguf_package
 from ftcli.tables.gguf import TYPES
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 MODELFILE = "Modelfile"
-_ODD = 'She said: "{{ .System }}" {% if x %}\n\n  and 100 % "}} – ¿qué? 数字'
-_TALK: Turns = (("user", "Hello"), ("assistant", _ODD), ("user", _ODD), ("assistant", "Yes."), ("user", "Why?"))
-_INSTRUCTED: Turns = (("system", _ODD), *_TALK)
 _TEMPLATE = re.compile(r'^TEMPLATE """(.*?)"""$', re.MULTILINE | re.DOTALL)
 _STOP = re.compile(r'^PARAMETER stop "(.*)"$', re.MULTILINE)
 
@@ -40,29 +33,33 @@ def write(source: ExportSource, folder: Path, *, offline: bool, say: Callable[[s
     """
     require_gguf_package()
     tokenizer = source_tokenizer(source, offline=offline)
-    if not tokenizer.chat_template:
-        raise cannot("there is none")
-    parts = template_parts(tokenizer)
-    require_same(go_template(parts), tokenizer, with_bos=parts.bos)
-    prepared = _with_bos(prepare_gguf(source, offline=offline, say=say), parts.bos)
+    form = form_of(tokenizer)
+    told = differences(form, tokenizer)
+    prepared = _with_bos(prepare_gguf(source, offline=offline, say=say), form.bos)
     kind = source.settings.gguf.types[0]
     path = folder / f"{prepared.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")
     write_type(prepared, path, kind)
-    write_modelfile(folder / MODELFILE, path.name, go_template(parts), prepared)
+    write_modelfile(folder / MODELFILE, path.name, go_template(form), prepared)
     if not source.verify:
         return not_asked(prepared.merged_with)
     say(f"verifying {path.name}")
     report = verify_file(path, kind, prepared.wanted)
-    problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, prepared, with_bos=parts.bos)]
+    problems = [*report.problems, *check_modelfile(folder / MODELFILE, path.name, go_template(form), prepared)]
     if problems:
         raise not_verified(folder, problems)
     return Verified(
         "every weight, logits of the model that the file describes, tokenizer, stop tokens, conversations",
-        {"type": kind, **prepared.facts, **report.facts("", kind)},
-        prepared.description.warnings,
+        {"type": kind, **prepared.facts, **report.facts("")},
+        (*told, *prepared.description.warnings, *report.warnings(path, kind)),
         prepared.merged_with,
     )
+
+
+def require_served(tokenizer: Any, stops: Sequence[int], vocab_size: int) -> None:
+    """Raises FtcliError FT756 or FT759 for a tokenizer or a chat template that Ollama cannot have."""
+    vocabulary_of(tokenizer, stops, vocab_size)
+    form_of(tokenizer)
 
 
 def _with_bos(prepared: PreparedGguf, bos: bool) -> PreparedGguf:
@@ -89,35 +86,11 @@ def _stops(prepared: PreparedGguf) -> list[str]:
     return tokens
 
 
-def check_modelfile(path: Path, file: str, prepared: PreparedGguf, *, with_bos: bool) -> list[str]:
-    """Problems with a Modelfile: what it renders, where it stops, and which file it is of."""
+def check_modelfile(path: Path, file: str, template: str, prepared: PreparedGguf) -> list[str]:
+    """Problems with a Modelfile: what its template is, where it stops, and which file it is of."""
     text = path.read_text(encoding="utf-8")
-    template = _TEMPLATE.search(text)
+    written = _TEMPLATE.search(text)
     problems = [] if text.startswith(f"FROM ./{file}\n") else [f"the Modelfile is not of {file}"]
     missing = set(_stops(prepared)) - set(_STOP.findall(text))
     problems += [f"the Modelfile does not stop at {stop}" for stop in sorted(missing)]
-    difference = _difference(template[1] if template else "", prepared.wanted.tokenizer, with_bos=with_bos)
-    return [*problems, f"the Modelfile's template renders {difference}"] if difference else problems
-
-
-def require_same(template: str, tokenizer: PreTrainedTokenizerBase, *, with_bos: bool) -> None:
-    """Raises FtcliError FT759 where ``template`` renders a conversation differently than training did."""
-    difference = _difference(template, tokenizer, with_bos=with_bos)
-    if difference:
-        raise cannot(f"written as one, it renders {difference}")
-
-
-def _difference(template: str, tokenizer: PreTrainedTokenizerBase, *, with_bos: bool) -> str | None:
-    for talk in (_TALK, _INSTRUCTED):
-        for length in range(1, len(talk) + 1):
-            turns = talk[:length]
-            wanted = rendered(tokenizer, turns) if turns[-1][0] == "user" else None
-            if wanted is None:
-                continue
-            try:
-                found = f"{tokenizer.bos_token if with_bos else ''}{render(template, turns)}"
-            except ValueError as error:
-                return f"nothing: {error}"
-            if found != wanted:
-                return f"{found[-80:]!r} where training had {wanted[-80:]!r}"
-    return None
+    return problems if written and written[1] == template else [*problems, "the Modelfile has another template"]

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ftcli import __version__
 from ftcli.assets import BUNDLED
 from ftcli.facts.config_file import looks_local
-from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
+from ftcli.facts.weights import ADAPTER_CONFIG, EXPORT_RECORD, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.places import HUB
 from ftcli.run.atomic import read_json_object, storage_errors, write_text
@@ -124,6 +124,7 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
             *([("merged with", merged_with)] if merged_with else []),
         ],
         data=_data(manifest, tokens),
+        exported=(folder / EXPORT_RECORD).is_file(),
         verification=verification_rows(folder),
         versions=_versions(manifest),
         mark=_Own(MARK),

@@ -17,10 +17,16 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaCo
 
 from ftcli.assets import asset
 from ftcli.config import Recipe
+from ftcli.config.load import load_recipe
 from ftcli.errors import Finding
+from ftcli.facts.model import read_facts
 from ftcli.model.load import align_special_tokens
+from ftcli.plain import plain_fields
 from ftcli.reporting import SilentReporter
 from ftcli.run.directory import RunDirectory
+from ftcli.run.held import result_files
+from ftcli.run.inputs import base_inputs
+from ftcli.run.status import FinishedTraining, TrainingSummary, note_trained, write_end
 
 if TYPE_CHECKING:
     from ftcli.export.clean.process import CleanProcess
@@ -158,6 +164,19 @@ def tuned(tmp_path: Path, _tuned: Path) -> Trained:
     run = write_run(tmp_path / "run", base)
     shutil.copytree(_tuned / "model", run.model_dir)
     return Trained(base, run)
+
+
+def noted(made: Trained) -> Trained:
+    """The run with what training notes of its base and its result."""
+    run, recipe = made.run, load_recipe(made.run.recipe_path)
+    facts = read_facts(recipe.recipe.model, offline=True, origins=recipe.origins)
+    inputs = base_inputs(facts, recipe.recipe.model, None)
+    run.manifest_path.write_text(json.dumps({"inputs": plain_fields(inputs)}))
+    assert run.result_dir is not None
+    files = result_files(run.result_dir)
+    write_end(run.status_path, 0)
+    note_trained(run.status_path, FinishedTraining(TrainingSummary(1), 1, run.result_dir.name, files))
+    return made
 
 
 def edit_json(path: Path, **changes: Any) -> None:

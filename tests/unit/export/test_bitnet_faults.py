@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,6 +97,28 @@ def test_damage_is_caught_and_removed(fault: str, monkeypatch: pytest.MonkeyPatc
     assert {finding.code for finding in caught.value.findings} == {"FT741"}
     assert caught.value.exit_code is ExitCode.BUG
     assert not (made.run.export_dir / "bitnet").exists()
+
+
+def test_too_little_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = rounded_run(tmp_path, "llama")
+    free = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(FtcliError) as caught:
+        export(made)
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT724", 3)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_no_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = rounded_run(tmp_path, "llama")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("huggingface_hub.save_torch_state_dict", full)
+    with pytest.raises(FtcliError) as caught:
+        export(made)
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT724", 3)
+    assert list(made.run.export_dir.iterdir()) == []
 
 
 def test_values_that_are_packed_wrongly_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ftcli.export import safetensors as merged_format
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.facts.device import cpu_device
 from ftcli.facts.weights import EXPORT_RECORD
-from tests.unit.export.conftest import Heard, Trained, edit_json, write_run
+from tests.unit.export.conftest import Heard, Trained, edit_json, noted, write_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
@@ -102,7 +102,7 @@ def test_a_model_stored_in_bfloat16_is_merged_with_one_rounding(trained: Callabl
 
 
 def test_an_adapter_that_rounding_swallows_is_said_so(trained: Callable[..., Trained]) -> None:
-    made, heard = trained("llama", "bfloat16", size=1e-4), Heard()
+    made, heard = noted(trained("llama", "bfloat16", size=1e-4)), Heard()
     export_run(made.run, ["safetensors"], reporter=heard, offline=True)
     assert [finding.code for finding in heard.findings] == ["FT744"]
     assert "bfloat16" in heard.findings[0].message
@@ -209,7 +209,7 @@ def test_an_export_of_something_else_is_not_replaced_unasked(trained: Callable[.
 
 @pytest.mark.parametrize("name", ["adapter", "safetensors", "gguf", "ollama"])
 def test_without_verification_the_record_says_so(trained: Callable[..., Trained], name: str) -> None:
-    made, heard = trained(), Heard()
+    made, heard = noted(trained()), Heard()
     (result,) = export_run(made.run, [name], reporter=heard, offline=True, verify=False)
     assert [finding.code for finding in heard.findings] == ["FT754"]
     record = json.loads((result.path / EXPORT_RECORD).read_text())
@@ -228,7 +228,7 @@ def test_other_peoples_files_are_not_replaced(trained: Callable[..., Trained]) -
 
 def test_a_full_fine_tune_is_copied_and_equal(tuned: Trained) -> None:
     heard = Heard()
-    (result,) = export_run(tuned.run, ["adapter", "safetensors"], reporter=heard, offline=True)
+    (result,) = export_run(noted(tuned).run, ["adapter", "safetensors"], reporter=heard, offline=True)
     assert [finding.code for finding in heard.findings] == ["FT745"]
     assert torch.equal(logits_of(result.path), logits_of(tuned.run.model_dir))
     assert not torch.equal(logits_of(result.path), logits_of(tuned.base))

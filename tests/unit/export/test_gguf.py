@@ -41,7 +41,8 @@ def test_every_family_is_written_and_read_back(model_type: str, tmp_path: Path) 
     facts = result.verification.facts
     assert facts["f32_relative_error"] < 1e-5
     assert facts["f32_top1_agreement"] == 1.0
-    assert 1e-4 < facts["q8_0_relative_error"] < 0.1
+    assert facts["q8_0_relative_error"] < 1e-5
+    assert 1e-4 < facts["q8_0_rounding"] < 0.1
     assert {path.name for path in result.path.iterdir()} >= {"run-F32.gguf", "run-Q8_0.gguf"}
     windows = [finding for finding in heard.findings if "window" in finding.message]
     assert bool(windows) == (model_type in ("mistral", "phi3"))
@@ -216,3 +217,17 @@ def test_base_and_licence_are_in_files_and_card(tmp_path: Path) -> None:
     assert "```console\nllama-server -m run-F32.gguf --jinja\n```" in card
     assert "| f32 greedy tokens | 6 of 6 |" in card
     assert str(tmp_path) not in card
+
+
+def test_a_model_that_rounding_moves_far_is_written_and_said(tmp_path: Path) -> None:
+    """Sharp attention: with q_norm and k_norm times 12, Q8_0 moves the logits by a third, and nothing is wrong."""
+    model = changed("qwen3")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(12)
+    heard = Heard()
+    facts = export(adapt(tmp_path, model), "q8_0", heard=heard).verification.facts
+    assert facts["q8_0_rounding"] > TYPES["q8_0"].logits
+    assert facts["q8_0_relative_error"] <= facts["q8_0_allowed"] < 0.02
+    assert "FT772" in [finding.code for finding in heard.findings]

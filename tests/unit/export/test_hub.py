@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,17 @@ def test_what_was_not_verified_is_not_uploaded(hub: type[Hub]) -> None:
     assert hub.calls == []
 
 
-def test_a_hub_that_cannot_be_reached_is_ft755(hub: type[Hub]) -> None:
+def test_a_hub_that_refuses_is_ft755(hub: type[Hub]) -> None:
     hub.refusal = ConnectionError("no route\nto host")
     with pytest.raises(FtcliError, match="no route") as caught:
+        push([result("gguf")], "me/mine")
+    assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT755", 3)
+
+
+def test_a_hub_that_cannot_be_reached_is_ft755(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the client's own errors, which are those of its HTTP library."""
+    api = partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9", token="hf_none")
+    monkeypatch.setattr(huggingface_hub, "HfApi", api)
+    with pytest.raises(FtcliError, match="nothing more is uploaded") as caught:
         push([result("gguf")], "me/mine")
     assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT755", 3)

@@ -108,7 +108,7 @@ def test_what_the_server_says_is_held_against_training(
     assert installed_llama_cpp() == str(program)
     report = verified(shared, installed_llama_cpp(), tmp_path)
     assert not report.problems
-    facts = report.facts("f32_", "f32")
+    facts = report.facts("f32_")
     assert facts["f32_llama_cpp"] == "llama-server b1"
     assert float(facts["f32_llama_cpp_error"]) < 1e-6
     assert facts["f32_llama_cpp_greedy_tokens"] == "6 of 6"
@@ -160,7 +160,7 @@ def test_a_server_that_is_too_old_is_not_asked(
 ) -> None:
     report = verified(shared, str(stand_in({"dies": "error: invalid argument: --no-repack"})), tmp_path)
     assert not report.problems
-    assert "not asked: it cannot be loaded: error: invalid" in str(report.facts("", "f32")["llama_cpp"])
+    assert "not asked: it cannot be loaded: error: invalid" in str(report.facts("")["llama_cpp"])
 
 
 def test_probabilities_too_small_for_float32_tell_nothing(
@@ -206,7 +206,7 @@ def test_a_fault_of_llama_cpps_own_is_told_and_no_failure(
     known = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, architecture=faulty))
     report = verified(known, str(stand_in(said)), tmp_path)
     assert not report.problems
-    assert str(report.facts("", "f32")["llama_cpp"]).endswith("differs: it reads nothing")
+    assert str(report.facts("")["llama_cpp"]).endswith("differs: it reads nothing")
 
 
 def test_a_library_that_is_broken_is_none(
@@ -223,7 +223,7 @@ def test_a_library_that_is_broken_is_none(
     alone = dataclasses.replace(shared, wanted=dataclasses.replace(shared.wanted, reload=without))
     report = verified(alone, LIBRARY, tmp_path)
     assert not report.problems
-    assert "no such file" in str(report.facts("", "f32")["llama_cpp"])
+    assert "no such file" in str(report.facts("")["llama_cpp"])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
@@ -232,7 +232,7 @@ def test_the_library_answers_as_training_did(family: str, tmp_path: Path, clean_
     prepared = prepared_of(adapt(tmp_path, build(family)), clean_process)
     report = verified(prepared, LIBRARY, tmp_path)
     assert not report.problems
-    assert float(report.facts("", "f32")["llama_cpp_error"]) < 1e-3
+    assert float(report.facts("")["llama_cpp_error"]) < 1e-3
 
 
 def test_the_library_notices_other_numbers(shared: PreparedGguf, tmp_path: Path) -> None:

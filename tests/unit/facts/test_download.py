@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -31,3 +33,9 @@ def test_a_hub_that_does_not_answer_tells_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("urllib.request.getproxies", dict)
     assert sizes_on_hub("a/b", None) == ({}, None)
     assert missing_bytes("a/b", None, sizes=lambda *_: ({}, None)) == 0
+
+
+def test_a_proxy_that_does_not_answer_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://127.0.0.1:9"})
+    monkeypatch.setattr(huggingface_hub, "HfApi", partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9"))
+    assert sizes_on_hub("a/b", None) == ({}, None)

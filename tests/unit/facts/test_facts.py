@@ -187,6 +187,7 @@ def response_error(kind: type[Exception]) -> Exception:
         (hub.LocalEntryNotFoundError("nothing cached"), True, "FT306", "--offline"),
         (hub.LocalEntryNotFoundError("no connection"), False, "FT308", "no connection"),
         (ConnectionError("does not answer"), False, "FT308", "does not answer"),
+        (hub.HfHubHTTPError.__bases__[0]("cut off"), False, "FT308", "cut off"),
         (hub.HFValidationError("bad"), False, "FT303", "neither a folder here nor a Hub id"),
     ],
 )

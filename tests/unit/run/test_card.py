@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ftcli.config import Recipe
-from ftcli.facts.weights import MODEL_CARD
+from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
 from ftcli.run.atomic import write_json
 from ftcli.run.card import render_card, write_card
 from ftcli.run.card.card import MARK, public_name
@@ -182,3 +182,16 @@ def test_every_setting_that_a_card_names_is_one() -> None:
     assert {name.partition(".")[0] for name in (*settings._ALWAYS, *of_methods)} <= told
     not_of_training = {"run", "model", "eval", "export", "checkpoint", "logging", "launch"}
     assert sections - {"version", "extends"} == told | not_of_training, "a new section: in the card?"
+
+
+def test_a_card_of_an_export_says_what_was_measured_and_compared(run: RunDirectory, tmp_path: Path) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    write_evaluation(run.eval_path, Evaluation(EvalScores(loss=2.0), EvalScores(loss=1.0)))
+    assert "before it was exported" not in render_card(run, run.adapter_dir)
+    write_json(folder / EXPORT_RECORD, {"verification": {"compared": "nothing", "verified": "no"}})
+    card = render_card(run, folder)
+    assert "before it was exported" in card
+    assert "--no-verify" in card
+    write_json(folder / EXPORT_RECORD, {"verification": {"compared": "every weight"}})
+    assert "--no-verify" not in render_card(run, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import resource
@@ -82,7 +83,7 @@ def test_every_file_is_flushed_before_the_rename_that_makes_it_count(
     assert "checkpoints" in flushed[there:], "the folder's entry"
 
 
-@pytest.mark.parametrize("library", ["torch", "safetensors"])
+@pytest.mark.parametrize("library", ["torch", "safetensors", "numpy"])
 def test_a_refused_write_that_a_library_reports_in_its_own_way_is_ft724(checkpoints: Checkpoints, library: str) -> None:
     """A limit on the size of files, in a process of its own, is a full disk that needs no disk."""
     import torch
@@ -98,6 +99,9 @@ def test_a_refused_write_that_a_library_reports_in_its_own_way_is_ft724(checkpoi
                 tensors = {"a": torch.zeros(200_000)}
                 if library == "torch":
                     torch.save(tensors, folder / "optimizer.pt")
+                elif library == "numpy":
+                    with (folder / "model.gguf").open("wb") as file:
+                        tensors["a"].numpy().tofile(file)
                 else:
                     save_file(tensors, folder / "model.safetensors")
         except FtcliError as error:
@@ -263,3 +267,23 @@ def test_an_earlier_step_sets_later_ones_aside_and_deletes_none(checkpoints: Che
     assert [p.name for p in moved] == ["step-00000002.superseded-1", "step-00000003.superseded-1"]
     assert all(damage(p) is None for p in moved)
     assert checkpoints.newest() == checkpoints.path(1)
+
+
+def test_a_named_checkpoint_is_read_whole(checkpoints: Checkpoints) -> None:
+    path = save(checkpoints, 3, size=5 << 20)
+    assert checkpoints.named("3") == path
+    listed = json.loads((path / "complete.json").read_text())["files"]
+    assert [sorted(each) for each in listed] == [["bytes", "name", "sha256_of_blocks"]] * 2
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"x")
+    with pytest.raises(FtcliError, match=r"model\.safetensors differs") as caught:
+        checkpoints.named("3")
+    assert caught.value.findings[0].code == "FT725"
+
+
+def test_a_checkpoint_of_the_first_version_is_read(checkpoints: Checkpoints) -> None:
+    path = save(checkpoints, 3, size=5 << 20)
+    listed = (path / "complete.json").read_text()
+    (path / "complete.json").write_text(listed.replace("sha256_of_blocks", "sha256"))
+    assert damage(path, thorough=True) is None

@@ -112,12 +112,14 @@ def test_a_run_that_was_stopped_after_training_is_not_trained_again(tmp_path: Pa
             assert (again.resume_step, again.resume_from) == (8, None)
 
 
-@pytest.mark.parametrize("how", ["deleted", "cut short", "emptied", "of another kind"])
+@pytest.mark.parametrize("how", ["deleted", "cut short", "one byte", "emptied", "of another kind"])
 def test_a_result_that_is_not_whole_any_more_is_trained_again(tmp_path: Path, how: str) -> None:
     run = trained(tmp_path / "a")
     weights = run.adapter_dir / "weights"
     if how == "cut short":
         os.truncate(weights, 3)
+    elif how == "one byte":
+        weights.write_text("trainee")
     elif how == "of another kind":
         run.adapter_dir.rename(run.model_dir)
     else:
@@ -127,6 +129,17 @@ def test_a_result_that_is_not_whole_any_more_is_trained_again(tmp_path: Path, ho
     with open_run(run.path, "auto", recipe()) as again:
         assert again.trained is None
         assert again.resume_step == 5
+        assert [warning.code for warning in again.warnings] == ["FT771"]
+
+
+def test_a_complete_run_whose_result_was_changed_is_left_alone_and_said(tmp_path: Path) -> None:
+    run = trained(tmp_path / "a")
+    with open_run(run.path, "auto", recipe()) as opened:
+        opened.finish(ExitCode.OK)
+    (run.adapter_dir / "weights").write_text("trainee")
+    with open_run(run.path, "auto", recipe()) as again:
+        assert again.already_complete
+        assert [warning.code for warning in again.warnings] == ["FT771"]
 
 
 def test_an_explicit_checkpoint_is_trained_from_whatever_was_trained(tmp_path: Path) -> None:
