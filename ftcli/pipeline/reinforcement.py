@@ -111,7 +111,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
     from ftcli.pipeline import build
-    from ftcli.trainers.graphed import why_not_graphed
+    from ftcli.train.graphed import why_not_graphed
 
     group = context.group
     with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):

@@ -9,7 +9,7 @@ from ftcli.reporting import Reporter
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.history import metrics_of
 from ftcli.run.status import read_status
-from ftcli.trainers.best import BestEvaluation
+from ftcli.train.best import BestEvaluation
 
 BEST = "best"
 

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
-from transformers.trainer_utils import SaveStrategy
 
 from ftcli.config.training import TrainConfig
 from ftcli.model.saved import save_weights
 from ftcli.plain import JsonObject
-from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP, Phase
+from ftcli.preflight.memory.terms import EVALUATION, FORWARD, STEP
 from ftcli.run.checkpoint import TRAINER_STATE
+from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.best import BestEvaluation, measured
-from ftcli.trainers.checkpoint_state import LogWindow, RandomStates, WindowState, readable
-from ftcli.trainers.hooks import TrainerHooks
+from ftcli.train.best import BestEvaluation, measured
+from ftcli.train.loop import Attendance, Doing, TrainerHooks
+from ftcli.train.state import LogWindow, RandomStates, WindowState, readable
+from ftcli.train.watch import ROWS_KEY, RowOrigins, WatchedNumber, peak_memory_bytes, row_list
+from ftcli.trainers.callbacks import RunCallback
 from ftcli.trainers.optimisation import OptimisationMixin
-from ftcli.trainers.scaling import SkippedSteps, unscale
-from ftcli.trainers.watch import ROWS_KEY, RowOrigins, WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
     from ftcli.model.graphs import GraphRunner
-
-#: What a trainer is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
-#: everything between the others, such as collating and logging.
-Doing: TypeAlias = Phase | Literal["step", "saving"]
 
 
 class RunTrainerMixin(OptimisationMixin):
@@ -60,9 +56,9 @@ class RunTrainerMixin(OptimisationMixin):
         self._pending: list[WatchedNumber] = []
         self._rows: list[tuple[int, ...]] = []
         self._batch = -1
+        self._callback: RunCallback | None = None
         self._resume_from: Path | None = None
         self._random_states: RandomStates | None = None
-        self._skipped = SkippedSteps()
         self._at_step_begin: tuple[Tensor | None, int, Tensor] | None = None
         self.remove_callback(PrinterCallback)  # type: ignore[attr-defined]
 
@@ -120,11 +116,9 @@ class RunTrainerMixin(OptimisationMixin):
         return row_list(origin for row in self._batch_rows() for origin in self.row_origins(row))
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
-        scaled = unscale(self)  # type: ignore[arg-type]
         own = self.clip_in_step()
         norm: Tensor = super()._clip_grad_norm(model) if own is None else own  # type: ignore[misc]
-        if not scaled:  # an overflow under a scale is no fault: the step is skipped and the scale lowered
-            self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
+        self.watch("the gradient norm", norm, tuple(row for rows in self._rows for row in rows))
         return norm
 
     def floating_point_ops(self, inputs: Mapping[str, Tensor]) -> int:
@@ -157,9 +151,6 @@ class RunTrainerMixin(OptimisationMixin):
     def end_step(self) -> None:
         """After the optimizer has stepped, before anything is logged, evaluated or saved."""
         self.phase = "step"
-        accelerator = self.accelerator  # type: ignore[attr-defined]
-        if accelerator.scaler is not None:
-            self._skipped.note(skipped=accelerator.optimizer_step_was_skipped, step=self.state.global_step)
         self._at_step_begin = None
         self._random_states = RandomStates.now()
 
@@ -229,6 +220,22 @@ class RunTrainerMixin(OptimisationMixin):
         self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint is not None else None
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)  # type: ignore[misc]
 
+    def run(self, attendance: Attendance, resume_from: Path | None) -> None:
+        """Trains to the end, as :meth:`ftcli.train.loop.TrainingLoop.run`."""
+        self._callback = RunCallback(self, attendance)
+        self.add_callback(self._callback)  # type: ignore[attr-defined]
+        self.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are done."""
+        return int(self.state.global_step)
+
+    @property
+    def last_line(self) -> MetricsLine:
+        """The newest line of metrics of a step that this process trained."""
+        return {} if self._callback is None else self._callback.last
+
     def restore_window(self) -> None:
         """Continues the half-filled line of metrics that is in the checkpoint; called when training begins."""
         state = self.state
@@ -291,7 +298,7 @@ class RunTrainerMixin(OptimisationMixin):
         with self.hooks.checkpoints.staging(state.global_step) as folder:
             self.save_training_weights(folder)
             with self.evaluated_weights():
-                save_weights(self.model, folder, self.whole_weights())
+                save_weights(self.model, folder)
             self._save_optimizer_and_scheduler(str(folder))  # type: ignore[attr-defined]
             self._save_scaler(str(folder))  # type: ignore[attr-defined]
             self._save_rng_state(str(folder))  # type: ignore[attr-defined]
@@ -304,10 +311,6 @@ class RunTrainerMixin(OptimisationMixin):
         self.saved_step = state.global_step
         self.phase = "step"
         self.window.start()
-
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """Weights to be saved in place of the model's own; None where these are whole."""
-        return None
 
     def _window_state(self) -> WindowState:
         return WindowState(
@@ -373,6 +376,3 @@ class RunTrainerMixin(OptimisationMixin):
         self.tokens_seen = state.num_input_tokens_seen if kept is None else kept
         self.tokens_computed = 0 if found is None else found.tokens_computed or 0
         return True
-
-
-NO_SAVING = {"save_strategy": SaveStrategy.NO, "push_to_hub": False, "report_to": "none"}

@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.preflight.memory.terms import STEP
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.signals import SignalName, StopRequested
-from ftcli.trainers.best import TrainingOver
+from ftcli.run.signals import StopRequested
+from ftcli.train.best import TrainingOver
+from ftcli.train.loop import Attendance
 
 if TYPE_CHECKING:
     from ftcli.trainers.base import RunTrainerMixin
-
-
-class StepDisplay(Protocol):
-    """Shows where a run is."""
-
-    def begin(self, step: int, total: int) -> None:
-        """Training starts at ``step`` of ``total``."""
-        ...
-
-    def show(self, step: int, line: MetricsLine) -> None:
-        """``step`` is done; ``line`` holds the newest numbers."""
-        ...
-
-    def evaluated(self, step: int, metrics: MetricsLine) -> None:
-        """Held-out results after ``step``, as ``eval_*``."""
-        ...
-
-
-class StopSignal(Protocol):
-    """What asks a run to stop (ftcli.run.signals)."""
-
-    @property
-    def requested(self) -> SignalName | None:
-        """``SIGTERM``, ``SIGINT`` or None."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepIntervals:
-    """When things happen, in optimizer steps; None is never."""
-
-    log_every: int
-    evaluate_every: int | None
-    save_every: int | None
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
@@ -56,27 +21,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: The trainer it belongs to.
-        schedule: When to log, evaluate and save.
-        write: Receives one metrics line: ``step``, ``loss``, ``grad_norm``, ``learning_rate``, ``tokens``,
-            ``tokens_per_second``, ``peak_memory_bytes``, ``tokens_computed`` with padding and filler, and ``eval_*``
-            where an evaluation took place.
-        progress: Told the step and the newest numbers after each step.
-        stop: Looked at after each step.
+        attendance: When to log, evaluate and save; where lines go; who is shown progress and may stop.
     """
 
-    def __init__(
-        self,
-        trainer: RunTrainerMixin,
-        schedule: StepIntervals,
-        write: Callable[[MetricsLine], None],
-        progress: StepDisplay,
-        stop: StopSignal,
-    ) -> None:
+    def __init__(self, trainer: RunTrainerMixin, attendance: Attendance) -> None:
         self._trainer = trainer
-        self._schedule = schedule
-        self._write = write
-        self._progress = progress
-        self._stop = stop
+        self._schedule, self._write = attendance.intervals, attendance.write
+        self._progress, self._stop = attendance.progress, attendance.stop
         self.last: MetricsLine = {}
 
     def on_train_begin(

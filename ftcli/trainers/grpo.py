@@ -24,16 +24,17 @@ from ftcli.model.checkpointing import checkpointing_kept
 from ftcli.model.finite import NotFinite
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, FORWARD, GENERATION
+from ftcli.train.build import use_policy
+from ftcli.train.graphed import use_stack
+from ftcli.train.loop import TrainerHooks
+from ftcli.train.optimizer import Arguments
+from ftcli.trainers.arguments import config_kept, own_ranks, training_arguments, use_one_gpu
 from ftcli.trainers.base import RunTrainerMixin
-from ftcli.trainers.graphed import use_stack
-from ftcli.trainers.hooks import TrainerHooks
-from ftcli.trainers.optimisation import Arguments
 from ftcli.trainers.parity import Parity, check_parity
 from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 from ftcli.trainers.rollouts import Rollouts
 from ftcli.trainers.said import newest, packed, restore
-from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_one_gpu, use_policy
 from ftcli.trainers.sharing import SharingMixin
 from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.trainers.stagnation import Stagnation

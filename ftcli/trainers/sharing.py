@@ -19,8 +19,9 @@ from torch import Tensor
 from ftcli.generation.requests import Completion
 from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import GENERATION
+from ftcli.train.parallel import SEED_SPREAD
 from ftcli.trainers.spans import TRAINING, Spans
-from ftcli.trainers.together import SPREAD, TogetherMixin
+from ftcli.trainers.together import TogetherMixin
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -82,7 +83,7 @@ class SharingMixin(TogetherMixin):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Tensor]:
         """This rank's next micro-batch, of completions that are sampled where they are needed."""
-        seed = self.args.seed * SPREAD + self.state.global_step  # type: ignore[attr-defined]
+        seed = self.args.seed * SEED_SPREAD + self.state.global_step  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**63)  # decides which completions share a micro-batch
             inputs: dict[str, Tensor] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ftcli.config.training import GrpoStoppingConfig
 from ftcli.plain import JsonObject
-from ftcli.trainers.best import BestEvaluation
+from ftcli.train.best import BestEvaluation
 
 
 @dataclass(slots=True)

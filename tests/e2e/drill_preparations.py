@@ -176,15 +176,6 @@ def small_files(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
-def workers(count: int) -> None:
-    """Training data is collated in ``count`` worker processes."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: {**function(*args, **kwargs), "dataloader_num_workers": count}
-
-    _wrap("ftcli.trainers.sft:training_arguments", around)
-
-
 def few_held_out(count: int, folder: str) -> None:
     """Of each file of held-out data that ships with ftcli there are the first ``count`` rows, in ``folder``."""
 

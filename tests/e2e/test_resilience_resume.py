@@ -38,8 +38,8 @@ FULL: dict[str, Any] = {**ODD, "lora": None, "train": {**ODD["train"], "optim": 
 
 @pytest.mark.parametrize(
     ("change", "prepared", "batch"),
-    [(ODD, (), 10), (ODD, (("workers", 2),), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
-    ids=["accumulation in the second epoch", "two workers", "packing", "unpadded on our layers", "full fine-tuning"],
+    [(ODD, (), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
+    ids=["accumulation in the second epoch", "packing", "unpadded on our layers", "full fine-tuning"],
 )
 def test_half_and_half_is_the_whole(
     drills: Drills, change: dict[str, Any], prepared: tuple[Any, ...], batch: int

@@ -17,7 +17,7 @@ PARTS = {
     "fingerprints": ("ftcli.pipeline.lifecycle:fingerprint", "reading the data's fingerprints"),
     "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
     "loading": ("ftcli.pipeline.build:load_model", "loading the model"),
-    "the trainer": ("ftcli.trainers.sft:training_arguments", "preparing the trainer"),
+    "the trainer": ("ftcli.train.build:use_stack", "preparing the trainer"),
 }
 
 

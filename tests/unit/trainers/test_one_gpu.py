@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from ftcli.reporting import SilentReporter
-from ftcli.trainers.sft import use_one_gpu
+from ftcli.trainers.arguments import use_one_gpu
 from tests.small_models import build
 
 

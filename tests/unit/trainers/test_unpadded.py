@@ -123,7 +123,7 @@ def step(
     collate = EpochCollator(plain_epochs(documents, 0), 0, batches)
     total = 0.0
     for start in range(0, len(documents), micro_batch):
-        batch = collate([{"index": i} for i in range(start, min(start + micro_batch, len(documents)))])
+        batch = collate(range(start, min(start + micro_batch, len(documents))))
         batch.pop("lengths", None)
         loss = forward_loss(model, batch, num_items=items).loss
         loss.backward()

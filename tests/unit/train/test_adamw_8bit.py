@@ -11,7 +11,7 @@ from torch import nn
 
 from ftcli.facts.trained import TrainedMatrices, bytes_of
 from ftcli.tables import code_of, optimizers
-from ftcli.trainers.adamw import AdamW, AdamW8bit
+from ftcli.train.adamw import AdamW, AdamW8bit
 
 SHAPES = {"hidden": (70, 100), "small": (40, 100), "embedding": (70, 100), "norm": (5000,)}
 

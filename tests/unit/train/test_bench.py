@@ -7,7 +7,7 @@ import torch
 
 from ftcli.pipeline.bench_bound import arithmetic_bound
 from ftcli.pipeline.bench_result import StoredRate
-from ftcli.trainers.bench import covered, measure_fp8_rate, measure_matmul_rate
+from ftcli.train.bench import covered, measure_fp8_rate, measure_matmul_rate
 
 
 def test_the_bound_counts_fp8_products_at_their_own_rate() -> None:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from ftkernels.fp8 import multiply_rows, quantize_fp8
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.rows.row import Row
+from ftcli.train.loop import StepWatcher
 
 if TYPE_CHECKING:
     from ftcli.run.group import RankGroup
-    from ftcli.trainers.together import TogetherMixin
+    from ftcli.train.parallel import Parallel
 
 #: Shapes (rows, inner, columns) of the matmul probe: large enough to reach the machine's rate, by device kind.
 MATMUL_CUDA = (8192, 8192, 8192)
@@ -76,7 +76,7 @@ class DeviceMemory:
     device_used_bytes: int | None = None
 
 
-class StepTimer(TrainerCallback):  # type: ignore[misc]
+class StepTimer(StepWatcher):
     """Times each step. On a GPU with CUDA events, so that nothing waits that would not wait in training."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,13 +84,11 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         self._events: list[torch.cuda.Event] = []
         self._marks: list[float] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def start(self) -> None:
         """Starts the clock: weights are on the device, nothing has run."""
         self._mark()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def stepped(self, step: int) -> None:
         """Takes the time of a step."""
         self._mark()
 
@@ -111,27 +109,25 @@ class StepTimer(TrainerCallback):  # type: ignore[misc]
         return StepTimes(tuple(b - a for a, b in pairwise(self._marks[: steps + 1])))
 
 
-class Joining(TrainerCallback):  # type: ignore[misc]
+class Joining(StepWatcher):
     """Ranks that train each by itself for ``after`` steps, and together from then on."""
 
-    def __init__(self, trainer: TogetherMixin, group: RankGroup, after: int) -> None:
-        self._trainer, self._group, self._after = trainer, group, after
-        trainer.reduces = False
+    def __init__(self, parallel: Parallel, group: RankGroup, after: int) -> None:
+        self._parallel, self._group, self._after = parallel, group, after
+        parallel.reduces = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def start(self) -> None:
         """All begin at the same time."""
         self._group.agree("alone")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def stepped(self, step: int) -> None:
         """From the next step on gradients are added up."""
-        if state.global_step == self._after:
+        if step == self._after:
             self._group.agree("together")
-            self._trainer.reduces = True
+            self._parallel.reduces = True
 
 
-class StepProfiler(TrainerCallback):  # type: ignore[misc]
+class StepProfiler(StepWatcher):
     """Records one step with torch's profiler. The caller leaves that step out of the timing."""
 
     def __init__(self, device: torch.device, step: int) -> None:
@@ -141,16 +137,14 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self._profile = torch.profiler.profile(activities=activities)
         self._step = step
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def begin(self, step: int) -> None:
         """Starts before the chosen step."""
-        if state.global_step + 1 == self._step:
+        if step + 1 == self._step:
             self._profile.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def stepped(self, step: int) -> None:
         """Stops after it."""
-        if state.global_step == self._step:
+        if step == self._step:
             self._profile.stop()
 
     def table(self, rows: int = 40) -> list[ProfiledKernel]:

@@ -1,7 +1,7 @@
-"""What a checkpoint holds besides weights, optimizer and schedule, so that a resumed run writes the same metrics.
+"""What a checkpoint holds besides the model's weights: optimizer, schedule, loss scale, random states, and progress.
 
-transformers averages the loss from one logging step to the next, and begins a new average when it resumes. Here the
-half-filled average goes into the checkpoint, with everything else that belongs to the next line of metrics.
+The half-filled average of the loss is part of it, with all else that belongs to the next line of metrics, so that a
+resumed run writes the same metrics. Files have the names and the content of transformers' checkpoints.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from transformers.trainer_pt_utils import safe_globals
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
-from ftcli.run.checkpoint import STATE_NAME
+from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.trainers.best import BestEvaluation
+from ftcli.train.best import BestEvaluation
+
+if TYPE_CHECKING:
+    from ftcli.train.optimizer import Optimization
+
+_RANDOM_STATES = "rng_state.pth"
 
 #: What torch, numpy and pickle raise at content that is not what they wrote.
 _UNREADABLE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, pickle.PickleError)
@@ -100,6 +107,38 @@ class WindowState:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, as transformers' ``trainer_state.json`` has it.
+
+    Attributes:
+        step: Optimizer steps that are done, of ``steps``.
+        epoch: How often all data has been seen.
+        tokens_seen: Tokens that were trained on.
+    """
+
+    step: int
+    steps: int
+    epoch: float
+    tokens_seen: int
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a checkpoint that is being filled."""
+        state = {
+            "epoch": self.epoch,
+            "global_step": self.step,
+            "max_steps": self.steps,
+            "num_input_tokens_seen": self.tokens_seen,
+        }
+        (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Progress:
+        """The progress that a checkpoint was written with. Raises what :func:`readable` turns into FT725."""
+        raw = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+        return cls(int(raw["global_step"]), int(raw["max_steps"]), raw["epoch"], int(raw["num_input_tokens_seen"]))
+
+
+@dataclass(frozen=True, slots=True)
 class RandomStates:
     """The states of all random generators that training draws from."""
 
@@ -121,6 +160,36 @@ class RandomStates:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
+
+    def save(self, folder: Path) -> None:
+        """Writes them into a checkpoint that is being filled."""
+        states = {"python": self.python, "numpy": self.numpy, "cpu": self.cpu}
+        torch.save(states if self.cuda is None else {**states, "cuda": self.cuda}, folder / _RANDOM_STATES)
+
+    @classmethod
+    def load(cls, folder: Path) -> RandomStates:
+        """Those that :meth:`save` wrote. A checkpoint of a GPU resumes on a CPU, and the other way round."""
+        with safe_globals():
+            found = torch.load(folder / _RANDOM_STATES, weights_only=True)
+        cuda = found.get("cuda") if torch.cuda.is_available() else None
+        return cls(found["python"], found["numpy"], found["cpu"], cuda)
+
+
+def save_state(folder: Path, optimization: Optimization, optimizer_state: dict[str, Any] | None) -> None:
+    """Writes optimizer, schedule and loss scale; ``optimizer_state`` is that of one process."""
+    torch.save(optimizer_state, folder / OPTIMIZER_NAME)
+    torch.save(optimization.schedule.state_dict(), folder / SCHEDULER_NAME)
+    if optimization.scaler is not None:
+        torch.save(optimization.scaler.state_dict(), folder / SCALER_NAME)
+
+
+def load_state(folder: Path, optimization: Optimization, *, mapped: bool) -> None:
+    """Loads what :func:`save_state` wrote. ``mapped``: of what is stored each rank reads its own shards."""
+    state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=mapped)
+    optimization.optimizer.load_state_dict(state)
+    optimization.schedule.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+    if optimization.scaler is not None and (folder / SCALER_NAME).exists():
+        optimization.scaler.load_state_dict(torch.load(folder / SCALER_NAME, weights_only=True))
 
 
 @contextlib.contextmanager
