@@ -222,7 +222,7 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-    from ftcli.trainers.isolation import check_isolation
+    from ftcli.train.isolation import check_isolation
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):

@@ -17,7 +17,6 @@ from ftcli.units import size
 
 if TYPE_CHECKING:
     from ftcli.train.loop import Doing, TrainingLoop
-    from ftcli.trainers.base import RunTrainerMixin
 
 _size = partial(size, smallest="MiB")
 _SUGGESTED = 3
@@ -38,9 +37,7 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
     return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 
-def out_of_memory_in_training(
-    trainer: TrainingLoop | RunTrainerMixin, report: PreflightReport, error: BaseException
-) -> FtcliError:
+def out_of_memory_in_training(trainer: TrainingLoop, report: PreflightReport, error: BaseException) -> FtcliError:
     """FT703 (exit 5) with the step, the part of it, the batch, its rows and what was allocated.
 
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
@@ -79,7 +76,7 @@ def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
     return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
 
 
-def has_room_to_save(trainer: TrainingLoop | RunTrainerMixin) -> bool:
+def has_room_to_save(trainer: TrainingLoop) -> bool:
     """Whether the host has memory to write a checkpoint. Without it, native code would end the process."""
     largest = max((p.nbytes for p in trainer.model.parameters() if p.requires_grad), default=0)
     try:
@@ -141,10 +138,10 @@ def _allocated(parts: Mapping[str, int]) -> str:
     return f"{text}: {listed}, {other} {_size(rest)}"
 
 
-def _parts(trainer: TrainingLoop | RunTrainerMixin) -> dict[str, int]:
+def _parts(trainer: TrainingLoop) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state that exist at this moment."""
     parameters = list(trainer.model.parameters())
-    optimizer: Any = getattr(getattr(trainer, "optimization", trainer), "optimizer", None)
+    optimizer: Any = trainer.optimization.optimizer
     states = optimizer.state_dict()["state"].values() if optimizer is not None else ()
     return {
         "weights": sum(p.nbytes for p in parameters),

@@ -6,6 +6,7 @@ that the check for NaN never holds up the device. A checkpoint is only written a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.model.saved import load_weights, save_weights
+from ftcli.plain import JsonObject
 from ftcli.preflight.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
@@ -35,26 +37,84 @@ if TYPE_CHECKING:
 Doing: TypeAlias = Phase | Literal["step", "saving"]
 
 
-class Objective(Protocol):
-    """What a method trains on: the micro-batches of each step, and their loss."""
+class StepMonitor(Protocol):
+    """What an objective may ask of the loop while it makes a step's micro-batches."""
+
+    def enter(self, doing: Doing) -> None:
+        """Notes what is being done, for the message when memory runs out."""
+        ...
+
+    def check_finite(self) -> None:
+        """Raises FtcliError FT702 (exit 6) when a number of an earlier step is not finite."""
+        ...
+
+
+class Objective(ABC):
+    """What a method trains on: the micro-batches of each step, their loss, and what goes with them into logs and
+    checkpoints. A method without the latter overrides nothing but what is abstract.
+
+    Attributes:
+        steps_per_epoch: Optimizer steps in which all data is seen once.
+    """
 
     steps_per_epoch: int
 
-    def row_origins(self, row: int) -> Sequence[Origin]:
-        """Where the numbered row of a micro-batch stands in data files; several for a packed row."""
-        ...
+    @abstractmethod
+    def micro_batches(self, step: int, monitor: StepMonitor) -> Sequence[MicroBatch]:
+        """This rank's micro-batches of the optimizer step after ``step`` finished ones."""
 
-    def micro_batches(self, step: int) -> Sequence[MicroBatch]:
-        """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host."""
-        ...
+    @abstractmethod
+    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+        """The loss of a micro-batch on the device: its part of the step's loss.
 
+        Args:
+            supervised: The supervised tokens of the whole step, over all ranks: a float32 scalar on the device.
+        """
+
+    @abstractmethod
     def epochs_done(self, step: int) -> float:
         """How often all data has been seen after so many steps."""
-        ...
 
-    def loss(self, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        """The loss of a micro-batch on the device, a sum divided by ``divisor``: the supervised tokens of the step."""
-        ...
+    def row_origins(self, row: int) -> Sequence[Origin]:
+        """Where the numbered row of a micro-batch stands in data files; several for a packed row."""
+        return ()
+
+    def begin(self, step: int) -> None:
+        """The step after ``step`` finished ones begins; :meth:`undo` goes back to here."""
+
+    def reduced(self) -> None:
+        """All ranks' gradients of this step are added up; the optimizer follows."""
+
+    def end(self, step: int) -> None:
+        """``step`` is done, and nothing is logged, evaluated or saved yet."""
+
+    def undo(self, step: int) -> None:
+        """Forgets what was done since :meth:`begin`: the step after ``step`` finished ones has failed."""
+
+    @property
+    def why_over(self) -> str | None:
+        """Why training ends before its last step; None while it goes on."""
+        return None
+
+    def metrics(self) -> MetricsLine:
+        """Numbers for a line of metrics, of the steps since the last one."""
+        return {}
+
+    def logged(self, step: int) -> None:
+        """A line of metrics was written after ``step``."""
+
+    def state(self) -> JsonObject:
+        """What a checkpoint keeps of it, as JSON values."""
+        return {}
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with what :meth:`state` returned; it is empty in checkpoints that kept nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Writes into a checkpoint what is too large for :meth:`state`."""
+
+    def load(self, folder: Path, device: torch.device) -> None:
+        """Reads what :meth:`save` wrote."""
 
 
 class StepWatcher:
@@ -241,7 +301,10 @@ class TrainingLoop:
         self.saved_step = self._logged_step = self.step
         if resume_from is not None:
             with readable(str(resume_from)):
-                self._restore_window(WindowState.read(resume_from))
+                self.objective.load(resume_from, self.device)
+                found = WindowState.read(resume_from)
+                self._restore_window(found)
+                self.objective.restore({} if found is None else found.extra, Progress.read(resume_from))
         self.window.start()
         for watcher in self.watchers:
             watcher.start()
@@ -260,26 +323,28 @@ class TrainingLoop:
 
     def _train_step(self) -> tuple[Tensor, float]:
         """One optimizer step: the gradient norm before clipping, and the learning rate."""
-        batches = self.objective.micro_batches(self.step)
-        total = self.parallel.begin_step(batches, self._last_norm)
         self._step_begin = _StepBegin(
             self.tokens_seen, self.window.tokens, self.tokens_computed, self._loss_sum.clone()
         )
         self.parallel.seed(self.step)
         for watcher in self.watchers:
             watcher.begin(self.step)
+        self.objective.begin(self.step)
         self.optimization.begin()
         self.model.train()
-        divisor = torch.tensor(float(total.counts.supervised), device=self.device)
+        batches = self.objective.micro_batches(self.step, self)
+        total = self.parallel.begin_step(batches, self._last_norm)
+        supervised = torch.tensor(float(total.counts.supervised), device=self.device)
         losses: list[Tensor] = []
         for batch in batches:
             with self.parallel.exchanging():
                 self.parallel.before_micro_batch(last=len(losses) == len(batches) - 1)
-                losses.append(self._forward_backward(batch, divisor))
+                losses.append(self._forward_backward(batch, supervised))
         self._add_losses(self.parallel.reduce(losses), total.rows)
         self.tokens_seen += total.counts.real
         self.window.tokens += total.counts.real
         self.tokens_computed += total.counts.computed
+        self.objective.reduced()
         norm = self.optimization.clip()
         if self.optimization.scaler is None:  # under a loss scale an overflow is no fault: the step is skipped
             self._watch("the gradient norm", norm, tuple(row for rows in total.rows for row in rows))
@@ -290,15 +355,12 @@ class TrainingLoop:
             watcher.stepped(self.step)
         return norm, rate
 
-    def _forward_backward(self, batch: MicroBatch, divisor: Tensor) -> Tensor:
+    def _forward_backward(self, batch: MicroBatch, supervised: Tensor) -> Tensor:
         self.phase, self._rows = FORWARD, batch.rows
-        self.batch_shape = tuple(batch.inputs["input_ids"].shape)
-        pinned = self.device.type == "cuda"
-        inputs = {
-            name: (value.pin_memory() if pinned else value).to(self.device, non_blocking=True)
-            for name, value in batch.inputs.items()
-        }
-        loss = self.objective.loss(inputs, divisor)
+        ids = batch.inputs.get("input_ids")
+        self.batch_shape = None if ids is None else tuple(ids.shape)
+        inputs = {name: self._on_device(value) for name, value in batch.inputs.items()}
+        loss = self.objective.loss(inputs, supervised)
         del inputs
         if not self.parallel.active:
             self._watch("the loss", loss, batch.rows)
@@ -306,6 +368,12 @@ class TrainingLoop:
         self.optimization.backward(loss)
         self.phase = "step"
         return loss.detach()
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """Copied without waiting: a copy that is waited for would wait for all that the device still has to do."""
+        if value.device == self.device:
+            return value
+        return (value.pin_memory() if self.device.type == "cuda" else value).to(self.device, non_blocking=True)
 
     def _add_losses(self, losses: Tensor, rows: Sequence[tuple[int, ...]]) -> None:
         """Adds the step's losses up, those of other ranks too, and has each looked at later."""
@@ -321,8 +389,9 @@ class TrainingLoop:
         was never stopped. An evaluation that is due is made by the run that resumes.
         """
         self.phase, self._step_begin = "step", None
+        self.objective.end(self.step)
         self._random_states = RandomStates.now()
-        self._check_finite(before_step=self.step)
+        self.check_finite(before_step=self.step)
         attendance = self.attendance
         if attendance is None:
             return
@@ -353,7 +422,7 @@ class TrainingLoop:
         self._loss_sum = torch.zeros_like(self._loss_sum)
         self._logged_step = self.step
         grad_norm = norm.item()
-        self._check_finite()
+        self.check_finite()
         line: MetricsLine = {
             "step": self.step,
             "epoch": self.objective.epochs_done(self.step),
@@ -363,17 +432,24 @@ class TrainingLoop:
             "tokens": self.tokens_seen,
             "tokens_per_second": self.window.take_rate(),
             "peak_memory_bytes": self.peak_memory_bytes(),
-            "tokens_computed": self.tokens_computed,
         }
+        if self.tokens_computed:
+            line = {**line, "tokens_computed": self.tokens_computed}
+        line = {**line, **{name: value for name, value in self.objective.metrics().items() if name not in line}}
         self.last_line = line
         attendance.write(line)
         attendance.progress.show(self.step, line)
+        self.objective.logged(self.step)
+
+    def enter(self, doing: Doing) -> None:
+        """Notes what is being done, for the message when memory runs out."""
+        self.phase = doing
 
     def _watch(self, name: str, value: Tensor, rows: tuple[int, ...]) -> None:
         """Remembers a number of this step to be checked for NaN and infinity later."""
         self._pending.append(WatchedNumber.copy_of(self.step + 1, name, rows, value))
 
-    def _check_finite(self, *, before_step: int | None = None) -> None:
+    def check_finite(self, *, before_step: int | None = None) -> None:
         """Raises FtcliError FT702 (exit 6) when a watched number of an earlier step is not finite.
 
         Ranks look at the same numbers: all raise, or none.
@@ -441,7 +517,7 @@ class TrainingLoop:
         """Why training ends before its last step; None while it goes on."""
         stopping, best = self.hooks.stopping, self.best
         if stopping is None or best.worse < stopping.patience:
-            return None
+            return self.objective.why_over
         return f"no better evaluation than that of step {best.step} in {best.worse} evaluations"
 
     @property
@@ -457,7 +533,7 @@ class TrainingLoop:
     def _save(self) -> None:
         """Writes adapters or weights, optimizer, schedule, random states and progress; rank 0 writes for all."""
         self.parallel.reshard()
-        self._check_finite()
+        self.check_finite()
         if self.parallel.leads and self.hooks.checkpoints is not None:
             self._write_checkpoint(self.hooks.checkpoints)
         elif self.parallel.sharded:
@@ -478,6 +554,7 @@ class TrainingLoop:
             RandomStates.now().save(folder)
             Progress(self.step, self.steps, self.objective.epochs_done(self.step), self.tokens_seen).write(folder)
             self._window_state().write(folder)
+            self.objective.save(folder)
         spared = (self.best.step,) if self.hooks.keep_best and self.best.value is not None else ()
         store.rotate(self.hooks.keep_last, spared)
         self.phase = "step"
@@ -493,6 +570,7 @@ class TrainingLoop:
             tokens_computed=self.tokens_computed,
             evaluation_due=self.evaluation_due,
             best=self.best,
+            extra=self.objective.state(),
         )
 
     def rescue(self) -> int | None:
@@ -513,6 +591,7 @@ class TrainingLoop:
             self._loss_sum = begin.loss_sum
             self._pending = [watched for watched in self._pending if watched.step <= self.step]
             self._random_states.restore()
+            self.objective.undo(self.step)
         self.optimization.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

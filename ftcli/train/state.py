@@ -175,6 +175,11 @@ class RandomStates:
         return cls(found["python"], found["numpy"], found["cpu"], cuda)
 
 
+def draw_of_epoch() -> None:
+    """Draws the number that torch's DataLoader draws when an epoch begins: runs of 0.1 resume with their bits."""
+    torch.empty((), dtype=torch.int64).random_()
+
+
 def save_state(folder: Path, optimization: Optimization, optimizer_state: dict[str, Any] | None) -> None:
     """Writes optimizer, schedule and loss scale; ``optimizer_state`` is that of one process."""
     torch.save(optimizer_state, folder / OPTIMIZER_NAME)

@@ -45,8 +45,8 @@ from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
 from ftcli.train.bench import StepTimer
-from ftcli.trainers.grpo import GrpoTrainer, build_grpo_trainer
-from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
+from ftcli.methods.grpo.objective import GrpoTrainer, build_grpo_trainer
+from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -237,7 +237,7 @@ def warm_clean(socket: str) -> None:
     _wrap("ftcli.export.clean.process:CleanProcess.start", around)
 
 
-_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files, workers)
+_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files)
 _SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_check, warm_clean)
 #: By name, as a request of drill.py has them.
 PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}

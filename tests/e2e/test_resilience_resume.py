@@ -77,7 +77,7 @@ GRPO: dict[str, Any] = {
     "checkpoint": {"every_steps": 5, "keep_last": 3},
     "logging": {"every_steps": 4},
 }
-LOSS = "ftcli.trainers.grpo:GrpoTrainer.compute_loss"
+LOSS = "ftcli.methods.grpo.objective:GrpoObjective.loss"
 
 
 #: Two steps learn from a half each.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ftcli.data.collate import EpochCollator
@@ -17,8 +16,9 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
 from ftcli.train.build import build_loop
-from ftcli.train.loop import TrainerHooks, TrainingLoop
+from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import MicroBatch, TokenCounts
+from ftcli.train.state import draw_of_epoch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ftcli.run.group import RankGroup
 
 
-class SftObjective:
+class SftObjective(Objective):
     """Cross-entropy over the supervised tokens of a step, whatever micro-batches and ranks it is split into.
 
     Args:
@@ -55,6 +55,7 @@ class SftObjective:
         self._device, self._plan = job.device, job.plan
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model))
         self._vocab_size = head_of(model).weight.shape[0]
+        self._alone = group is None
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // parts, group.size // parts)
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
         self._turns = len(self.order(0))
@@ -74,13 +75,13 @@ class SftObjective:
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch + index * self._accumulation / self._turns
 
-    def micro_batches(self, step: int) -> list[MicroBatch]:
+    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
         """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.order(epoch)
-        if index == 0:  # torch's DataLoader draws this number when an epoch begins: runs of 0.1 resume with their bits
-            torch.empty((), dtype=torch.int64).random_()
+        if index == 0 and self._alone:
+            draw_of_epoch()
         first = index * self._accumulation
         return [self._micro_batch(units) for units in self._order[first : first + self._accumulation]]
 
@@ -102,10 +103,10 @@ class SftObjective:
         inputs = {name: value for name, value in batch.items() if name != "lengths"}
         return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
 
-    def loss(self, inputs: dict[str, Tensor], divisor: Tensor) -> Tensor:
-        """Summed loss in nats over the supervised tokens, divided by ``divisor``."""
+    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+        """Summed loss in nats over the supervised tokens, divided by those of the whole step."""
         with compute_context(self._device, self._plan.compute, self._plan.autocast):
-            found = forward_loss(self._model, inputs, num_items=divisor, stack=self._stack, sequence=self._sequence)
+            found = forward_loss(self._model, inputs, num_items=supervised, stack=self._stack, sequence=self._sequence)
         return found.loss
 
 

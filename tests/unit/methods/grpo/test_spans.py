@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ftcli.trainers.spans import Spans
+from ftcli.methods.grpo.spans import Spans
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import hidden_states
 from ftcli.model.loss import forward_loss
 from ftcli.rows.row import Row
-from ftcli.trainers.isolation import check_isolation
+from ftcli.train.isolation import check_isolation
 
 FLOAT32 = DtypePlan("float32", None, "float32", False, "test")
 SMALL: dict[str, Any] = {
@@ -111,7 +111,7 @@ def leaking(change: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pyt
     def wrapped(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         return hidden_states(model, change(inputs))
 
-    monkeypatch.setattr("ftcli.trainers.isolation.hidden_states", wrapped)
+    monkeypatch.setattr("ftcli.train.isolation.hidden_states", wrapped)
 
 
 def test_a_model_that_lets_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_rounding_of_deep_models_is_told_from_what_a_document_must_not_see(
         parts = torch.randn(found.tensor.shape, generator=generator)
         return replace(found, tensor=found.tensor * (1 + noise / 2**0.5 * parts))
 
-    monkeypatch.setattr("ftcli.trainers.isolation.hidden_states", rounded)
+    monkeypatch.setattr("ftcli.train.isolation.hidden_states", rounded)
     plan = replace(FLOAT32, compute="bfloat16")
     with pytest.raises(FtcliError, match="FT443") if refused else nullcontext():
         check_isolation(model, rows(5), plan, torch.device("cpu"), pad_token_id=0)

@@ -12,8 +12,8 @@ from ftcli.config import GrpoConfig
 from ftcli.facts.precision import DtypePlan
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
+from ftcli.methods.grpo.rollouts import Rollouts
 from ftcli.reporting import SilentReporter
-from ftcli.trainers.rollouts import Rollouts
 from tests.small_models import build
 
 PLAN = DtypePlan("float32", "float32", "float32", False, "a test")

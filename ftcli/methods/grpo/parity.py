@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.precision import DtypePlan
+from ftcli.methods.grpo.losses import Completions
 from ftcli.model.backbone import base_of, compute_context, rotation_kept
 from ftcli.model.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
-    from ftcli.trainers.grpo import GrpoTrainer
+    from ftcli.methods.grpo.policy import PolicyScores
 
 #: Rows that are looked at, and completion tokens of each.
 ROWS, LONGEST = 2, 64
@@ -63,8 +64,8 @@ class Parity:
 
 
 @torch.no_grad()
-def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor], sampled: Tensor | None) -> Parity:
-    """Compares on a few rows of ``inputs``, a micro-batch as TRL makes it; the model leaves as it came.
+def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sampled: Tensor | None) -> Parity:
+    """Compares on a few rows of ``inputs``, a micro-batch; the model leaves as it came.
 
     Args:
         sampled: (B, C), the log-probabilities that the sampler says its tokens had under the weights as they are now;
@@ -74,23 +75,20 @@ def check_parity(trainer: GrpoTrainer, inputs: Mapping[str, Tensor], sampled: Te
         FtcliError: FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
             (exit 1) when they are not those that completions were sampled with.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    plan, device = trainer.plan, trainer.accelerator.device
+    model: Any = policy.model
     chosen = _chosen(inputs["completion_mask"])
     prompts, prompt_mask = inputs["prompt_ids"][chosen], inputs["prompt_mask"][chosen]
     ids, mask = inputs["completion_ids"][chosen, :LONGEST], inputs["completion_mask"][chosen, :LONGEST]
     training = model.training
     model.eval()
-    with rotation_kept(model), compute_context(device, plan.compute, plan.autocast):
-        ours, _, _ = trainer._get_per_token_logps_and_entropies(
-            model, torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1), ids.shape[1]
-        )
+    with rotation_kept(model), compute_context(policy.device, plan.compute, plan.autocast):
+        ours, _ = policy.log_probs(torch.cat([prompts, ids], 1), torch.cat([prompt_mask, mask], 1), ids.shape[1])
         rows = list(zip(prompts, prompt_mask.bool(), ids, mask.bool(), strict=True))
-        plain = torch.cat([*(_plain(model, p[pm], c[cm], trainer.temperature) for p, pm, c, cm in rows), ours[:0, 0]])
+        plain = torch.cat([*(_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows), ours[:0, 0]])
         rounding = None
         if _is_coarse(model):
             with _rounded_otherwise(model, getattr(torch, plan.compute)):
-                again = [_plain(model, p[pm], c[cm], trainer.temperature) for p, pm, c, cm in rows]
+                again = [_plain(model, p[pm], c[cm], policy.temperature) for p, pm, c, cm in rows]
             rounding = float((torch.cat([*again, plain[:0]]) - plain).abs().mean()) if len(plain) else 0.0
     model.train(training)
     mine, most = ours[mask.bool()], allowed(plan, rounding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +18,18 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from ftcli.config import ModelConfig, QuantizationConfig
+from ftcli.config import GrpoConfig, ModelConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.batches import Batches
 from ftcli.facts.precision import DtypePlan
+from ftcli.methods.grpo.advantages import without_spread
+from ftcli.methods.grpo.losses import StepShape
+from ftcli.methods.grpo.parity import allowed, check_parity
+from ftcli.methods.grpo.policy import PolicyScores, ScoredDocuments, scored_loss
 from ftcli.model import attention
 from ftcli.model.patch import patch
 from ftcli.model.stack import stack_of
 from ftcli.model.tokenizer import load_tokenizer
-from ftcli.trainers.grpo import GrpoTrainer, without_spread
-from ftcli.trainers.parity import allowed, check_parity
-from ftcli.trainers.policy import ScoredDocuments
-from ftcli.trainers.spans import Spans
 from tests.quantised import TINY, load
 
 KINDS = {"LoRA": "none", "QLoRA": "nf4", "fp8": "fp8", "full": "none"}
@@ -55,47 +56,49 @@ Result = tuple[Tensor, dict[str, Tensor], float]
 
 @dataclass
 class Both:
-    """Our trainer and TRL's over one model."""
+    """Our policy and TRL's trainer over one model."""
 
     model: Any
-    ours: GrpoTrainer
+    ours: PolicyScores
     theirs: PlainTrainer
     trains_base: bool
+    grpo: GrpoConfig
 
     def set(self, **settings: Any) -> None:
-        for trainer in (self.ours, self.theirs):
-            for name, value in settings.items():
-                setattr(trainer, name, value)
+        self.grpo = self.grpo.model_copy(update=settings)
+        for name, value in settings.items():
+            setattr(self.theirs, name, value)
 
     def of_ours(self, inputs: dict[str, Tensor], layout: str) -> Result:
         """On the kernels' torch form."""
         done = patch(self.model, "reference")
         stack = stack_of(self.model, torch.float32)
-        self.ours.stack = None if isinstance(stack, str) else stack
+        self.ours._stack = None if isinstance(stack, str) else stack
         self.ours.batches = Batches(layout, "a test")  # type: ignore[arg-type]
-        found = self._step(self.ours, inputs)
+        self.model.zero_grad(set_to_none=True)
+        loss, metrics = scored_loss(self.ours, self.grpo, inputs, StepShape(1, 1))
+        loss.backward()
         done.undo()
-        return found
+        return loss.detach(), self._gradients(), (metrics["entropy"] or [math.nan])[0]
 
     def of_theirs(self, inputs: dict[str, Tensor]) -> Result:
         """On the model as transformers built it."""
-        return self._step(self.theirs, inputs)
-
-    def _step(self, trainer: Any, inputs: dict[str, Tensor]) -> Result:
         self.model.zero_grad(set_to_none=True)
-        loss = trainer._compute_loss(self.model, dict(inputs))
+        loss = self.theirs._compute_loss(self.model, dict(inputs))
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-        return loss.detach(), gradients, trainer._metrics["train"]["entropy"][-1]
+        return loss.detach(), self._gradients(), self.theirs._metrics["train"]["entropy"][-1]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
 
-def trainer_of(kind: type, model: Any, folder: Path) -> Any:
+def plain_trainer(model: Any, folder: Path) -> PlainTrainer:
     args = GRPOConfig(
         output_dir=str(folder), per_device_train_batch_size=6, num_generations=3, max_completion_length=7,
         temperature=0.7, report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2"), offline=True)
-    return kind(
+    return PlainTrainer(
         model=model, reward_funcs=[lambda completions, **_: [0.0] * len(completions)], args=args,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * 6}), processing_class=tokenizer,
     )  # fmt: skip
@@ -136,13 +139,10 @@ def _made(kind: str, folder: Path) -> Both:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
     model.train()
-    theirs = trainer_of(PlainTrainer, model, folder)
-    ours = trainer_of(GrpoTrainer, model, folder)
-    ours.plan, ours.pad_token_id, ours.stack = PLAN, 0, None
-    ours.spans, ours.phase = Spans(torch.device("cpu"), ["training"], ["training"]), "forward"
-    for trainer in (ours, theirs):
-        trainer.current_gradient_accumulation_steps = 1
-    return Both(model, ours, theirs, kind == "full")
+    theirs = plain_trainer(model, folder)
+    theirs.current_gradient_accumulation_steps = 1
+    ours = PolicyScores(model, Batches("padded", "a test"), pad_token_id=0, temperature=0.7, device=torch.device("cpu"))
+    return Both(model, ours, theirs, kind == "full", GrpoConfig(temperature=0.7, max_completion_length=7))
 
 
 def batch(*, old: bool = True, silent: bool = True) -> dict[str, Tensor]:
@@ -202,25 +202,18 @@ def test_on_policy_as_well(both: Both, layout: str) -> None:
     same(both, batch(old=False, silent=False), layout)
 
 
-def test_the_entropy_bonus_has_its_gradient(both: Both) -> None:
-    both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
-    both.set(_entropy_bonus_enabled=True, entropy_coef=0.5, use_adaptive_entropy=False)
-    same(both, batch(), "unpadded")
-    both.set(_entropy_bonus_enabled=False, entropy_coef=0.0)
-
-
 def test_rows_without_advantage_cost_no_pass_and_entropy_is_that_of_the_others(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both.set(loss_type="dapo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
     documents: list[int] = []
-    scores = GrpoTrainer._scores
+    scores = PolicyScores._scores
 
-    def counting(self: GrpoTrainer, model: Any, scored: ScoredDocuments) -> Any:
+    def counting(self: PolicyScores, model: Any, scored: ScoredDocuments) -> Any:
         documents.append(len(scored.documents))
         return scores(self, model, scored)
 
-    monkeypatch.setattr(GrpoTrainer, "_scores", counting)
+    monkeypatch.setattr(PolicyScores, "_scores", counting)
     inputs = batch()
     _, _, mean = both.of_ours(inputs, "padded")
     kept = [0, 1, 4, 5]
@@ -243,7 +236,7 @@ def test_what_remains_has_the_bits_that_it_has_alone(both: Both, layout: str, mo
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
     assert any(gradient.any() for gradient in gradients.values())
-    monkeypatch.setattr(GrpoTrainer, "_without_part", lambda self, inputs: None)
+    monkeypatch.setattr("ftcli.methods.grpo.policy._without_part", lambda advantages, beta: None)
     with_all, of_all, _ = both.of_ours(inputs, layout)
     coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
     torch.testing.assert_close(with_all, loss, rtol=1e-3 if coarse else 1e-5, atol=1e-4 if coarse else 1e-7)
@@ -254,15 +247,11 @@ def test_what_remains_has_the_bits_that_it_has_alone(both: Both, layout: str, mo
 def test_a_batch_without_any_advantage_steps_with_zero_gradients(both: Both) -> None:
     both.set(loss_type="grpo", importance_sampling_level="token", beta=0.0, epsilon_high=0.2)
     inputs = {**batch(), "advantages": torch.zeros(6)}
-    before = len(both.ours._metrics["train"]["entropy"])
-    both.ours.batches = Batches("padded", "a test")
-    both.model.zero_grad(set_to_none=True)
-    loss = both.ours._compute_loss(both.model, inputs)
-    loss.backward()
+    loss, gradients, entropy = both.of_ours(inputs, "padded")
     assert loss.item() == 0.0
-    trained = [p for p in both.model.parameters() if p.requires_grad]
-    assert all(p.grad is not None and not p.grad.any() for p in trained)
-    assert len(both.ours._metrics["train"]["entropy"]) == before  # there is none to tell
+    assert gradients.keys() == {name for name, p in both.model.named_parameters() if p.requires_grad}
+    assert not any(gradient.any() for gradient in gradients.values())
+    assert math.isnan(entropy)  # there is none to tell
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(both: Both) -> None:
@@ -275,7 +264,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(both: Both) -> None
         wanted, _, _ = both.theirs._get_per_token_logps_and_entropies(both.model, ids, mask, 7)
         done = patch(both.model, "reference")
         both.ours.batches = Batches("unpadded", "a test")
-        found, _, _ = both.ours._get_per_token_logps_and_entropies(both.model, ids, mask, 7, batch_size=4)
+        found, _ = both.ours.log_probs(ids, mask, 7, rows_at_a_time=4)
         done.undo()
     real = inputs["completion_mask"].bool()
     coarse = any("fp8" in type(module).__name__.lower() for module in both.model.modules())
@@ -288,17 +277,17 @@ def test_log_probabilities_agree_before_the_first_step(both: Both) -> None:
     real = inputs["completion_mask"].bool()
     done = patch(both.model, "reference")
     both.ours.batches = Batches("unpadded", "a test")
-    found = check_parity(both.ours, inputs, None)
+    found = check_parity(both.ours, PLAN, inputs, None)
     assert (found.rows, found.tokens, found.sampler_mean) == (2, 13, None)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     both.model.eval()
     with torch.no_grad():
-        said, _, _ = both.ours._get_per_token_logps_and_entropies(both.model, ids, mask, 7)
+        said, _ = both.ours.log_probs(ids, mask, 7)
     both.model.train()
-    assert check_parity(both.ours, inputs, said).sampler_mean < 1e-5
+    assert check_parity(both.ours, PLAN, inputs, said).sampler_mean < 1e-5
     with pytest.raises(FtcliError, match="completions were sampled with") as error:
-        check_parity(both.ours, inputs, said + real * 0.5)
+        check_parity(both.ours, PLAN, inputs, said + real * 0.5)
     assert error.value.findings[0].code == "FT708"
     assert both.model.training
     done.undo()
@@ -309,7 +298,7 @@ def test_what_rounding_does_to_coarse_products_is_let_pass(both: Both) -> None:
     embeddings = both.model.get_input_embeddings()
     before = list(embeddings._forward_hooks)
     both.ours.batches = Batches("unpadded", "a test")
-    found = check_parity(both.ours, batch(), None)
+    found = check_parity(both.ours, PLAN, batch(), None)
     assert list(embeddings._forward_hooks) == before
     assert (found.rounding_mean is not None) == coarse
     if found.rounding_mean is not None:
@@ -322,7 +311,7 @@ def test_what_rounding_does_to_coarse_products_is_let_pass(both: Both) -> None:
 
 @pytest.mark.parametrize("fault", ["temperature", "neighbours"])
 def test_a_fault_in_the_training_pass_stops_the_run(both: Both, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcli.trainers import policy
+    from ftcli.methods.grpo import policy
 
     real = policy.next_token_log_probs if fault == "temperature" else policy.hidden_states
 
@@ -335,7 +324,7 @@ def test_a_fault_in_the_training_pass_stops_the_run(both: Both, fault: str, monk
     monkeypatch.setattr(policy, "next_token_log_probs" if fault == "temperature" else "hidden_states", broken)
     both.ours.batches = Batches("unpadded", "a test")
     with pytest.raises(FtcliError, match="not the model's own") as error:
-        check_parity(both.ours, batch(), None)
+        check_parity(both.ours, PLAN, batch(), None)
     assert error.value.findings[0].code == "FT707"
 
 

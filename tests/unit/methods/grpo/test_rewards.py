@@ -9,8 +9,8 @@ import pytest
 
 from ftcli.config import RewardConfig
 from ftcli.errors import Finding, FtcliError, Origin
+from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
 from ftcli.reporting import SilentReporter
-from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 
 
 def build(*configs: dict[str, Any], columns: tuple[str, ...] = ("answer",)) -> list[Reward]:
