@@ -113,8 +113,8 @@ class EpochCollator:
     pad_token_id: int
     batches: Batches
 
-    def __call__(self, chosen: Sequence[dict[str, int]]) -> dict[str, Tensor]:
-        members = [self.epochs.members(row["index"]) for row in chosen]
+    def __call__(self, units: Sequence[int]) -> dict[str, Tensor]:
+        members = [self.epochs.members(unit) for unit in units]
         if self.batches.layout == "unpadded":
             documents = [tokens for pack in members for tokens in pack]
             return unpadded_batch(documents, self.pad_token_id)

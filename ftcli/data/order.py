@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 
 from ftcli.data.pack import Packs, best_fit
 from ftcli.data.tokens import Ints, TokenizedRow, TokenTable
@@ -95,6 +94,20 @@ class Epochs:
             return order
         return by_length(order, self.sequences.lengths, self.grouped, generator)
 
+    def batches(self, epoch: int, size: int, rank: int = 0, ranks: int = 1) -> list[list[int]]:
+        """The sequences of an epoch in batches of ``size``: of several ranks every ``ranks``-th batch, from the
+        ``rank``-th on, so that batches computed at the same time are those that one process would take in turn.
+
+        All ranks have the same number of batches: where the epoch has none left, it is the sequence :attr:`units`,
+        which does not exist and stands for a batch without labels.
+        """
+        order = self.order(epoch)
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        return [
+            batches[turn + rank] if turn + rank < len(batches) else [self.units]
+            for turn in range(0, len(batches), ranks)
+        ]
+
 
 #: Rows of similar length are looked for among those of so many batches.
 _SPAN = 50
@@ -145,51 +158,6 @@ def epochs_of(
 def plain_epochs(sequences: Sequence[TokenizedRow], seed: int) -> Epochs:
     """Every row once an epoch, one row a sequence."""
     return Epochs(sequences, Mixture((len(sequences),), (len(sequences),)), None, seed)
-
-
-class EpochSampler(Sampler[int]):
-    """Gives the trainer the order of each epoch; ``set_epoch`` is called by transformers before each."""
-
-    def __init__(self, epochs: Epochs) -> None:
-        self._epochs = epochs
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration gives."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._epochs)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._epochs.order(self._epoch))
-
-
-class RankSampler(EpochSampler):
-    """The share of one of ``size`` ranks: of the epoch's batches every ``size``-th, from the ``rank``-th on.
-
-    So the batches that are computed at the same time are those that one process would take one after the other. All
-    ranks have the same number: where the epoch has no batch left, it is the sequence :attr:`Epochs.units`, which there
-    is not; the collator makes a batch without labels of it.
-    """
-
-    def __init__(self, epochs: Epochs, batch_size: int, rank: int, size: int) -> None:
-        super().__init__(epochs)
-        self._batch_size, self._rank, self._size = batch_size, rank, size
-
-    def __len__(self) -> int:
-        batches = -(-len(self._epochs) // self._batch_size)
-        turns = -(-batches // self._size)
-        last = (turns - 1) * self._size + self._rank
-        left = max(len(self._epochs) - last * self._batch_size, 0)
-        return (turns - 1) * self._batch_size + (min(left, self._batch_size) or 1)
-
-    def __iter__(self) -> Iterator[int]:
-        order, size = self._epochs.order(self._epoch), self._batch_size
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        for turn in range(0, len(batches), self._size):
-            mine = turn + self._rank
-            yield from batches[mine] if mine < len(batches) else [self._epochs.units]
 
 
 @dataclass(frozen=True, slots=True)

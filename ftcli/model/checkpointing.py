@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-#: Where transformers' layers have the function that runs them again.
-_FUNCTION = "_gradient_checkpointing_func"
-
 
 def use_checkpointing(
     model: PreTrainedModel | PeftModel,
@@ -107,16 +104,14 @@ def _checkpoint_with(layer: Any, function: Any) -> None:
 
 
 @contextmanager
-def checkpointing_kept(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Puts back what transformers' switches make of layers inside: one that is switched off and on again has
-    transformers' own form of checkpointing, whatever form it had.
-    """
+def without_checkpointing(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """Within the block, of passes without gradients, layers run as they are; then they are checkpointed as before."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    kept = [(layer, layer.gradient_checkpointing, getattr(layer, _FUNCTION, None)) for layer in layers]
+    kept = [(layer, layer.gradient_checkpointing) for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = False
     try:
         yield
     finally:
-        for layer, on, function in kept:
+        for layer, on in kept:
             layer.gradient_checkpointing = on
-            if function is not None:
-                setattr(layer, _FUNCTION, function)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import MODEL_CARD
-from ftcli.model.initial import initial_of, trained_by_file_name
+from ftcli.model.initial import initial_of, load_over, trained_by_file_name
+from ftcli.model.rows import take_rows
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,6 +63,37 @@ def save_weights(model: Any, folder: Path, whole: dict[str, Tensor] | None = Non
     initial = initial_of(model)
     if initial is not None:
         initial.rewrite(folder)
+
+
+@torch.no_grad()
+def load_weights(model: Any, folder: Path, *, sharded: bool = False) -> None:
+    """Loads what :func:`save_weights` wrote: every trained tensor of an adapter, every weight of a model.
+
+    Args:
+        sharded: The model's weights are sharded over ranks; each takes its own shards.
+
+    Raises:
+        KeyError, ValueError: a tensor is missing or has another shape.
+        OSError: a file cannot be read.
+    """
+    initial = initial_of(model)
+    if initial is not None:
+        load_over(model, initial, folder)
+        return
+    adapted = hasattr(model, "peft_config")
+    wanted = trained_by_file_name(model) if adapted else _weights(model)
+    if not adapted and set(_saved_names(folder)) != set(wanted) and not sharded:
+        # transformers stores some families' weights under other names, or one file tensor for each expert.
+        wanted, found = _all_weights(model), dict(_loaded_again(model, folder))
+    else:
+        found = dict(stored_weights(folder))
+    if sharded:
+        take_rows(model, found)
+        return
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            raise ValueError(f"{name} is stored with shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}")
+        tensor.copy_(found[name])
 
 
 def check_saved(model: PreTrainedModel | PeftModel, folder: Path, whole: dict[str, Tensor] | None = None) -> None:

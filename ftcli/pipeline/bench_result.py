@@ -13,7 +13,7 @@ from ftcli.tables.policies import PolicyName
 
 if TYPE_CHECKING:
     from ftcli.model.selfcheck import SelfCheck
-    from ftcli.trainers.bench import DeviceMemory, GpuTime, ProfiledKernel
+    from ftcli.train.bench import DeviceMemory, GpuTime, ProfiledKernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,11 @@ from ftcli.reporting import Session
 from ftcli.tables import engines, schedules
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
-
     from ftcli.data.tokens import TokenizedRow
     from ftcli.job import Job
     from ftcli.pipeline.build import Model
     from ftcli.run.group import RankGroup
+    from ftcli.train.loop import StepWatcher
 
 
 def bench_step(
@@ -172,7 +171,7 @@ def _measure(
 
     from ftcli.job import open_job
     from ftcli.pipeline import build
-    from ftcli.trainers.bench import (
+    from ftcli.train.bench import (
         StepProfiler,
         StepTimer,
         StepTimes,
@@ -180,7 +179,7 @@ def _measure(
         measure_matmul_rate,
         synthetic_rows,
     )
-    from ftcli.trainers.graphed import why_not_graphed
+    from ftcli.train.graphed import why_not_graphed
 
     job = open_job(report, session)
     rate = measure_matmul_rate(job.device, getattr(torch, job.plan.compute))
@@ -194,7 +193,7 @@ def _measure(
     times = timer.times(alone + options.steps + 1)
     by_itself, together = StepTimes(times.seconds[:alone]), StepTimes(times.seconds[alone:])
     shared = job.recipe.launch.context_parallel_size  # of each row, a process has computed its part
-    ordered = [-(-sizes[row] // shared) for row in trainer.sampler()]
+    ordered = [-(-sizes[row] // shared) for batch in trainer.objective.order(0) for row in batch]
     batch = job.recipe.train.per_device_train_batch_size
     micro_batches = timed_batches(ordered[alone * batch :], batch, options)
     memory, peak = report.memory, trainer.peak_memory_bytes()
@@ -221,35 +220,33 @@ def _train(
     model: Model,
     rows: Sequence[TokenizedRow],
     options: BenchOptions,
-    watching: Sequence[TrainerCallback | None],
+    watching: Sequence[StepWatcher | None],
     group: RankGroup | None,
     alone: int,
 ) -> Any:
-    """Takes all steps, the first ``alone`` without the other ranks; the trainer that took them."""
+    """Takes all steps, the first ``alone`` without the other ranks; the loop that took them."""
     import torch
 
+    from ftcli.methods.sft.objective import build_sft
     from ftcli.pipeline import build
-    from ftcli.trainers.bench import Joining
-    from ftcli.trainers.hooks import TrainerHooks
-    from ftcli.trainers.sft import build_sft_trainer
+    from ftcli.train.bench import Joining
+    from ftcli.train.loop import TrainerHooks
 
     if group is not None:
         build.form_group(job, group)
         build.spread_weights(job, model, group)
     train = job.recipe.train
     with tempfile.TemporaryDirectory(prefix="ftcli-") as scratch:
-        trainer = build_sft_trainer(job, model, rows, TrainerHooks(None, 1, None), scratch, group)
-        for callback in watching:
-            if callback is not None:
-                trainer.add_callback(callback)
+        loop = build_sft(job, model, rows, TrainerHooks(None, 1, None), scratch, group)
+        loop.watchers += [watcher for watcher in watching if watcher is not None]
         if group is not None and alone:
-            trainer.add_callback(Joining(trainer, group, after=alone))
+            loop.watchers.append(Joining(loop.parallel, group, after=alone))
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         what = f"{options.steps + 1} steps of {train.per_device_train_batch_size} x {job.recipe.data.max_seq_len}"
         with job.reporter.progress(None, what):
-            trainer.train()
-    return trainer
+            loop.run(None)
+    return loop
 
 
 def _measure_evaluation(
@@ -262,8 +259,8 @@ def _measure_evaluation(
     from ftcli.job import open_job
     from ftcli.pipeline.build import build_trainable
     from ftcli.pipeline.evaluation import freeze_on_kernels
-    from ftcli.trainers.bench import measure_matmul_rate, synthetic_rows
-    from ftcli.trainers.watch import peak_memory_bytes
+    from ftcli.train.bench import measure_matmul_rate, synthetic_rows
+    from ftcli.train.watch import peak_memory_bytes
 
     job = open_job(report, session)
     batch = job.recipe.train.per_device_train_batch_size

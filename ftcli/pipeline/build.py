@@ -194,7 +194,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
 
 def form_group(job: Job, group: RankGroup) -> None:
     """The ranks meet, ready to exchange what a step of this recipe says. All of them call it."""
-    from ftcli.trainers.together import numbers_agreed
+    from ftcli.train.parallel import numbers_agreed
 
     train = job.recipe.train
     group.form(job.device, numbers_agreed(train.gradient_accumulation_steps, train.per_device_train_batch_size))
@@ -234,7 +234,7 @@ def laid_out(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Batches:
 
     Raises FtcliError FT443 (exit 3) when one does.
     """
-    from ftcli.trainers.isolation import check_isolation
+    from ftcli.train.isolation import check_isolation
 
     batches = job.batches(model)
     if len(rows) and (job.recipe.data.packing or batches.layout == "unpadded"):

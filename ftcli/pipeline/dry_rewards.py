@@ -21,7 +21,7 @@ from ftcli.reporting import Session
 
 if TYPE_CHECKING:
     from ftcli.judges import JudgeScores
-    from ftcli.trainers.rewards import Reward
+    from ftcli.methods.grpo.rewards import Reward
 
 #: Rows that are scored, and answers of other rows that each of them gets.
 ROWS, OTHERS = 16, 3
@@ -67,7 +67,7 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     from ftcli.data.asked import asked_rows, room_of_grpo
     from ftcli.job import open_job
     from ftcli.judges import columns_of
-    from ftcli.trainers.rewards import build_rewards
+    from ftcli.methods.grpo.rewards import build_rewards
 
     report = checked(loaded, session, "grpo", named_device("b200"))  # the largest: which one it will be is no matter
     job, grpo = open_job(report, session), report.recipe.grpo

@@ -108,7 +108,7 @@ def _is_adapter(folder: Path) -> bool:
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> KernelReport:
     """Freezes the model and puts it on the kernels as training does, self-check included; changed in place."""
     from ftcli.pipeline.build import laid_out, put_on_kernels
-    from ftcli.trainers.bench import synthetic_tokens
+    from ftcli.train.bench import synthetic_tokens
 
     model.requires_grad_(False)
     report = put_on_kernels(job, model, rows if len(rows) else synthetic_tokens(2, 64, job.vocab_size, 0))

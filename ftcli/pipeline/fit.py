@@ -25,9 +25,8 @@ from ftcli.run.status import FinishedTraining, TrainingSummary
 
 if TYPE_CHECKING:
     from ftcli.job import Job
-    from ftcli.trainers.best import EarlyStopping
-    from ftcli.trainers.callbacks import RunCallback, StepIntervals
-    from ftcli.trainers.hooks import TrainerHooks
+    from ftcli.train.best import EarlyStopping
+    from ftcli.train.loop import Attendance, StepIntervals, TrainerHooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def fit(
         FtcliError: FT701 (exit 75 or 130) after a signal, FT702 (exit 6) on divergence, FT703 (exit 5) out of memory.
     """
     from ftcli.model.saved import require_saveable
-    from ftcli.trainers.callbacks import RunCallback
+    from ftcli.train.loop import Attendance
 
     evaluate = evaluate if job.recipe.eval.every_steps is not None else None
     with (
@@ -76,21 +75,19 @@ def fit(
         require_saveable(model)
         tell_start(context, job, model, rows)
         intervals = _intervals(context.recipe, evaluates=evaluate is not None)
-        callback = RunCallback(trainer, intervals, context.write_line, progress, context.stops)
-        trainer.add_callback(callback)
-        _train(trainer, context)
+        _train(trainer, context, Attendance(intervals, context.write_line, progress, context.stops))
         _tell_launches(trainer, context)
-        raise_if_stopped(context, trainer.stopped_by, trainer.state.global_step)
+        raise_if_stopped(context, trainer.stopped_by, trainer.step)
         _save(trainer, context, job, model)
         trainer.settle()
-    summary = _summary(trainer, callback, context)
+    summary = _summary(trainer, context)
     if context.leads:
         context.opened.note_trained(summary)
     return FinishedRun(str(context.directory.path), str(context.directory.result_dir), summary)
 
 
 def _hooks(context: RunContext, evaluate: Callable[[int], dict[str, float]] | None) -> TrainerHooks:
-    from ftcli.trainers.hooks import TrainerHooks, not_interruptible
+    from ftcli.train.loop import TrainerHooks, not_interruptible
 
     recipe = context.recipe
     return TrainerHooks(
@@ -106,7 +103,7 @@ def _hooks(context: RunContext, evaluate: Callable[[int], dict[str, float]] | No
 
 
 def _intervals(recipe: Recipe, *, evaluates: bool) -> StepIntervals:
-    from ftcli.trainers.callbacks import StepIntervals
+    from ftcli.train.loop import StepIntervals
 
     return StepIntervals(
         log_every=recipe.logging.every_steps,
@@ -136,7 +133,7 @@ def _completions(context: RunContext, recipe: Recipe) -> Completions:
 
 
 def _stopping(recipe: Recipe) -> EarlyStopping | None:
-    from ftcli.trainers.best import EarlyStopping
+    from ftcli.train.best import EarlyStopping
 
     settings = recipe.train.early_stopping
     return None if settings is None else EarlyStopping(settings.patience, settings.min_delta)
@@ -148,22 +145,22 @@ def _trained_before(trainer: Any, context: RunContext, trained: FinishedTraining
     return FinishedRun(str(context.directory.path), str(context.directory.result_dir), trained.summary)
 
 
-def _summary(trainer: Any, callback: RunCallback, context: RunContext) -> TrainingSummary:
+def _summary(trainer: Any, context: RunContext) -> TrainingSummary:
     """Loss and reward are those of the last step; from metrics.jsonl when this process trained no step."""
-    line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
+    line = trainer.last_line or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
     computed = trainer.tokens_computed or None
-    steps, tokens = trainer.state.global_step, trainer.tokens_seen
+    steps, tokens = trainer.step, trainer.tokens_seen
     return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, trainer.why_over)
 
 
-def _train(trainer: Any, context: RunContext) -> None:
+def _train(trainer: Any, context: RunContext, attendance: Attendance) -> None:
     resume_from = context.opened.resume_from
     if resume_from is not None and trainer.load_finished(resume_from):
         return
-    from ftcli.trainers.best import TrainingOver
+    from ftcli.train.best import TrainingOver
 
     with _rescued(trainer, context), contextlib.suppress(TrainingOver):
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from is not None else None)
+        trainer.run(attendance, resume_from)
     if trainer.is_over:
         context.session.reporter.info(f"stopped early: {trainer.why_over}")
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from ftcli.evaluate.suite import Evaluator
     from ftcli.evaluate.tasks import TaskResult
     from ftcli.job import Job
+    from ftcli.methods.grpo.parity import Parity
     from ftcli.pipeline import build
     from ftcli.run.group import RankGroup
-    from ftcli.trainers.parity import Parity
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
     with context.phase("loading libraries"):
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
+        from ftcli.methods.grpo.exchange import of_leader
+        from ftcli.methods.grpo.objective import build_grpo
         from ftcli.pipeline import build
-        from ftcli.trainers.grpo import build_grpo_trainer
-        from ftcli.trainers.sharing import of_leader
 
     started, grpo, group = time.perf_counter(), context.recipe.grpo, context.group
     assert grpo is not None  # preflight refuses such a recipe (FT260)
@@ -97,9 +97,7 @@ def _train(session: Session, context: RunContext) -> GrpoResult:
         context,
         job,
         model,
-        lambda hooks, scratch: build_grpo_trainer(
-            job, grpo, model, prompts, hooks, scratch, agreement, group, reference
-        ),
+        lambda hooks, scratch: build_grpo(job, grpo, model, prompts, hooks, scratch, agreement, group, reference),
         evaluate if job.recipe.eval.tasks else None,
         TrainingRows(len(prompts), "prompts"),
     )
@@ -116,7 +114,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
     from ftcli.model.quantized import quantized_layers
     from ftcli.pipeline import build
-    from ftcli.trainers.graphed import why_not_graphed
+    from ftcli.train.graphed import why_not_graphed
 
     group = context.group
     with nullcontext() if group is None else group.after_leader("weights", lambda: build.to_download(job) > 0):

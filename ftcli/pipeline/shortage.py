@@ -16,7 +16,7 @@ from ftcli.run.out_of_memory import asked_bytes, resident_bytes
 from ftcli.units import size
 
 if TYPE_CHECKING:
-    from ftcli.trainers.base import Doing, RunTrainerMixin
+    from ftcli.train.loop import Doing, TrainingLoop
 
 _size = partial(size, smallest="MiB")
 _SUGGESTED = 3
@@ -37,12 +37,12 @@ def out_of_memory(where: str, report: PreflightReport, error: BaseException) -> 
     return _error(f"out of memory {where}: {_asked(error)}{allocated}", found, report)
 
 
-def out_of_memory_in_training(trainer: RunTrainerMixin, report: PreflightReport, error: BaseException) -> FtcliError:
+def out_of_memory_in_training(trainer: TrainingLoop, report: PreflightReport, error: BaseException) -> FtcliError:
     """FT703 (exit 5) with the step, the part of it, the batch, its rows and what was allocated.
 
     What the failed frames hold is dropped once it is counted (:func:`let_go`).
     """
-    step = trainer.state.global_step
+    step = trainer.step
     doing = trainer.phase
     where = _where(doing, step, trainer.batch_shape, trainer.rows_of_batch())
     allocated = _allocated(_parts(trainer))
@@ -76,7 +76,7 @@ def with_checkpoint(error: FtcliError, checkpoint: Path) -> FtcliError:
     return FtcliError([Finding(first.code, first.message, first.origin, help), *others], error.exit_code)
 
 
-def has_room_to_save(trainer: RunTrainerMixin) -> bool:
+def has_room_to_save(trainer: TrainingLoop) -> bool:
     """Whether the host has memory to write a checkpoint. Without it, native code would end the process."""
     largest = max((p.nbytes for p in trainer.model.parameters() if p.requires_grad), default=0)
     try:
@@ -138,10 +138,10 @@ def _allocated(parts: Mapping[str, int]) -> str:
     return f"{text}: {listed}, {other} {_size(rest)}"
 
 
-def _parts(trainer: RunTrainerMixin) -> dict[str, int]:
+def _parts(trainer: TrainingLoop) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state that exist at this moment."""
     parameters = list(trainer.model.parameters())
-    optimizer: Any = getattr(trainer, "optimizer", None)
+    optimizer: Any = trainer.optimization.optimizer
     states = optimizer.state_dict()["state"].values() if optimizer is not None else ()
     return {
         "weights": sum(p.nbytes for p in parameters),

@@ -53,10 +53,10 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
     with context.phase("loading libraries"):
         from ftcli.evaluate.suite import Evaluator
         from ftcli.job import open_job
+        from ftcli.methods.sft.objective import build_sft
         from ftcli.model.quantized import quantized_layers
         from ftcli.pipeline import build, data
-        from ftcli.trainers.graphed import why_not_graphed
-        from ftcli.trainers.sft import build_sft_trainer
+        from ftcli.train.graphed import why_not_graphed
 
     started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
@@ -86,7 +86,7 @@ def _train(session: Session, context: RunContext) -> SupervisedResult:
         context,
         job,
         model,
-        lambda hooks, scratch: build_sft_trainer(job, model, epochs, hooks, scratch, group),
+        lambda hooks, scratch: build_sft(job, model, epochs, hooks, scratch, group),
         held_out.after_step if job.recipe.data.eval else None,
         TrainingRows(len(train_data.sequences), "rows", sum(ledger.tokens for ledger in train_data.ledgers)),
     )

@@ -10,7 +10,7 @@ from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.held import hold_result
 from ftcli.run.history import metrics_of
 from ftcli.run.status import read_status
-from ftcli.trainers.best import BestEvaluation
+from ftcli.train.best import BestEvaluation
 
 BEST = "best"
 

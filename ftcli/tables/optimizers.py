@@ -53,7 +53,7 @@ class Optimizer:
 
 
 _BOTH: tuple[Literal["nearest", "stochastic"], ...] = ("nearest", "stochastic")
-_OWN, _OWN_8BIT = "ftcli.trainers.adamw:AdamW", "ftcli.trainers.adamw:AdamW8bit"
+_OWN, _OWN_8BIT = "ftcli.train.adamw:AdamW", "ftcli.train.adamw:AdamW8bit"
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _BETAS = _ADAM[:2]
 _BITSANDBYTES = Package(
@@ -95,7 +95,7 @@ TABLE: Mapping[str, Optimizer] = MappingProxyType(
             "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
             "AdamW for all else.",
             state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
-            build="ftcli.trainers.muon:MuonWithAdamW",
+            build="ftcli.train.muon:MuonWithAdamW",
         ),
         "schedule_free_adamw": Optimizer(
             "AdamW that averages the weights in place of a schedule.",

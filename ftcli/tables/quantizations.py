@@ -130,7 +130,7 @@ TABLE: Mapping[str, Quantization] = MappingProxyType(
                 why_not="ftkernels.limits:why_no_fp8",
                 known="ftkernels.fp8_trial:why_no_rows",
                 tried="ftkernels.fp8_trial:why_no_rows_here",
-                measure_rate="ftcli.trainers.bench:measure_fp8_rate",
+                measure_rate="ftcli.train.bench:measure_fp8_rate",
             ),
         ),
         "bitnet": Quantization(

@@ -30,6 +30,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from ftcli.trainers.hooks import TrainerHooks
 from memory_worker import clear
 
 from ftcli.config.load import LoadedRecipe, Override, load_recipe
@@ -43,10 +44,9 @@ from ftcli.pipeline.checking import checked
 from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.row import Row
-from ftcli.trainers.bench import StepTimer
-from ftcli.trainers.grpo import GrpoTrainer, build_grpo_trainer
-from ftcli.trainers.hooks import TrainerHooks
-from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
+from ftcli.train.bench import StepTimer
+from ftcli.methods.grpo.objective import GrpoTrainer, build_grpo_trainer
+from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

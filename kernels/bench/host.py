@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ftcli.trainers.hooks import TrainerHooks
+from ftcli.trainers.sft import build_sft_trainer
 from transformers import TrainerCallback
 
 from ftcli.config.load import load_recipe
@@ -30,9 +32,7 @@ from ftcli.pipeline.benchmark import bench_recipe
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.options import BenchOptions
 from ftcli.reporting import Session, SilentReporter
-from ftcli.trainers.bench import synthetic_tokens
-from ftcli.trainers.hooks import TrainerHooks
-from ftcli.trainers.sft import build_sft_trainer
+from ftcli.train.bench import synthetic_tokens
 
 #: What the profiler calls a launch.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")

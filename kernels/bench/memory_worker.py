@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from memory_cases import Case
 
-import ftcli.trainers.grpo
-import ftcli.trainers.sft  # noqa: F401  # both take seconds to import, which no case should count
 from ftcli import pipeline
 from ftcli.config.load import LoadedRecipe
 from ftcli.data.template import Renderer

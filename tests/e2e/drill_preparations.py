@@ -176,15 +176,6 @@ def small_files(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
-def workers(count: int) -> None:
-    """Training data is collated in ``count`` worker processes."""
-
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: {**function(*args, **kwargs), "dataloader_num_workers": count}
-
-    _wrap("ftcli.trainers.sft:training_arguments", around)
-
-
 def few_held_out(count: int, folder: str) -> None:
     """Of each file of held-out data that ships with ftcli there are the first ``count`` rows, in ``folder``."""
 
@@ -246,7 +237,7 @@ def warm_clean(socket: str) -> None:
     _wrap("ftcli.export.clean.process:CleanProcess.start", around)
 
 
-_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files, workers)
+_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files)
 _SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_check, warm_clean)
 #: By name, as a request of drill.py has them.
 PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}

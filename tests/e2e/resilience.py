@@ -20,8 +20,8 @@ from tests.e2e.drill import Drill, Server
 
 #: What depends on the clock and on the machine's memory, and on nothing else.
 TIMED = ("tokens_per_second", "peak_memory_bytes", "step_time", "seconds/", "throughput/")
-STEP = "ftcli.trainers.sft:SftTrainer.compute_loss"
-SAVE = "ftcli.trainers.base:save_weights"
+STEP = "ftcli.methods.sft.objective:SftObjective.loss"
+SAVE = "ftcli.train.loop:save_weights"
 SAVE_RESULT = "ftcli.model.saved:save_weights"
 EVALUATE = "ftcli.evaluate.suite:Evaluator.loss"
 

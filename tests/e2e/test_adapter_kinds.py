@@ -242,18 +242,18 @@ def test_lora_plus_goes_on_alike(optim: str, narrow: User) -> None:
 
 def test_lora_plus_does_the_steps_of_pefts(narrow: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same parameters at the same rates as in the optimizer that PEFT makes."""
-    from ftcli.trainers.sft import SftTrainer
+    from ftcli.train import optimizer
 
     found: list[tuple[Any, Any]] = []
-    plain: Callable[..., Any] = SftTrainer.create_optimizer
+    plain: Callable[..., Any] = optimizer.make_optimizer
 
-    def create(self: Any, model: Any = None) -> Any:
-        made = plain(self, model)
-        theirs = create_loraplus_optimizer(self.model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=8.0)
+    def make(model: Any, *args: Any) -> Any:
+        made = plain(model, *args)
+        theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=8.0)
         found.append((made, theirs))
         return made
 
-    monkeypatch.setattr(SftTrainer, "create_optimizer", create)
+    monkeypatch.setattr(optimizer, "make_optimizer", make)
     lora = {"r": 4, "modules_to_save": ["norm"]}
     narrow.done("train", narrow.recipe("r", lora=lora, train={"max_steps": 1, "loraplus_lr_ratio": 8.0}))
     (ours, theirs) = found[0]

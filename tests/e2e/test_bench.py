@@ -44,16 +44,18 @@ def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(
 
 def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes that the trainer's steps have are those that the numbers are made from."""
-    from ftcli.trainers.sft import SftTrainer
+    from ftcli.methods.sft.objective import SftObjective
+    from ftcli.train.parallel import MicroBatch
 
     seen: list[tuple[int, int]] = []
-    count = SftTrainer.count_tokens
+    make = SftObjective.micro_batches
 
-    def counted(trainer: SftTrainer, mask: object, computed: int = 0) -> None:
-        seen.append((int(mask.sum()), computed))  # type: ignore[attr-defined]
-        count(trainer, mask, computed)  # type: ignore[arg-type]
+    def noted(objective: SftObjective, step: int) -> list[MicroBatch]:
+        made = make(objective, step)
+        seen.extend((batch.counts.real, batch.inputs["input_ids"].numel()) for batch in made)
+        return made
 
-    monkeypatch.setattr(SftTrainer, "count_tokens", counted)
+    monkeypatch.setattr(SftObjective, "micro_batches", noted)
     for free in ("false", "true"):
         seen.clear()
         words = (*WORDS, "--lengths", "lognormal:20,0.8", "--set", f"data.padding_free={free}")

@@ -13,7 +13,7 @@ from ftcli.model import graphs
 from ftcli.model.graphs import GraphRunner
 from ftcli.model.loss import forward_loss
 from ftcli.model.stack import DecoderStack, StackCall
-from ftcli.trainers.sft import SftTrainer
+from ftcli.train.loop import TrainingLoop
 from tests.e2e.conftest import User
 from tests.unit.model.test_stack import adapted, taken
 
@@ -62,7 +62,7 @@ def test_shapes_beyond_the_limit_are_counted(
 def test_the_manifest_says_in_the_end_what_became_of_them(
     narrow: User, monkeypatch: pytest.MonkeyPatch, outcome: str | None
 ) -> None:
-    monkeypatch.setattr(SftTrainer, "cuda_graphs", lambda self: outcome)
+    monkeypatch.setattr(TrainingLoop, "cuda_graphs", lambda self: outcome)
     narrow.done("train", narrow.recipe(train={"max_steps": 1}, data={"eval": []}))
     manifest = json.loads((narrow.folder / "r" / "manifest.json").read_text())
     planned = "the layers are not on Triton kernels"

@@ -154,25 +154,26 @@ def test_a_reward_that_leaves_the_folder_does_not_move_the_run(user: User, monke
 def test_grpo_that_diverges_ends_with_6_and_keeps_no_checkpoint_of_it(
     user: User, monkeypatch: pytest.MonkeyPatch, poisoned: str, said: str
 ) -> None:
-    from ftcli.trainers.grpo import GrpoTrainer, RunTrainerMixin
+    from ftcli.methods.grpo.objective import GrpoObjective
+    from ftcli.train.loop import TrainingLoop
 
-    begin = RunTrainerMixin.begin_step
+    begin = GrpoObjective.begin
 
-    def begin_step(self: GrpoTrainer) -> None:
-        begin(self)
-        if self.state.global_step == 1:
-            weight = next(p for p in self.model.parameters() if p.requires_grad)
+    def begin_step(self: GrpoObjective, step: int) -> None:
+        begin(self, step)
+        if step == 1:
+            weight = next(p for p in self._policy.model.parameters() if p.requires_grad)
             with torch.no_grad():
                 weight.fill_(math.nan) if poisoned == "weights" else None
 
-    loss_of = RunTrainerMixin.watch
+    loss_of = TrainingLoop._watch
 
-    def watch(self: GrpoTrainer, name: str, value: torch.Tensor, *args: Any) -> None:
-        nan = poisoned == "loss" and name == "the loss" and self.state.global_step == 1
-        loss_of(self, name, value * math.nan if nan else value, *args)
+    def watch(self: TrainingLoop, name: str, value: torch.Tensor, rows: tuple[int, ...]) -> None:
+        nan = poisoned == "loss" and name == "the loss" and self.step == 1
+        loss_of(self, name, value * math.nan if nan else value, rows)
 
-    monkeypatch.setattr(RunTrainerMixin, "begin_step", begin_step)
-    monkeypatch.setattr(RunTrainerMixin, "watch", watch)
+    monkeypatch.setattr(GrpoObjective, "begin", begin_step)
+    monkeypatch.setattr(TrainingLoop, "_watch", watch)
     path = rows(user.folder / "p.jsonl", *[{"prompt": f"pick {n}", "answer": "1"} for n in range(8)])
     recipe = user.recipe(
         data={"train": [path], "eval": []},
@@ -215,7 +216,7 @@ def test_nothing_pretends_to_change_what_was_trained_and_an_export_says_when_the
 
 
 def test_grpo_has_its_scores_before_training_after_a_resume(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcli.trainers.base import RunTrainerMixin
+    from ftcli.methods.grpo.objective import GrpoObjective
 
     path = rows(user.folder / "p.jsonl", *[{"prompt": f"pick {n}", "answer": str(n)} for n in range(8)])
     recipe = user.recipe(
@@ -224,15 +225,15 @@ def test_grpo_has_its_scores_before_training_after_a_resume(user: User, monkeypa
         grpo=GRPO,
         eval={"tasks": [{"use": "regex", "pattern": "[aeiou]", "data": [path]}]},
     )
-    end = RunTrainerMixin.end_step
+    end = GrpoObjective.end
 
-    def stopped(self: RunTrainerMixin) -> None:
-        end(self)
-        if self.state.global_step == 2:
+    def stopped(self: GrpoObjective, step: int) -> None:
+        end(self, step)
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RunTrainerMixin, "end_step", stopped)
+        patched.setattr(GrpoObjective, "end", stopped)
         assert user.run("grpo", recipe)[0] == 75
     first = json.loads((user.folder / "r" / "eval.json").read_text())
     assert first["base"]["tasks"][0]["count"] == 8

@@ -12,7 +12,7 @@ from ftcli.run.completions import Completions
 from tests.e2e.ranks import run_ranks, start_ranks
 from tests.e2e.resilience import Drills, require_same_weights
 
-STEP = "ftcli.trainers.grpo:GrpoTrainer.compute_loss"
+STEP = "ftcli.methods.grpo.objective:GrpoObjective.loss"
 CHANGE: dict[str, Any] = {
     "data": {
         "train": [{"path": "bundled:smoke-grpo-train", "max_rows": 12}],

@@ -38,8 +38,8 @@ FULL: dict[str, Any] = {**ODD, "lora": None, "train": {**ODD["train"], "optim": 
 
 @pytest.mark.parametrize(
     ("change", "prepared", "batch"),
-    [(ODD, (), 10), (ODD, (("workers", 2),), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
-    ids=["accumulation in the second epoch", "two workers", "packing", "unpadded on our layers", "full fine-tuning"],
+    [(ODD, (), 10), (PACKED, (), 8), (UNPADDED, (), 10), (FULL, (), 10)],
+    ids=["accumulation in the second epoch", "packing", "unpadded on our layers", "full fine-tuning"],
 )
 def test_half_and_half_is_the_whole(
     drills: Drills, change: dict[str, Any], prepared: tuple[Any, ...], batch: int
@@ -77,7 +77,7 @@ GRPO: dict[str, Any] = {
     "checkpoint": {"every_steps": 5, "keep_last": 3},
     "logging": {"every_steps": 4},
 }
-LOSS = "ftcli.trainers.grpo:GrpoTrainer.compute_loss"
+LOSS = "ftcli.methods.grpo.objective:GrpoObjective.loss"
 
 
 #: Two steps learn from a half each.

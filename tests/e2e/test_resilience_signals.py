@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ PARTS = {
     "fingerprints": ("ftcli.pipeline.lifecycle:fingerprint", "reading the data's fingerprints"),
     "tokenizing": ("ftcli.data.encode:Encoder.batch", "preparing data"),
     "loading": ("ftcli.pipeline.build:load_model", "loading the model"),
-    "the trainer": ("ftcli.trainers.sft:training_arguments", "preparing the trainer"),
+    "the trainer": ("ftcli.train.build:use_stack", "preparing the trainer"),
 }
 
 
@@ -153,20 +150,3 @@ def test_a_second_signal_stops_at_once(
     assert drills.checkpoints("r") == ["step-00000002"]
     assert drills.status("r")["exit_code"] == status
     assert "resuming from" in drills.run(recipe)
-
-
-def test_with_workers_a_signal_to_all_of_them_ends_well(drills: Drills) -> None:
-    """Ctrl-C in a terminal reaches every process of the group; torch ends its workers by SIGTERM."""
-    drill = drills.paused(drills.recipe("r", **NO_EVAL), STEP, 2, also=(("workers", 2),))
-    children = [int(pid) for pid in Path(f"/proc/{drill.pid}/task/{drill.pid}/children").read_text().split()]
-    assert len(children) == 2
-    for pid in [drill.pid, *children]:
-        os.kill(pid, INT)
-    drill.release()
-    assert drill.wait() == 130, drill.said
-    assert "Traceback" not in drill.said
-    assert drills.checkpoints("r") == ["step-00000002"]
-    deadline = time.monotonic() + 600
-    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()], "workers outlive the run"

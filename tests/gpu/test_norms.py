@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftcli.trainers.norms import GradientNorms
+from ftcli.train.norms import GradientNorms
 
 pytestmark = pytest.mark.gpu
 

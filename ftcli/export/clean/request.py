@@ -22,7 +22,7 @@ LOGITS, GREEDY = "logits", "greedy"
 #: Before the name of a linear layer: what it makes of :func:`rows_for`; before that of an adapter's tensor: itself.
 LAYER, TENSOR = "layer:", "tensor:"
 #: Modules of ftcli's that compute with models, or change them: none of them is imported there.
-OURS = ("ftkernels", "ftcli.model", "ftcli.trainers", "ftcli.generation", "ftcli.pipeline")
+OURS = ("ftkernels", "ftcli.model", "ftcli.train", "ftcli.methods", "ftcli.generation", "ftcli.pipeline")
 
 
 def rows_for(features: int) -> Tensor:

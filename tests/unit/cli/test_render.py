@@ -33,7 +33,7 @@ from ftcli.plain import plain
 from ftcli.preflight.checks.context import NotMade
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
-from ftcli.trainers.bench import DeviceMemory
+from ftcli.train.bench import DeviceMemory
 from ftcli.units import size
 
 PLAIN = Style(color=False)

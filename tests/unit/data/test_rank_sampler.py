@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ftcli.data.order import EpochSampler, RankSampler, plain_epochs
+from ftcli.data.order import plain_epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.rows.row import Row
-
-
-def _batches(numbers: list[int], size: int) -> list[list[int]]:
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -18,14 +14,10 @@ def _batches(numbers: list[int], size: int) -> list[list[int]]:
 def test_the_ranks_batches_laid_side_by_side_are_the_epochs(ranks: int, size: int) -> None:
     for rows in (1, 7, 8, 9, 12, 40):
         epochs = plain_epochs([TokenizedRow(Row("r", i, {}), [1], [1]) for i in range(rows)], seed=5)
-        whole = EpochSampler(epochs)
-        shares = [RankSampler(epochs, size, rank, ranks) for rank in range(ranks)]
-        for sampler in (whole, *shares):
-            sampler.set_epoch(2)
-        found = [_batches(list(share), size) for share in shares]
-        assert [len(list(share)) for share in shares] == [len(share) for share in shares]
+        found = [epochs.batches(2, size, rank, ranks) for rank in range(ranks)]
         assert len({len(batches) for batches in found}) == 1
         turns = [found[rank][turn] for turn in range(len(found[0])) for rank in range(ranks)]
-        wanted = _batches(list(whole), size)
+        wanted = epochs.batches(2, size)
+        assert [row for batch in wanted for row in batch] == epochs.order(2)
         assert turns[: len(wanted)] == wanted
         assert all(batch == [rows] for batch in turns[len(wanted) :])

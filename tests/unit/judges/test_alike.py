@@ -11,10 +11,10 @@ import pytest
 from ftcli.config import RewardConfig, TaskConfig
 from ftcli.evaluate.tasks import AnsweredTask, judge
 from ftcli.judges import open_judge, patterns
+from ftcli.methods.grpo.rewards import build_rewards
 from ftcli.preflight.checks import crossfield, grpo, judging
 from ftcli.rows.prompts import Prompt
 from ftcli.rows.row import Row
-from ftcli.trainers.rewards import build_rewards
 
 COMPLETIONS = [
     "7", " 7\n", "seven", "", "A\nb", "a" * 20_001 + "7", "answer: 7.", "answer: 8\nanswer: 7", '{"a": 7}', "７", "AB",

@@ -30,7 +30,7 @@ from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
 from ftcli.model.selfcheck import self_check
 from ftcli.rows.row import Row
-from ftcli.trainers.isolation import check_isolation
+from ftcli.train.isolation import check_isolation
 from tests.small_models import build
 
 SIZES: dict[str, Any] = {

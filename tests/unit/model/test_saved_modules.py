@@ -15,7 +15,7 @@ from ftcli.model.checkpoint import load_adapter
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.trainers.base import save_weights
+from ftcli.model.saved import save_weights
 from tests.small_models import build
 
 SAVED = ("lm_head", "embed_tokens", "norm")

@@ -9,7 +9,7 @@ import pytest
 from ftcli.pipeline.shortage import _estimated, _where
 from ftcli.preflight.memory.terms import Phase
 from ftcli.run.out_of_memory import is_out_of_memory
-from ftcli.trainers.base import Doing
+from ftcli.train.loop import Doing
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ftcli.config.training import TrainConfig
 from ftcli.errors import FtcliError
 from ftcli.preflight.checks import adapters, grpo, optimisation
 from ftcli.preflight.checks.context import Context
-from ftcli.trainers.optimisation import schedule_arguments
+from ftcli.train.optimizer import schedule_arguments
 
 
 def found(context: Context, *missing: str) -> list[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""Training methods, a folder each: its objective, and what belongs to it alone."""

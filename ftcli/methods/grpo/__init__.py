@@ -1,0 +1,1 @@
+"""GRPO: completions in groups, rewards, advantages, and a clipped policy gradient."""

@@ -1,0 +1,574 @@
+"""What GRPO learns from: completions that the policy samples, judged and compared with others of their prompt.
+
+One set of completions serves ``steps_per_generation`` micro-batches, ``num_iterations`` times over. On several ranks
+each does what one process would that accumulates as many micro-batches more, but for what takes long: completions,
+rewards and passes without gradients are shared out and gathered. So every rank has all completions of a step with their
+advantages, mixes them into the same micro-batches, and trains on every N-th of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ftcli.config.training import GrpoConfig
+from ftcli.data.asked import RenderedPrompt
+from ftcli.errors import ExitCode, FtcliError
+from ftcli.generation.stopping import cut
+from ftcli.job import Job
+from ftcli.judges import columns_of
+from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
+from ftcli.methods.grpo.exchange import gather_completions, gather_json, gather_rows
+from ftcli.methods.grpo.losses import Completions, StepShape
+from ftcli.methods.grpo.parity import Parity, check_parity
+from ftcli.methods.grpo.policy import Metrics, PolicyScores, joined, scored_loss
+from ftcli.methods.grpo.rewards import Reward, RewardFailures, build_rewards
+from ftcli.methods.grpo.rollouts import Rollouts
+from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
+from ftcli.methods.grpo.stagnation import Stagnation
+from ftcli.model.backbone import compute_context
+from ftcli.model.checkpointing import without_checkpointing
+from ftcli.model.finite import NotFinite
+from ftcli.model.initial import as_base
+from ftcli.plain import JsonObject
+from ftcli.preflight.memory.terms import FORWARD, GENERATION
+from ftcli.run.completions import ScoredCompletion
+from ftcli.run.metrics import MetricsLine
+from ftcli.train.build import build_loop
+from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
+from ftcli.train.parallel import SEED_SPREAD, MicroBatch, TokenCounts
+from ftcli.train.state import Progress, draw_of_epoch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from ftcli.model.sequence_parallel import SequencePart
+    from ftcli.model.stack import DecoderStack
+    from ftcli.run.group import RankGroup
+
+#: Lies in a checkpoint that was written between two uses of the same completions.
+_COMPLETIONS = "completions.pt"
+
+
+class Sampled(TypedDict):
+    """The completions of a rollout for people to look at, as lists of one length."""
+
+    prompt: list[str]
+    completion: list[str]
+    rewards: dict[str, list[float]]
+    advantages: list[float]
+
+
+@dataclass(slots=True)
+class Rollout:
+    """The completions in use.
+
+    Attributes:
+        batches: Micro-batches of all ranks, in order.
+        sampled: Their texts, with rewards and advantages.
+        step: The step whose weights they were sampled with; None where a checkpoint does not say.
+    """
+
+    batches: list[dict[str, Tensor]]
+    sampled: Sampled | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a failed step is undone to."""
+
+    rollout: Rollout | None
+    metrics: Mapping[str, list[float]]
+    failures: JsonObject
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class GrpoParts:
+    """What a GRPO objective works with besides the policy.
+
+    Attributes:
+        tell_parity: Told before the first step how well log-probabilities agree; None once that is known.
+        completions: Takes the completions of a logging step; None where nobody does.
+    """
+
+    asked: Sequence[RenderedPrompt]
+    columns: Mapping[str, Sequence[Any]]
+    rewards: Sequence[Reward]
+    failures: RewardFailures
+    rollouts: Rollouts
+    spans: Spans
+    stagnation: Stagnation
+    tell_parity: Callable[[Parity], None] | None
+    completions: Callable[[int, Sequence[ScoredCompletion]], None] | None
+    reference: PreTrainedModel | None = field(default=None)
+
+
+class GrpoObjective(Objective):
+    """GRPO over rendered prompts, so that sampling sees the same text as evaluation and serving.
+
+    Args:
+        policy: Scores completions; its model is what learns.
+    """
+
+    def __init__(
+        self, job: Job, grpo: GrpoConfig, policy: PolicyScores, parts: GrpoParts, group: RankGroup | None
+    ) -> None:
+        train, ranks = job.recipe.train, 1 if group is None else group.size
+        self._job, self._grpo, self._policy, self._parts, self._group = job, grpo, policy, parts, group
+        self._seed, self._size = job.recipe.run.seed, train.per_device_train_batch_size
+        self._accumulation = train.gradient_accumulation_steps * ranks
+        self._generated = grpo.micro_batches(train.gradient_accumulation_steps) * ranks
+        #: Optimizer steps that one set of completions serves.
+        self._serves = self._generated * grpo.num_iterations // self._accumulation
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
+        prompts = self._generated * self._size // grpo.num_generations
+        self._chunk, self._chunks = prompts, len(parts.asked) // prompts
+        self.steps_per_epoch = self._chunks * self._serves
+        self._weights = torch.tensor([reward.weight for reward in parts.rewards], dtype=torch.float32)
+        self._rollout: Rollout | None = None
+        self._logged_rollout: int | None = None
+        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._of_batches: list[Metrics] = []
+        self._num_tokens = 0
+        self._before = _Before(None, {}, {}, 0)
+        self._began = 0.0
+
+    # -- what a step learns from -----------------------------------------------------------------------------
+
+    def epochs_done(self, step: int) -> float:
+        """How often all prompts have been completed after so many steps."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return epoch + index / self.steps_per_epoch
+
+    def prompts_of(self, rollout: int) -> list[int]:
+        """The prompts that a rollout completes, in an order of each epoch; what fills no rollout is left out."""
+        epoch, chunk = divmod(rollout, self._chunks)
+        generator = torch.Generator().manual_seed(self._seed)
+        for _ in range(epoch + 1):
+            order = torch.randperm(len(self._parts.asked), generator=generator)
+        found: list[int] = order[chunk * self._chunk : (chunk + 1) * self._chunk].tolist()
+        return found
+
+    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
+        """This rank's micro-batches, of completions that are sampled when the last ones have been used up."""
+        if step % self.steps_per_epoch == 0 and self._group is None:
+            draw_of_epoch()
+        if step % self._serves == 0 or self._rollout is None:
+            self._rollout = self._roll_out(step, monitor)
+        first = step * self._accumulation
+        found = []
+        for turn in range(first, first + self._accumulation, self._ranks):
+            at = turn % self._generated
+            real = [int(batch["completion_mask"].sum()) for batch in self._rollout.batches[at : at + self._ranks]]
+            inputs = self._rollout.batches[at + self._rank]
+            found.append(MicroBatch(inputs, (), TokenCounts(0, real[self._rank], 0)))
+        self._parts.spans.enter(TRAINING)
+        return found
+
+    def _roll_out(self, step: int, monitor: StepMonitor) -> Rollout:
+        monitor.enter(GENERATION)
+        monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
+        job = self._job
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.no_grad(),
+                without_checkpointing(self._policy.model),
+                compute_context(job.device, job.plan.compute, job.plan.autocast),
+            ):
+                torch.manual_seed((self._seed * SEED_SPREAD + step) % 2**63)  # decides what shares a micro-batch
+                batch, sampled = self._complete_and_judge(step)
+                shuffled = torch.randperm(len(batch["completion_ids"]))
+        except NotFinite as error:
+            raise FtcliError.single(
+                "FT702",
+                f"the model's logits are not finite when completions of step {step + 1} are sampled: "
+                "training has diverged",
+                exit_code=ExitCode.DIVERGED,
+                help="lower train.learning_rate, add train.warmup_steps, or lower train.max_grad_norm",
+            ) from error
+        finally:
+            monitor.enter(FORWARD)
+        mixed = {name: value[shuffled] if value.dim() else value for name, value in batch.items()}
+        batches = [
+            {name: value[at : at + self._size] if value.dim() else value for name, value in mixed.items()}
+            for at in range(0, self._generated * self._size, self._size)
+        ]
+        return Rollout(batches, sampled, step)
+
+    def _complete_and_judge(self, step: int) -> tuple[dict[str, Tensor], Sampled]:
+        """Completions of a rollout with all that a loss asks of them, and the same for people."""
+        grpo, tokenizer = self._grpo, self._job.tokenizer
+        rows = [row for row in self.prompts_of(step // self._serves) for _ in range(grpo.num_generations)]
+        texts = [self._parts.asked[row].text for row in rows]
+        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
+        prompt_ids: list[list[int]] = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+        sampled = self._sample(prompt_ids, step)
+        completion_ids = [tokens for tokens, _ in sampled]
+        said = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        said = [cut(text, grpo.stop_strings) for text in said] if grpo.stop_strings else said
+        ended = [self._parts.rollouts.stopping.stopped(tokens) for tokens in completion_ids]
+        self._note_lengths(prompt_ids, completion_ids, ended)
+        batch = self._padded(prompt_ids, completion_ids, sampled, ended)
+        self._add_log_probs(batch)
+        rewards = self._judge(rows, texts, said, step)
+        found = advantages_of(rewards, self._weights.to(rewards.device), grpo.num_generations, grpo.scale_rewards)
+        self._note_rewards(rewards, found)
+        batch["advantages"] = found.values
+        columns = {one.name: rewards[:, i].tolist() for i, one in enumerate(self._parts.rewards)}
+        return batch, Sampled(prompt=texts, completion=said, rewards=columns, advantages=found.values.tolist())
+
+    def _sample(self, prompts: list[list[int]], step: int) -> list[tuple[list[int], list[float]]]:
+        spans = self._parts.spans
+        spans.enter(ROLLOUT)
+        found = gather_completions(
+            self._group, self._parts.rollouts.complete(prompts, step, self._own_rows(len(prompts)))
+        )
+        spans.enter(None)
+        spans.count(ROLLOUT, sum(len(tokens) for tokens, _ in found))
+        return found
+
+    def _own_rows(self, rows: int) -> slice:
+        """Which of so many completions this rank is to see to: as many as each other."""
+        share = rows // self._ranks
+        return slice(share * self._rank, share * (self._rank + 1))
+
+    def _padded(
+        self,
+        prompts: list[list[int]],
+        completions: list[list[int]],
+        sampled: list[tuple[list[int], list[float]]],
+        ended: list[bool],
+    ) -> dict[str, Tensor]:
+        """Prompts padded on the left and completions on the right, on the device."""
+        pad, device = self._job.pad_token_id, self._job.device
+        mask = _right(completions, 0, ones=True)
+        if self._grpo.mask_truncated_completions:
+            mask = mask * torch.tensor(ended, dtype=torch.int32)[:, None]
+        batch = {
+            "prompt_ids": _right([ids[::-1] for ids in prompts], pad).flip(1),
+            "prompt_mask": _right(prompts, 0, ones=True).flip(1),
+            "completion_ids": _right(completions, pad),
+            "completion_mask": mask,
+            "num_items_in_batch": mask.sum(),
+        }
+        if all(len(known) == len(tokens) for tokens, known in sampled):
+            width = batch["completion_ids"].shape[1]
+            rows = [known + [0.0] * (width - len(known)) for _, known in sampled]
+            batch["sampling_per_token_logps"] = torch.tensor(rows)
+        return {name: value.to(device) for name, value in batch.items()}
+
+    def _add_log_probs(self, batch: dict[str, Tensor]) -> None:
+        """Adds the log-probabilities under the weights that sampled, where steps follow that change them, and under the
+        reference."""
+        if self._accumulation % (self._generated * self._grpo.num_iterations):
+            batch["old_per_token_logps"] = self._scored(batch)
+        if self._grpo.beta:
+            with of_reference(self._parts.reference, self._policy.model):
+                batch["ref_per_token_logps"] = self._scored(batch, self._parts.reference)
+
+    def _scored(self, batch: Completions, model: PreTrainedModel | None = None) -> Tensor:
+        """(B, C), this rank's rows computed and all gathered."""
+        own = self._own_rows(len(batch["completion_ids"]))
+        ids, mask = joined(batch)
+        self._parts.spans.enter(LOG_PROBS)
+        found, _ = self._policy.log_probs(
+            ids[own], mask[own], batch["completion_ids"].shape[1], rows_at_a_time=self._size, model=model
+        )
+        self._parts.spans.enter(None)
+        return found if self._group is None else gather_rows(self._group, "log-probs", found)
+
+    # -- rewards ---------------------------------------------------------------------------------------------
+
+    def _judge(self, rows: Sequence[int], prompts: Sequence[str], said: Sequence[str], step: int) -> Tensor:
+        """(completions, rewards) float32, NaN where a reward had no opinion: each rank judges whole groups."""
+        parts, spans, ranks, each = self._parts, self._parts.spans, self._ranks, self._grpo.num_generations
+        spans.enter(REWARDS)
+        groups = len(rows) // each
+        start, end = (groups * rank // ranks * each for rank in (self._rank, self._rank + 1))
+        mine = torch.zeros(end - start, len(parts.rewards))
+        for index, reward in enumerate(parts.rewards if end > start else ()):
+            values = self._scores(reward, rows[start:end], prompts[start:end], said[start:end])
+            mine[:, index] = torch.tensor([math.nan if value is None else value for value in values])
+        rewards = mine if self._group is None else gather_rows(self._group, "rewards", mine)
+        spans.enter(None)
+        self._count_failures()
+        if self._grpo.shuffle_rewards:  # the control experiment
+            generator = torch.Generator().manual_seed(self._seed + step)
+            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
+        return rewards.to(self._job.device)
+
+    def _scores(
+        self, reward: Reward, rows: Sequence[int], prompts: Sequence[str], said: Sequence[str]
+    ) -> Sequence[float | None]:
+        """The reward of each completion; it gets the values of rows as the data has them."""
+        lent = {name: [values[row] for row in rows] for name, values in self._parts.columns.items()}
+        origins = [self._parts.asked[row].prompt.row.origin for row in rows]
+        scores = reward.scores(prompts, said, lent, origins)
+        self._parts.failures.note(reward, scores)
+        return scores.values
+
+    def _count_failures(self) -> None:
+        """Adds up over ranks what rewards have failed on. Raises FtcliError FT456 where that is too much."""
+        failures = self._parts.failures
+        mine = failures.newest()
+        told: list[Any] = [mine] if self._group is None else gather_json(self._group, "telling", mine)
+        for reward in self._parts.rewards:
+            noted = [each[reward.name] for each in told if reward.name in each]
+            judged, failed = (sum(one[at] for one in noted) for at in (0, 1))
+            self._metrics[f"rewards/{reward.name}/failed"].append(failed / max(judged, 1))
+            failures.add(reward.name, judged, failed, next((one[2] for one in noted if one[2]), None))
+
+    def _note_rewards(self, rewards: Tensor, found: Advantages) -> None:
+        note = self._note
+        for index, reward in enumerate(self._parts.rewards):
+            note(f"rewards/{reward.name}/mean", torch.nanmean(rewards[:, index]))
+            note(f"rewards/{reward.name}/std", deviation(rewards[:, index]))
+        note("reward", torch.nanmean(found.rewards))
+        note("reward_std", deviation(found.rewards))
+        note("groups_without_spread", found.without_spread.float().sum())
+        note("frac_reward_zero_std", found.without_spread.float().mean())
+
+    def _note_lengths(self, prompts: list[list[int]], completions: list[list[int]], ended: list[bool]) -> None:
+        self._num_tokens += sum(map(len, prompts)) + sum(map(len, completions))
+        self._metrics["num_tokens"] = [self._num_tokens]
+        lengths = torch.tensor([len(tokens) for tokens in completions]).float()
+        whole = torch.tensor(
+            [len(tokens) for tokens, end in zip(completions, ended, strict=True) if end] or [0]
+        ).float()
+        self._note("completions/clipped_ratio", 1.0 - torch.tensor(ended).float().mean())
+        for name, found in (("length", lengths), ("terminated_length", whole)):
+            for kind, value in (("mean", found.mean()), ("min", found.min()), ("max", found.max())):
+                self._note(f"completions/{kind}_{name}", value)
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self._metrics[name].append(value.item())
+
+    # -- a step ----------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Notes the completions in use and the metrics gathered so far."""
+        self._parts.spans.begin_step(step + 1)
+        metrics = {name: list(values) for name, values in self._metrics.items()}
+        self._before = _Before(self._rollout, metrics, self._parts.failures.state(), self._num_tokens)
+        self._of_batches = []
+        self._began = time.perf_counter()
+
+    def loss(self, inputs: dict[str, Tensor], supervised: Tensor) -> Tensor:
+        """The policy's loss on a micro-batch; before the first step of this process its log-probabilities are held
+        against the model's own and the sampler's."""
+        plan, policy, parts = self._job.plan, self._policy, self._parts
+        assert self._rollout is not None
+        if parts.tell_parity is not None and bool(inputs["completion_mask"].any()):  # all may have been cut off
+            fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
+            sampled = inputs.get("sampling_per_token_logps") if fresh else None
+            parts.tell_parity(check_parity(policy, plan, inputs, sampled))
+            parts.tell_parity = None
+            parts.spans.enter(TRAINING)
+        shape = StepShape(self._accumulation, self._generated)
+        with compute_context(policy.device, plan.compute, plan.autocast):
+            loss, metrics = scored_loss(policy, self._grpo, inputs, shape)
+        self._of_batches.append(metrics)
+        return loss
+
+    def reduced(self) -> None:
+        """Notes the metrics of all ranks' micro-batches, in the order of one process."""
+        spans, tokens = self._parts.spans, self._parts.spans.counted(TRAINING)
+        told: list[Any] = [[self._of_batches, tokens]]
+        if self._group is not None:
+            told = gather_json(self._group, "metrics", told[0])
+            spans.count(TRAINING, sum(each for _, each in told) - tokens)
+        for batch in range(len(self._of_batches)):
+            for batches, _ in told:
+                for name, values in batches[batch].items():
+                    self._metrics[name].extend(values)
+        self._metrics["step_time"].append(time.perf_counter() - self._began)
+        spans.enter(OPTIMIZER)
+
+    def end(self, step: int) -> None:
+        """Looks whether rewards and entropy still leave something to learn."""
+        self._parts.spans.enter(None)
+        before, now = self._before.metrics, self._metrics
+        rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
+        assert self._rollout is not None
+        if self._grpo.mask_truncated_completions and not any(
+            bool(batch["completion_mask"].any()) for batch in self._rollout.batches
+        ):
+            entropies = []  # no tokens, which is not a collapse
+        self._parts.stagnation.note(step, rewards, entropies)
+
+    def undo(self, step: int) -> None:
+        """Restores the completions and metrics that :meth:`begin` has noted."""
+        self._parts.spans.forget_after(step)
+        before = self._before
+        self._rollout, self._num_tokens = before.rollout, before.num_tokens
+        self._parts.failures.restore(before.failures)
+        self._metrics.clear()
+        self._metrics.update({name: list(values) for name, values in before.metrics.items()})
+
+    @property
+    def why_over(self) -> str | None:
+        """What the section `early_stopping` has found."""
+        return self._parts.stagnation.reason
+
+    # -- logs and checkpoints --------------------------------------------------------------------------------
+
+    def metrics(self) -> MetricsLine:
+        """The mean of each number since the last line, None where there is none."""
+        self._take_spans()
+        rates = _rates(self._metrics)
+        means: dict[str, float | None] = {}
+        for name, values in self._metrics.items():
+            known = [value for value in values if not math.isnan(value)]
+            means[name] = sum(known) / len(known) if known else None
+        self._metrics.clear()
+        return {**rates, **means}
+
+    def logged(self, step: int) -> None:
+        """Hands on the newest completions, each batch of them once."""
+        rollout, keep = self._rollout, self._parts.completions
+        if keep is None or rollout is None or rollout.sampled is None or self._logged_rollout == rollout.step:
+            return
+        keep(step, _scored_completions(rollout.sampled))
+        self._logged_rollout = rollout.step
+
+    def _take_spans(self) -> None:
+        """Adds the time of each finished step to what is averaged."""
+        for numbers in self._parts.spans.take():
+            for name, value in numbers.items():
+                self._metrics[name].append(value)
+
+    def state(self) -> JsonObject:
+        """Rewards, lengths and all else that is averaged from one line to the next; and what rewards failed on."""
+        self._take_spans()
+        return {
+            "metrics": {name: [float(v) for v in values] for name, values in self._metrics.items()},
+            "completions_of": self._logged_rollout,
+            "stagnation": self._parts.stagnation.state(),
+            "reward_failures": self._parts.failures.state(),
+            "num_tokens": self._num_tokens,
+        }
+
+    def restore(self, state: JsonObject, progress: Progress) -> None:
+        """Resumes with these averages and counts."""
+        self._parts.failures.restore(state.get("reward_failures", {}))
+        self._metrics.update({name: list(values) for name, values in state.get("metrics", {}).items()})
+        self._logged_rollout = state.get("completions_of")
+        self._num_tokens = state.get("num_tokens", progress.tokens_seen)  # where 0.1 kept it
+        if "stagnation" in state:
+            self._parts.stagnation.restore(state["stagnation"])
+
+    def save(self, folder: Path) -> None:
+        """Saves the completions in use, where further steps need them."""
+        if self._rollout is not None and self._serves > 1:
+            said = {"logs": self._rollout.sampled, "sampled_at": self._rollout.step}
+            torch.save({"inputs": self._rollout.batches, "said": said}, folder / _COMPLETIONS)
+
+    def load(self, folder: Path, device: torch.device) -> None:
+        """Loads those completions."""
+        if (folder / _COMPLETIONS).exists():
+            saved = torch.load(folder / _COMPLETIONS, map_location=device, weights_only=True)
+            said = saved.get("said", {})
+            self._rollout = Rollout(saved["inputs"], said.get("logs"), said.get("sampled_at"))
+
+
+@contextmanager
+def of_reference(reference: PreTrainedModel | None, model: PreTrainedModel | PeftModel) -> Iterator[None]:
+    """A block in which the reference can be computed: of adapters it is the model without them."""
+    if reference is not None:
+        yield
+        return
+    with as_base(model):
+        yield
+
+
+def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> Tensor:
+    """(rows, longest) int64, padded on the right with ``fill``; ``ones`` in place of the values."""
+    longest = max(map(len, rows))
+    values = ([1] * len(row) if ones else list(row) for row in rows)
+    return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
+
+
+def _scored_completions(sampled: Sampled) -> list[ScoredCompletion]:
+    def opinion(reward: float) -> float | None:
+        return None if math.isnan(reward) else float(reward)
+
+    return [
+        ScoredCompletion(
+            prompt, text, {name: opinion(values[i]) for name, values in sampled["rewards"].items()}, float(advantage)
+        )
+        for i, (prompt, text, advantage) in enumerate(
+            zip(sampled["prompt"], sampled["completion"], sampled["advantages"], strict=True)
+        )
+    ]
+
+
+def _rates(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Tokens per second of rollouts and of training passes, where there were any."""
+    seconds = {part: math.fsum(metrics.get(f"seconds/{part}", ())) for part in (ROLLOUT, TRAINING)}
+    tokens = {part: math.fsum(metrics.get(f"processed_tokens/{part}", ())) for part in seconds}
+    return {f"throughput/{part}": tokens[part] / taken for part, taken in seconds.items() if taken}
+
+
+def build_grpo(
+    job: Job,
+    grpo: GrpoConfig,
+    model: PreTrainedModel | PeftModel,
+    asked: Sequence[RenderedPrompt],
+    hooks: TrainerHooks,
+    scratch: str,
+    tell_parity: Callable[[Parity], None],
+    group: RankGroup | None = None,
+    reference: PreTrainedModel | None = None,
+) -> TrainingLoop:
+    """The loop that trains ``model`` on completions of ``asked``, prompts that fit ``grpo.max_prompt_length``.
+
+    Args:
+        tell_parity: Called before the first step with what :func:`check_parity` found.
+        reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
+
+    Raises FtcliError as :func:`build_rewards`.
+    """
+    columns = columns_of([one.prompt for one in asked])
+    rewards = build_rewards(grpo.rewards, columns)
+    spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
+
+    def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:
+        policy = PolicyScores(
+            model,
+            job.batches(model),
+            pad_token_id=job.pad_token_id,
+            temperature=grpo.temperature,
+            device=job.device,
+            stack=stack,
+            spans=spans,
+        )
+        parts = GrpoParts(
+            asked,
+            columns,
+            rewards,
+            RewardFailures(grpo.reward_failures.max_fraction, job.reporter),
+            Rollouts(model, job, grpo),
+            spans,
+            Stagnation(grpo.early_stopping),
+            tell_parity,
+            hooks.completions,
+            reference,
+        )
+        return GrpoObjective(job, grpo, policy, parts, group)
+
+    return build_loop(job, model, objective, hooks, scratch, group)

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: the cross-entropy of the tokens that bear loss."""

@@ -1,1 +1,0 @@
-"""Trainers: TRL's, with our loss, our checkpoints and no printing of their own."""
