@@ -2,10 +2,11 @@
 
 from ftcli.judges.builtin import missing_answer
 from ftcli.judges.judge import Judge, judge_name, judges_of, open_judge
-from ftcli.judges.user import columns_of, file_of, reserved_column
+from ftcli.judges.user import CALLED_WITH, columns_of, file_of, reserved_column
 from ftcli.judges.verdicts import CompletionBatch, JudgeScores
 
 __all__ = [
+    "CALLED_WITH",
     "CompletionBatch",
     "Judge",
     "JudgeScores",

@@ -16,14 +16,16 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.paths import expanded, is_file
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
 
+#: Arguments that functions get beside columns, and get only where they take them.
+CALLED_WITH, OFFERED = ("prompts", "completions", "completion_reasoning"), ("completion_reasoning",)
 #: Arguments that judges get beside columns; no column may have such a name.
 RESERVED = frozenset(
     (
-        *("prompt", "prompts", "completion", "completions", "completion_ids"),
+        *("prompt", "completion", "completion_ids", *CALLED_WITH),
         *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
     )
 )
@@ -83,10 +85,12 @@ class UserFunction:
 
     def _call(self, batch: CompletionBatch, seconds: float) -> list[Verdict] | FailedJudgement:
         count = len(batch.completions)
-        given = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
+        given: JsonObject = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
+        given["completion_reasoning"] = list(batch.reasoning) or [None] * count
         try:
-            self.worker.ask({**given, **batch.columns, **self.arguments}, count)
-            answer = self.worker.answer(seconds)
+            began = time.monotonic()
+            self.worker.ask({**given, **batch.columns, **self.arguments}, count, offered=OFFERED, seconds=seconds)
+            answer = self.worker.answer(seconds - (time.monotonic() - began))
         except CallTimedOut:
             return FailedJudgement(f"gave no answer within {seconds:g} seconds")
         except WorkerGone as error:
@@ -98,7 +102,7 @@ class UserFunction:
             raise FtcliError.single(self.code, message, exit_code=ExitCode.DATA, origin=Origin(self.spec))
         bad = answer["bad"]
         return [
-            FailedJudgement(f"{bad[str(place)]}, where a finite number or None was expected,")
+            FailedJudgement(f"{bad[str(place)]}, where a number up to 1e12 in size or None was expected,")
             if str(place) in bad
             else score
             for place, score in enumerate(answer["scores"])

@@ -32,7 +32,7 @@ from ftcli.trainers.parity import Parity, check_parity
 from ftcli.trainers.policy import PolicyMixin
 from ftcli.trainers.rewards import Reward, RewardFailures, build_rewards
 from ftcli.trainers.rollouts import Rollouts
-from ftcli.trainers.said import newest, packed, restore
+from ftcli.trainers.said import REASONING, Answers, newest, packed, restore
 from ftcli.trainers.sft import config_kept, own_ranks, training_arguments, use_one_gpu, use_policy
 from ftcli.trainers.sharing import SharingMixin
 from ftcli.trainers.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
@@ -72,6 +72,7 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
     rollouts: Rollouts
     stagnation: Stagnation
     failures: RewardFailures
+    answers: Answers
     control_seed: int | None = None
     #: Is told how well log-probabilities agree, before the first step of this process; None once that is known.
     tell_parity: Callable[[Parity], None] | None = None
@@ -123,9 +124,14 @@ class GrpoTrainer(SharingMixin, RunTrainerMixin, PolicyMixin, StopStringsMixin, 
         known = all(len(log_probs) == len(tokens) for tokens, log_probs in found)
         return [tokens for tokens, _ in found], [log_probs for _, log_probs in found] if known else None
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: list[str], ids: Any) -> Tensor:
+        """As its base, of answers without their reasoning, which TRL keeps beside them from here on."""
         self.spans.enter(REWARDS)
-        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
+        found = [self.answers.of(row[_ROW], tokens) for row, tokens in zip(inputs, ids, strict=True)]
+        completions[:] = [one.text for one in found]
+        self._log_completion_extra(REASONING, [one.reasoning for one in found])
+        inputs = [{**row, REASONING: one.reasoning} for row, one in zip(inputs, found, strict=True)]
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, ids)
         self.spans.enter(None)
         self._count_failures()
         if self.control_seed is not None:
@@ -327,6 +333,7 @@ def build_grpo_trainer(
             processing_class=job.tokenizer,
         )
     trainer.group, trainer.failures = group, failures
+    trainer.answers = Answers(job.reasoning_marks, asked, grpo.stop_strings)
     trainer.plan, trainer.own_optimizer = job.plan, job.report.setup.own_optimizer
     trainer.spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
     trainer.stagnation = Stagnation(grpo.early_stopping)
@@ -352,7 +359,8 @@ def _of_rows(
     def score(prompts: Sequence[str], completions: Sequence[str], **given: Any) -> list[float | None]:
         rows = given.pop(_ROW)
         lent = {name: [values[row] for row in rows] for name, values in columns.items()}
-        scores = reward.scores(prompts, completions, lent, [asked[row].prompt.row.origin for row in rows])
+        origins = [asked[row].prompt.row.origin for row in rows]
+        scores = reward.scores(prompts, completions, lent, origins, given[REASONING])
         failures.note(reward, scores)
         return scores.values
 

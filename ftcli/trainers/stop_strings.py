@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.generation.stopping import StopCheck, cut
+from ftcli.generation.stopping import StopCheck
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class StopStringsMixin:
     """Mixed into TRL's GRPOTrainer. Completions keep the tokens of the text that ended them, which are trained; what
-    rewards see, and what is shown, ends before it, as in evaluation.
+    rewards see, and what is shown, ends before it (:class:`ftcli.trainers.said.Answers`), as in evaluation.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -24,13 +24,11 @@ class StopStringsMixin:
     _metrics: dict[str, defaultdict[str, list[float]]]
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        """As TRL: prompts and completions as tokens, a mask, completions as text, and more."""
+        """As TRL: prompts, then completions as tokens, and more."""
         found: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]
-        if not self.stop_strings:
-            return found
-        prompt_ids, ids, mask, texts, *more = found
-        self._say_how_they_ended(ids)
-        return (prompt_ids, ids, mask, [cut(text, self.stop_strings) for text in texts], *more)
+        if self.stop_strings:
+            self._say_how_they_ended(found[1])
+        return found
 
     def _say_how_they_ended(self, completions: Sequence[Sequence[int]]) -> None:
         """TRL has counted those that a text ended as cut off (1.16, GRPOTrainer._generate)."""
