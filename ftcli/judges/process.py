@@ -59,6 +59,7 @@ class Worker:
 
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
+        self._text = source.path.read_bytes()  # what every process of this command loads
         self._start()
 
     def _start(self) -> None:
@@ -80,6 +81,7 @@ class Worker:
             {
                 "sys_path": sys.path,
                 "path": str(path),
+                "text": self._text,
                 "shown": "" if source.address_space else str(source.path),
                 "module": f"_ftcli_user_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}",
                 "function": source.function,
@@ -89,7 +91,7 @@ class Worker:
         )
 
     def loaded(self) -> JsonObject:
-        """Waits for the file. Empty, or why there is no function: ``unusable``, ``raised`` or ``has``.
+        """Waits for the file. Empty, or why there is no function: ``raised`` or ``has``.
 
         Raises:
             Late, Gone: as :meth:`answer`.

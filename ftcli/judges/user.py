@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.paths import expanded, is_file
@@ -88,6 +88,7 @@ class UserFunction:
         given: JsonObject = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
         given["completion_reasoning"] = list(batch.reasoning) or [None] * count
         try:
+            self.worker.loaded()  # a file that is run again has its own time
             began = time.monotonic()
             self.worker.ask({**given, **batch.columns, **self.arguments}, count, offered=OFFERED, seconds=seconds)
             answer = self.worker.answer(seconds - (time.monotonic() - began))
@@ -147,7 +148,11 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
     path, function = file_of(spec)
     if not is_file(path):
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path is relative to the current directory")
-    worker = Worker(FunctionSource(path, function))
+    try:
+        worker = Worker(FunctionSource(path, function))
+    except OSError as error:
+        message = f"{path.absolute()} cannot be read: {error.strerror or first_line(error)}"
+        raise _unusable("FT451", message, spec, "make it readable, or name another file") from error
     try:
         found = worker.loaded()
     except CallTimedOut:
@@ -156,8 +161,6 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
         found = {"raised": str(error)}
     if "raised" in found:
         raise _unusable("FT452", f"{path} {found['raised']} when it was run", spec, _GUARD.format(path))
-    if "unusable" in found:
-        raise _unusable("FT451", f"{path} is not a Python file", spec, "write `path.py:function`")
     if "has" in found:
         message = f"{path} has no function {function}; it has: {', '.join(found['has']) or 'none'}"
         raise _unusable("FT451", message, spec, "name one of them, or define it at the top level of the file")

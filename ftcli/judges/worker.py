@@ -8,6 +8,7 @@ message is a mark, its length in eight bytes, and its bytes.
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -48,7 +49,7 @@ def main(descriptor: int) -> None:
         if order["address_space"]:
             _confine(order["address_space"])
         source = (order["path"], order["shown"])
-        function, answer = _loaded(source, order["module"], order["function"])
+        function, answer = _loaded(source, order["text"], order["module"], order["function"])
         _send(asked, answer)
         while function is not None:
             call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
@@ -101,13 +102,27 @@ def _confine(address_space: int) -> None:
         ctypes.CDLL(None).unshare(_NEWUSER | _NEWNET)  # refused in many containers
 
 
-def _loaded(source: tuple[str, str], module_name: str, name: str) -> tuple[Any, dict[str, Any]]:
+class _AsRead(importlib.machinery.SourceFileLoader):
+    """Runs the text that was read when the command began: the file may have been edited since."""
+
+    def __init__(self, name: str, path: str, text: bytes) -> None:
+        super().__init__(name, path)
+        self._text = text
+
+    def get_data(self, path: str) -> bytes:
+        return self._text if path == self.path else super().get_data(path)
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError  # no compiled file is looked for, or written
+
+
+def _loaded(source: tuple[str, str], text: bytes, module_name: str, name: str) -> tuple[Any, dict[str, Any]]:
     """The function, None where there is none; and what to say of it."""
     path = source[0]
     try:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            return None, {"unusable": True}
+        spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsRead(module_name, path, text))
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses, pickle and typing look for the module of a class there
         spec.loader.exec_module(module)
