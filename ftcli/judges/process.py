@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -31,6 +32,10 @@ _GRACE_SECONDS = 1.0
 #: No answer is longer: a score and some words for each completion.
 _MOST_BYTES = 1 << 30
 _SCRIPT = Path(__file__).with_name("worker.py")
+
+
+#: What a function has done that writes messages in its process' name.
+NOT_ITS_OWN = "wrote into the socket that ftcli reads its answers from, a descriptor that is not its own,"
 
 
 class CallTimedOut(Exception):
@@ -144,9 +149,7 @@ class Worker:
             raise CallTimedOut from error
         except (ValueError, RecursionError) as error:
             self.end()
-            raise WorkerGone(
-                "wrote into the socket that ftcli reads its answers from, a descriptor that is not its own,"
-            ) from error
+            raise WorkerGone(NOT_ITS_OWN) from error
         except BaseException:
             self.end()  # its answer would be taken for that to the next call
             raise
@@ -160,9 +163,10 @@ class Worker:
         if size > _MOST_BYTES:
             raise ValueError("no message is so long")
         message = json.loads(self._exactly(size, end))
-        if not isinstance(message, dict):
+        if not _is_answer(message):
             raise ValueError("no answer is anything else")
-        return message
+        answer: JsonObject = message
+        return answer
 
     def _exactly(self, size: int, end: float) -> bytes:
         parts = bytearray()
@@ -201,6 +205,18 @@ class Worker:
             return f"tried to end the program (exit status {status})"
         names = {one.value: one.name for one in signal.Signals}
         return f"was ended by the signal {names.get(-status, -status)}"
+
+
+def _is_answer(message: Any) -> bool:
+    """Whether a message is what :mod:`ftcli.judges.worker` says: the user's code may have written another one."""
+    if not isinstance(message, dict):
+        return False
+    scores, bad, names = message.get("scores", []), message.get("bad", {}), message.get("has", [])
+    if not (isinstance(scores, list) and isinstance(bad, dict) and isinstance(names, list)):
+        return False
+    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape") if key in message)]
+    numbers = all(score is None or (isinstance(score, float) and math.isfinite(score)) for score in scores)
+    return numbers and all(isinstance(word, str) for word in words)
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
-from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
+from ftcli.judges.process import LOAD_SECONDS, NOT_ITS_OWN, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.paths import expanded, is_file
 from ftcli.plain import JsonMap, JsonObject
@@ -101,12 +101,14 @@ class UserFunction:
         if "shape" in answer:
             message = f"{self.what} {self.spec} returned {answer['shape']}, a list of {count} numbers was expected"
             raise FtcliError.single(self.code, message, exit_code=ExitCode.DATA, origin=Origin(self.spec))
-        bad = answer["bad"]
+        bad, scores = answer.get("bad", {}), answer.get("scores", ())
+        if len(scores) != count:
+            return FailedJudgement(NOT_ITS_OWN)
         return [
             FailedJudgement(f"{bad[str(place)]}, where a number up to 1e12 in size or None was expected,")
             if str(place) in bad
             else score
-            for place, score in enumerate(answer["scores"])
+            for place, score in enumerate(scores)
         ]
 
 
