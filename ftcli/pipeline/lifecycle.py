@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,6 +29,7 @@ from ftcli.run import status as run_status
 from ftcli.run.card import write_card
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.inputs import (
+    Fingerprint,
     Inputs,
     changed_judges,
     fingerprint,
@@ -223,7 +226,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
     data = [fingerprint(name, path) for name, path in files.items()]
-    judges = [fingerprint(name, path) for name, path in files_of(recipe).items()]
+    judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_judges(context.previous, judges)
@@ -250,6 +253,16 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         micro_batches=micro_batches(recipe),
     )
     write_manifest(opened.directory.manifest_path, manifest)
+
+
+def _judges(recipe: Recipe) -> list[Fingerprint]:
+    """The files of rewards and judges, and the settings of tasks, which are scored before training and after it."""
+    found = [fingerprint(name, path) for name, path in files_of(recipe).items()]
+    for task in recipe.eval.tasks:
+        settings = json.dumps(task.model_dump(mode="json"), sort_keys=True).encode()
+        name = f"the settings of {task.label} in eval.tasks"
+        found.append(Fingerprint(name, len(settings), hashlib.sha256(settings).hexdigest()))
+    return found
 
 
 def _activations(report: PreflightReport) -> Activations:

@@ -246,13 +246,13 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Which files of rewards and of tasks' judges have another content than when a run began, in words.
+    """Which files of rewards and judges, and settings of tasks, are not what they were when a run began, in words.
 
-    Files that only one side has are none: the recipe names them, and is compared itself.
+    Those that only one side has are none of them: the recipe names them, and is compared itself.
 
     Args:
         previous: The manifest of the run so far; one without their fingerprints proves nothing.
-        judges: Fingerprints of these files now.
+        judges: Their fingerprints now.
     """
     listed = previous.get("judges")
     known = {entry["name"]: entry for entry in listed if "sha256" in entry} if isinstance(listed, list) else {}

@@ -161,7 +161,7 @@ def build_manifest(
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
         data: Fingerprints of the data files.
-        judges: Those of files that rewards and tasks name: functions and JSON Schemas.
+        judges: Those of what judges completions: files that rewards and tasks name, and the settings of tasks.
         ranks: Processes that train together.
         micro_batches: What a step learns from, over all of them.
         resume_step: Step this process starts from.

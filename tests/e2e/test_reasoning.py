@@ -68,16 +68,23 @@ def test_rewards_get_answers_and_their_reasoning_apart(narrow: User) -> None:
         assert one.rewards == {"score": float(len(one.reasoning)), "length": 1.0}
 
 
+def eval_of(judge: str) -> dict[str, Any]:
+    """A task of this judge."""
+    return {"tasks": [{"use": judge, "name": "held", "max_rows": 2}], "generate": {"max_new_tokens": 2}}
+
+
 def test_a_run_does_not_go_on_with_another_reward(narrow: User) -> None:
     file, schema = narrow.folder / "mine.py", narrow.folder / "schema.json"
     file.write_text("def score(completions, prompts, **columns):\n    return [len(text) for text in completions]\n")
     schema.write_text('{"type": "integer"}')
     rewards = [{"file": f"{file}:score"}, {"use": "json_valid", "json_schema": str(schema)}]
     train, grpo = {"max_steps": 4, "gradient_accumulation_steps": 1}, {**GRPO, "rewards": rewards}
-    recipe = narrow.recipe("r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 2})
+    recipe = narrow.recipe(
+        "r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 2}, eval=eval_of("exact_match")
+    )
     narrow.done("grpo", recipe)
     names = [entry["name"] for entry in json.loads((narrow.folder / "r" / "manifest.json").read_text())["judges"]]
-    assert names == [str(file), str(schema)]
+    assert names == [str(file), str(schema), "the settings of held in eval.tasks"]
     narrow.cut_off("r")
     for path, text in ((file, file.read_text().replace("len", "2 * len")), (schema, '{"type": "string"}')):
         before = path.read_text()
@@ -87,12 +94,21 @@ def test_a_run_does_not_go_on_with_another_reward(narrow: User) -> None:
         assert (status, told["code"]) == (2, "FT721")
         assert f"a reward or judge has changed since this run began: {path} (" in told["message"]
         path.write_text(before)
+    other = narrow.recipe(
+        "r", train=train, grpo=grpo, data=DATA, checkpoint={"every_steps": 2}, eval=eval_of("contains")
+    )
+    status, document = narrow.run("grpo", other)
+    assert status == 2
+    assert "since this run began: the settings of held in eval.tasks (" in document["findings"][-1]["message"]
     schema.write_text('{"type": "string"}')
     checkpoint = narrow.folder / "r" / "checkpoints" / "step-00000002"
     status, document = narrow.run("grpo", recipe, "--resume", str(checkpoint))
     assert status == 0, document["findings"]
-    (waived,) = [one for one in document["findings"] if one["code"] == "FT732"]
-    assert f"was trained with another reward or judge: {schema} (" in waived["message"]
+    waived = [one["message"] for one in document["findings"] if one["code"] == "FT732"]
+    assert [message.partition("judge: ")[2].partition(" (")[0] for message in waived] == [
+        str(schema),
+        "the settings of held in eval.tasks",
+    ]
 
 
 def test_a_reward_that_is_edited_meanwhile_stays_what_it_was(tmp_path: Path) -> None:
