@@ -50,6 +50,8 @@ def main(descriptor: int) -> None:
             _confine(order["address_space"])
         source = (order["path"], order["shown"])
         function, answer = _loaded(source, order["text"], order["module"], order["function"])
+        if os.getpid() != own:  # a copy that the file has forked
+            os._exit(0)
         _send(asked, answer)
         while function is not None:
             call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this

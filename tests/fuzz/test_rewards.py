@@ -108,8 +108,9 @@ _columns = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """An empty folder."""
-    with tempfile.TemporaryDirectory() as name:
+    """An empty folder; a file may take seconds to load there, not ten minutes."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftcli.judges.process.LOAD_SECONDS", 20.0)
         yield Path(name)
 
 
