@@ -110,7 +110,7 @@ _columns = st.fixed_dictionaries(
 def folder() -> Iterator[Path]:
     """An empty folder; a file may take seconds to load there, not ten minutes."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ftcli.judges.process.LOAD_SECONDS", 20.0)
+        patch.setattr("ftcli.judges.process.LOAD_SECONDS", 4.0)
         yield Path(name)
 
 
