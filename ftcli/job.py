@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ftcli.config import Recipe
-from ftcli.data.template import Renderer
+from ftcli.data.reasoning import ReasoningMarks
+from ftcli.data.template import Renderer, renderer_of
 from ftcli.facts.batches import Batches, choose_batches
 from ftcli.facts.execution import OWN_ATTENTION
 from ftcli.facts.model import ModelFacts
@@ -78,6 +79,11 @@ class Job:
     def pad_token_id(self) -> int:
         """The id that pads rows."""
         return int(self.tokenizer.pad_token_id)
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks:
+        """What tells answers from their reasoning under the recipe's chat template."""
+        return ReasoningMarks(self.tokenizer, renderer_of(self.tokenizer, self.recipe.data).source)
 
     @property
     def vocab_size(self) -> int:

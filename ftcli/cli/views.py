@@ -142,7 +142,7 @@ def _measures(scores: ModelScores) -> dict[str, str | float]:
         for name, part in scores.datasets.items():
             shown |= {f"loss of {name}": part.loss, f"accuracy of {name}": part.token_accuracy}
     for name, task in scores.tasks.items():
-        shown[name] = f"{task.score:.1%} of {task.rows}"
+        shown[name] = f"{task.score:.1%} of {task.rows}" + (f", {task.cut} cut off" if task.cut else "")
     for name, metrics in scores.lm_eval.items():
         shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
     return shown

@@ -11,7 +11,7 @@ from ftcli.plain import JsonObject
 from ftcli.tables import judges
 
 #: What becomes of completions that could not be judged: an end of the run, no score, or this one.
-OnError = Literal["stop", "skip"] | float
+OnError = Literal["stop", "skip"] | Annotated[float, Field(ge=-1e12, le=1e12)]
 
 
 class JudgeConfig(Section):

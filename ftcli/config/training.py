@@ -152,7 +152,9 @@ class RewardConfig(JudgeConfig):
         default="answer",
         description="exact_match, contains, math_verify: the column with the right answer; python_tests: with tests.",
     )
-    weight: float = Field(default=1.0, description="Weight of this reward in the sum.")
+    weight: Annotated[float, Field(ge=-10_000, le=10_000)] = Field(
+        default=1.0, description="Weight of this reward in the sum."
+    )
 
 
 class RewardPlateauConfig(Section):

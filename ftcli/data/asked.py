@@ -32,6 +32,11 @@ class RenderedPrompt:
     prompt: Prompt
     text: str
 
+    @property
+    def templated(self) -> bool:
+        """Whether a chat template wrote the text."""
+        return self.prompt.messages is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
@@ -167,8 +172,13 @@ class _Reader:
         return asked, bad, rows
 
     def _referenced(self, prompt: Prompt) -> Prompt:
-        """The prompt, the reasoning in its known answer treated as ``data.reasoning`` says."""
-        if prompt.messages is None or prompt.reference is None or self._data.reasoning == "keep":
+        """The prompt, the reasoning in its known answer treated as ``data.reasoning`` says.
+
+        Reasoning that is kept is trained, and is no part of the answer that judges compare with.
+        """
+        if prompt.messages is None or prompt.reference is None:
+            return prompt
+        if self._data.reasoning == "keep" and "</think>" not in (self._renderer.source or ""):
             return prompt
         _, reasoning, _, answer = split_reasoning(prompt.reference)
         if self._data.reasoning == "refuse" and reasoning.strip():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from ftkernels.sampling import GREEDY, Sampling, row_seed
 
 from ftcli.config import GenerateConfig
+from ftcli.data.reasoning import Answer, ReasoningMarks
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.batching import halved, row_too_large
 from ftcli.evaluate.window import Window
@@ -42,10 +43,16 @@ def generate(
     reporter: Reporter,
     stops: Sequence[int],
     max_length: int | None = None,
-) -> list[str]:
+    marks: ReasoningMarks | None = None,
+    templated: Sequence[bool] = (),
+) -> list[Answer]:
     """One completion for each prompt text, special tokens removed, in the order given. As :func:`complete`.
 
     It ends before the first of ``config.stop_strings``.
+
+    Args:
+        marks: Tell answers from their reasoning; without them all of it is the answer.
+        templated: Whether a template wrote each prompt; empty where one wrote all.
 
     Raises:
         FtcliError: FT761 (exit 5) when one prompt alone does not fit, FT762 (exit 6) when the model's logits are not
@@ -54,6 +61,7 @@ def generate(
     if not prompts:
         return []
     ids: list[list[int]] = tokenizer(list(prompts), add_special_tokens=False)["input_ids"]  # the template wrote them
+    stopping = StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer)
     generated = complete(
         model,
         ids,
@@ -63,10 +71,16 @@ def generate(
         plan=plan,
         device=device,
         reporter=reporter,
-        stopping=StopCheck(StopConditions(frozenset(stops), config.stop_strings), tokenizer),
+        stopping=stopping,
         max_length=max_length,
     )
-    return [cut(str(text), config.stop_strings) for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
+    marks = marks or ReasoningMarks(tokenizer, None)
+    answers = []
+    for tokens, prompt, by_template in zip(generated, prompts, templated or [True] * len(prompts), strict=True):
+        said = marks.split(tokens, prompt, templated=by_template)
+        text, ended = cut(said.text, config.stop_strings), bool(tokens) and stopping.stopped(tokens)
+        answers.append(replace(said, text=text, cut=not ended))
+    return answers
 
 
 def complete(

@@ -93,6 +93,9 @@ class Evaluator:
             result = judge(task, self._answered(model, self._of_task(task)), self.judges[task.label])
             if result.failed:
                 self.job.reporter.finding(_failures(result))
+            if result.cut:
+                limit = f"eval.generate.max_new_tokens {self.job.recipe.eval.generate.max_new_tokens}"
+                self.job.reporter.info(f"{result.name}: {result.cut_words} at {limit} or data.max_seq_len")
             results[result.name] = result
         return results
 
@@ -118,8 +121,8 @@ class Evaluator:
         data = self.job.recipe.data.model_copy(update={"overlong": "drop"})
         answered = self._answered(model, self._read(data, data.eval[:1], count)[0])
         return [
-            JudgedRow(text, prompt.reference, completion)
-            for prompt, text, completion in zip(answered.prompts, answered.texts, answered.completions, strict=True)
+            JudgedRow(text, prompt.reference, answer.text, reasoning=answer.reasoning)
+            for prompt, text, answer in zip(answered.prompts, answered.texts, answered.answers, strict=True)
         ]
 
     def loss_of(self, model: PreTrainedModel | PeftModel, sequences: Sequence[TokenizedRow]) -> LossResult:
@@ -143,7 +146,7 @@ class Evaluator:
 
     def _answered(self, model: PreTrainedModel | PeftModel, asked: Sequence[RenderedPrompt]) -> AnsweredTask:
         texts = [one.text for one in asked]
-        completions = generate(
+        answers = generate(
             model,
             self.job.tokenizer,
             texts,
@@ -154,8 +157,10 @@ class Evaluator:
             reporter=self.job.reporter,
             stops=self.job.stops,
             max_length=self.job.recipe.data.max_seq_len,
+            marks=self.job.reasoning_marks,
+            templated=[one.templated for one in asked],
         )
-        return AnsweredTask([one.prompt for one in asked], texts, completions)
+        return AnsweredTask([one.prompt for one in asked], texts, answers)
 
     def _of_task(self, task: TaskConfig) -> list[RenderedPrompt]:
         """A task's rows, read once for all models."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,8 +13,9 @@ from ftcli.config import Recipe, RewardConfig, TaskConfig
 from ftcli.config.judging import JudgeConfig, OnError
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.builtin import built_in
-from ftcli.judges.user import open_function
+from ftcli.judges.user import file_of, open_function
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, JudgeScores, Verdict
+from ftcli.paths import expanded, is_file
 
 #: What is judged, how messages name it, and the code of its failures.
 _KINDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -71,6 +74,17 @@ def open_judge(config: RewardConfig | TaskConfig) -> Judge:
 def judge_name(config: JudgeConfig) -> str:
     """The built-in judge of a reward or a task, or "function"."""
     return config.kind if isinstance(config, TaskConfig) else config.use or "function"
+
+
+def files_of(recipe: Recipe) -> dict[str, Path]:
+    """The files that judge: of functions and of JSON Schemas, in rewards and in tasks, by their names in the recipe.
+
+    One that is not there is left out: opening its judge says so.
+    """
+    judges: list[JudgeConfig] = [*(() if recipe.grpo is None else recipe.grpo.rewards), *recipe.eval.tasks]
+    functions = {one.file.rpartition(":")[0]: file_of(one.file)[0] for one in judges if one.file is not None}
+    schemas = {one.json_schema: expanded(one.json_schema) for one in judges if isinstance(one.json_schema, str)}
+    return {name: path for name, path in {**functions, **schemas}.items() if is_file(path) and os.access(path, os.R_OK)}
 
 
 def judges_of(recipe: Recipe) -> dict[str, Judge]:

@@ -7,26 +7,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from ftcli.judges.worker import MARK
 from ftcli.plain import JsonMap, JsonObject
 
 #: A file may load a model before it can be called.
 LOAD_SECONDS = 600.0
 #: What an alarm inside the process is given before the process is killed.
 _GRACE_SECONDS = 1.0
+#: No answer is longer: a score and some words for each completion.
+_MOST_BYTES = 1 << 30
 _SCRIPT = Path(__file__).with_name("worker.py")
+
+
+#: What a function has done that writes messages in its process' name.
+NOT_ITS_OWN = "wrote into the socket that ftcli reads its answers from, a descriptor that is not its own,"
 
 
 class CallTimedOut(Exception):
@@ -55,11 +64,12 @@ class Worker:
 
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
+        self._text = source.path.read_bytes()  # what every process of this command loads
         self._start()
 
     def _start(self) -> None:
         source = self._source
-        ours, theirs = Pipe()
+        ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and a file that the recipe names
                 [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
@@ -76,14 +86,17 @@ class Worker:
             {
                 "sys_path": sys.path,
                 "path": str(path),
+                "text": self._text,
+                "shown": "" if source.address_space else str(source.path),
                 "module": f"_ftcli_user_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}",
                 "function": source.function,
                 "address_space": source.address_space,
-            }
+            },
+            LOAD_SECONDS,
         )
 
     def loaded(self) -> JsonObject:
-        """Waits for the file. Empty, or why there is no function: ``unusable``, ``raised`` or ``has``.
+        """Waits for the file. Empty, or why there is no function: ``raised`` or ``has``.
 
         Raises:
             Late, Gone: as :meth:`answer`.
@@ -94,11 +107,21 @@ class Worker:
             self._loaded = self.answer(LOAD_SECONDS)
         return self._loaded
 
-    def ask(self, arguments: JsonMap, count: int, alarm: float | None = None) -> None:
+    def ask(
+        self,
+        arguments: JsonMap,
+        count: int,
+        alarm: float | None = None,
+        *,
+        offered: Sequence[str] = (),
+        seconds: float = LOAD_SECONDS,
+    ) -> None:
         """Begins a call; a process that has ended is made anew.
 
         Args:
             count: How many numbers are expected.
+            offered: Those of the arguments that a function without a parameter for them is called without.
+            seconds: What the process has to take the call.
             alarm: Seconds after which a call is ended from within, where code in C does not hold that up.
 
         Raises:
@@ -106,7 +129,8 @@ class Worker:
         """
         if self.loaded():
             raise WorkerGone("cannot be loaded a second time")
-        self._send({"arguments": dict(arguments), "count": count, "alarm": alarm})
+        call = {"arguments": dict(arguments), "count": count, "alarm": alarm, "offered": tuple(offered)}
+        self._send(call, seconds)
 
     def answer(self, seconds: float) -> JsonObject:
         """Waits for what the process answers to the last call.
@@ -115,37 +139,87 @@ class Worker:
             Late: it took longer than that.
             Gone: the process ended.
         """
+        end = time.monotonic() + max(seconds, 0.0)
         try:
-            if not self.connection.poll(max(seconds, 0.0)):
-                self.end()
-                raise CallTimedOut
-            answered: JsonObject = json.loads(self.connection.recv_bytes())
+            answered = self._message(end)
         except (EOFError, ConnectionError) as error:
             raise WorkerGone(self._how_it_ended()) from error
+        except TimeoutError as error:
+            self.end()
+            raise CallTimedOut from error
+        except (ValueError, RecursionError) as error:
+            self.end()
+            raise WorkerGone(NOT_ITS_OWN) from error
         except BaseException:
             self.end()  # its answer would be taken for that to the next call
             raise
         return answered
 
+    def _message(self, end: float) -> JsonObject:
+        """What comes next, in time. Raises ValueError, RecursionError where it is none of ours."""
+        if self._exactly(len(MARK), end) != MARK:
+            raise ValueError("no message")
+        size = int.from_bytes(self._exactly(8, end))
+        if size > _MOST_BYTES:
+            raise ValueError("no message is so long")
+        message = json.loads(self._exactly(size, end))
+        if not _is_answer(message):
+            raise ValueError("no answer is anything else")
+        answer: JsonObject = message
+        return answer
+
+    def _exactly(self, size: int, end: float) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            self.connection.settimeout(max(end - time.monotonic(), 1e-3))
+            part = self.connection.recv(min(size - len(parts), 1 << 20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
     def end(self) -> None:
         """Kills the process and its group; the next call starts another."""
         self._end()
 
-    def _send(self, message: JsonMap) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended; :meth:`answer` says so
-            self.connection.send_bytes(pickle.dumps(message))
+    def _send(self, message: JsonMap, seconds: float) -> None:
+        """Raises CallTimedOut where the process does not take it."""
+        body = pickle.dumps(message)
+        self.connection.settimeout(max(seconds, 1e-3))
+        try:
+            self.connection.sendall(MARK + len(body).to_bytes(8) + body)
+        except TimeoutError as error:
+            self.end()
+            raise CallTimedOut from error
+        except ConnectionError:
+            return  # it has ended; :meth:`answer` says so
 
     def _how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE_SECONDS)  # the socket is closed a little before the status is there
-        self.end()
-        status = self._process.returncode
+        try:
+            status = self._process.wait(_GRACE_SECONDS)  # the socket is closed a little before the status is there
+        except subprocess.TimeoutExpired:
+            return "closed the socket that ftcli reads its answers from, a descriptor that is not its own,"
+        finally:
+            self.end()
         if status >= 0:
             return f"tried to end the program (exit status {status})"
-        return f"was ended by the signal {signal.Signals(-status).name}"
+        names = {one.value: one.name for one in signal.Signals}
+        return f"was ended by the signal {names.get(-status, -status)}"
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
+def _is_answer(message: Any) -> bool:
+    """Whether a message is what :mod:`ftcli.judges.worker` says: the user's code may have written another one."""
+    if not isinstance(message, dict):
+        return False
+    scores, bad, names = message.get("scores", []), message.get("bad", {}), message.get("has", [])
+    if not (isinstance(scores, list) and isinstance(bad, dict) and isinstance(names, list)):
+        return False
+    words = [*bad.values(), *names, *(message[key] for key in ("raised", "shape") if key in message)]
+    numbers = all(score is None or (isinstance(score, float) and math.isfinite(score)) for score in scores)
+    return numbers and all(isinstance(word, str) for word in words)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
-from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
+from ftcli.judges.process import LOAD_SECONDS, NOT_ITS_OWN, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.paths import expanded, is_file
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
 
+#: Arguments that functions get beside columns, and get only where they take them.
+CALLED_WITH, OFFERED = ("prompts", "completions", "completion_reasoning"), ("completion_reasoning",)
 #: Arguments that judges get beside columns; no column may have such a name.
 RESERVED = frozenset(
     (
-        *("prompt", "prompts", "completion", "completions", "completion_ids"),
+        *("prompt", "completion", "completion_ids", *CALLED_WITH),
         *("trainer_state", "log_extra", "log_metric", "image", "images", "environments"),
     )
 )
@@ -83,10 +85,13 @@ class UserFunction:
 
     def _call(self, batch: CompletionBatch, seconds: float) -> list[Verdict] | FailedJudgement:
         count = len(batch.completions)
-        given = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
+        given: JsonObject = {"completions": list(batch.completions), "prompts": list(batch.prompts)}
+        given["completion_reasoning"] = list(batch.reasoning) or [None] * count
         try:
-            self.worker.ask({**given, **batch.columns, **self.arguments}, count)
-            answer = self.worker.answer(seconds)
+            self.worker.loaded()  # a file that is run again has its own time
+            began = time.monotonic()
+            self.worker.ask({**given, **batch.columns, **self.arguments}, count, offered=OFFERED, seconds=seconds)
+            answer = self.worker.answer(seconds - (time.monotonic() - began))
         except CallTimedOut:
             return FailedJudgement(f"gave no answer within {seconds:g} seconds")
         except WorkerGone as error:
@@ -96,12 +101,14 @@ class UserFunction:
         if "shape" in answer:
             message = f"{self.what} {self.spec} returned {answer['shape']}, a list of {count} numbers was expected"
             raise FtcliError.single(self.code, message, exit_code=ExitCode.DATA, origin=Origin(self.spec))
-        bad = answer["bad"]
+        bad, scores = answer.get("bad", {}), answer.get("scores", ())
+        if len(scores) != count:
+            return FailedJudgement(NOT_ITS_OWN)
         return [
-            FailedJudgement(f"{bad[str(place)]}, where a finite number or None was expected,")
+            FailedJudgement(f"{bad[str(place)]}, where a number up to 1e12 in size or None was expected,")
             if str(place) in bad
             else score
-            for place, score in enumerate(answer["scores"])
+            for place, score in enumerate(scores)
         ]
 
 
@@ -143,7 +150,11 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
     path, function = file_of(spec)
     if not is_file(path):
         raise _unusable("FT451", f"no file at {path.absolute()}", spec, "the path is relative to the current directory")
-    worker = Worker(FunctionSource(path, function))
+    try:
+        worker = Worker(FunctionSource(path, function))
+    except OSError as error:
+        message = f"{path.absolute()} cannot be read: {error.strerror or first_line(error)}"
+        raise _unusable("FT451", message, spec, "make it readable, or name another file") from error
     try:
         found = worker.loaded()
     except CallTimedOut:
@@ -152,8 +163,6 @@ def open_function(spec: str, arguments: JsonMap, timeout: float | None, what: st
         found = {"raised": str(error)}
     if "raised" in found:
         raise _unusable("FT452", f"{path} {found['raised']} when it was run", spec, _GUARD.format(path))
-    if "unusable" in found:
-        raise _unusable("FT451", f"{path} is not a Python file", spec, "write `path.py:function`")
     if "has" in found:
         message = f"{path} has no function {function}; it has: {', '.join(found['has']) or 'none'}"
         raise _unusable("FT451", message, spec, "name one of them, or define it at the top level of the file")

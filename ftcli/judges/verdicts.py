@@ -18,6 +18,7 @@ class CompletionBatch:
         answers: The known answers, for judges that compare with one.
         columns: What the rows lend to functions of the user's (:func:`ftcli.judges.user.columns_of`).
         origins: Where the rows are, for messages; empty where that is not known.
+        reasoning: What the model wrote before each completion, None where nothing; empty where nobody knows.
     """
 
     completions: Sequence[str]
@@ -25,6 +26,7 @@ class CompletionBatch:
     answers: Sequence[str] = ()
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     origins: Sequence[Origin] = ()
+    reasoning: Sequence[str | None] = ()
 
     def only(self, places: Sequence[int]) -> CompletionBatch:
         """The completions at these places."""
@@ -34,6 +36,7 @@ class CompletionBatch:
             [self.answers[at] for at in places] if self.answers else (),
             {name: [values[at] for at in places] for name, values in self.columns.items()},
             [self.origins[at] for at in places] if self.origins else (),
+            [self.reasoning[at] for at in places] if self.reasoning else (),
         )
 
     def named(self, place: int) -> str:

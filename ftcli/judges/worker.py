@@ -1,28 +1,34 @@
 """Calls one function of a Python file, over and over, in a process of its own that can be killed. A script of its own:
 ``python -P worker.py DESCRIPTOR``, a socket on which the first message says what to load, and all others are calls.
 
-What comes in is pickled by the process that starts this one. What goes out is JSON: it never gets an object back.
+What comes in is pickled by the process that starts this one. What goes out is JSON: it never gets an object back. Each
+message is a mark, its length in eight bytes, and its bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import importlib.util
+import inspect
 import json
 import math
 import os
 import pickle
 import resource
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
-from types import CoroutineType, FrameType
+from types import CoroutineType, FrameType, TracebackType
 from typing import Any
 
 _NEWUSER, _NEWNET, _SET_DEATH_SIGNAL = 0x10000000, 0x40000000, 1
 #: Integers from here on are told in words: Python refuses to write out those of more than 4,300 digits.
 _MOST_SHOWN = 10**40
 _MOST_CHARS = 1000
+#: Scores are added, multiplied by weights and squared in float32.
+_MOST = 1e12
+MARK = b"ftcli-judge:"
 
 
 class _TimeUp(BaseException):
@@ -34,20 +40,60 @@ def main(descriptor: int) -> None:
     if sys.platform == "linux":  # also while a call runs, which would not see the closed socket
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     os.dup2(2, 1)  # what the function prints is for people; the command's stdout may be a JSON document
-    asked = Connection(descriptor)
+    asked = socket.socket(fileno=descriptor)  # no program that the function starts inherits it
+    asked.set_inheritable(False)
+    own = os.getpid()
     try:
-        order = pickle.loads(asked.recv_bytes())  # noqa: S301 - of the command that started this
+        order = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
         sys.path[:] = order["sys_path"]
         if order["address_space"]:
             _confine(order["address_space"])
-        function, answer = _loaded(order["path"], order["module"], order["function"])
-        asked.send_bytes(json.dumps(answer).encode())
+        source = (order["path"], order["shown"])
+        function, answer = _loaded(source, order["text"], order["module"], order["function"])
+        if os.getpid() != own:  # a copy that the file has forked
+            os._exit(0)
+        _send(asked, answer)
         while function is not None:
-            call = pickle.loads(asked.recv_bytes())  # noqa: S301 - of the command that started this
-            answer = _called(function, call["arguments"], call["count"], call["alarm"])
-            asked.send_bytes(json.dumps(answer).encode())
-    except (EOFError, ConnectionError):
+            call = pickle.loads(_received(asked))  # noqa: S301 - of the command that started this
+            answer = _called(function, _taken(function, call), call["count"], call["alarm"], source)
+            if os.getpid() != own:  # a copy that the function has forked, and that came back as well
+                os._exit(0)
+            _send(asked, answer)
+    except (EOFError, OSError):  # the other side is gone, or the function has closed the socket
         return
+
+
+def _received(asked: socket.socket) -> bytes:
+    _exactly(asked, len(MARK))
+    return _exactly(asked, int.from_bytes(_exactly(asked, 8)))
+
+
+def _exactly(asked: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = asked.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def _send(asked: socket.socket, answer: dict[str, Any]) -> None:
+    body = json.dumps(answer).encode()
+    asked.sendall(MARK + len(body).to_bytes(8) + body)
+
+
+def _taken(function: Any, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call without those that are offered, where the function has no parameter for them."""
+    arguments: dict[str, Any] = call["arguments"]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except Exception:  # noqa: BLE001 - of what the user wrote
+        return arguments
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return arguments
+    names = {one.name for one in parameters}
+    return {name: value for name, value in arguments.items() if name in names or name not in call["offered"]}
 
 
 def _confine(address_space: int) -> None:
@@ -58,12 +104,27 @@ def _confine(address_space: int) -> None:
         ctypes.CDLL(None).unshare(_NEWUSER | _NEWNET)  # refused in many containers
 
 
-def _loaded(path: str, module_name: str, name: str) -> tuple[Any, dict[str, Any]]:
+class _AsRead(importlib.machinery.SourceFileLoader):
+    """Runs the text that was read when the command began: the file may have been edited since."""
+
+    def __init__(self, name: str, path: str, text: bytes) -> None:
+        super().__init__(name, path)
+        self._text = text
+
+    def get_data(self, path: str) -> bytes:
+        return self._text if path == self.path else super().get_data(path)
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError  # no compiled file is looked for, or written
+
+
+def _loaded(source: tuple[str, str], text: bytes, module_name: str, name: str) -> tuple[Any, dict[str, Any]]:
     """The function, None where there is none; and what to say of it."""
+    path = source[0]
     try:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            return None, {"unusable": True}
+        spec = importlib.util.spec_from_file_location(module_name, path, loader=_AsRead(module_name, path, text))
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses, pickle and typing look for the module of a class there
         spec.loader.exec_module(module)
@@ -72,10 +133,12 @@ def _loaded(path: str, module_name: str, name: str) -> tuple[Any, dict[str, Any]
             return found, {}
         return None, {"has": sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))}
     except BaseException as error:  # noqa: BLE001 - whatever the file raises
-        return None, {"raised": _words(error)}
+        return None, {"raised": _words(error, source)}
 
 
-def _called(function: Any, arguments: dict[str, Any], count: int, alarm: float | None) -> dict[str, Any]:
+def _called(
+    function: Any, arguments: dict[str, Any], count: int, alarm: float | None, source: tuple[str, str]
+) -> dict[str, Any]:
     """``scores``; or ``raised``, ``shape``, ``late``. Values that are no numbers are in ``bad``, by place."""
     try:
         try:
@@ -91,7 +154,7 @@ def _called(function: Any, arguments: dict[str, Any], count: int, alarm: float |
     except _TimeUp:
         return {"late": True}
     except BaseException as error:  # noqa: BLE001 - whatever the function raises
-        return {"raised": _words(error)}
+        return {"raised": _words(error, source)}
 
 
 def _set_alarm(seconds: float | None) -> None:
@@ -104,30 +167,41 @@ def _set_alarm(seconds: float | None) -> None:
 
 
 def _checked(result: Any, count: int) -> dict[str, Any]:
-    if not isinstance(result, list | tuple):
-        return {"shape": type(result).__name__}
+    whole = type(result).__name__
+    if not isinstance(result, list | tuple) and callable(getattr(result, "tolist", None)):  # an array, a tensor
+        whole = f"{whole} of shape {tuple(getattr(result, 'shape', ()))}"
+        result = result.tolist()
+    if not isinstance(result, list | tuple) or any(isinstance(value, list) for value in result):
+        return {"shape": whole}
     if len(result) != count:
         return {"shape": f"{len(result)} values"}
-    bad = {
-        str(place): f"returned {_shown(value)}"
-        for place, value in enumerate(result)
-        if value is not None and not _is_finite(value)
-    }
-    scores = []
+    scores, bad = [], {}
     for place, value in enumerate(result):
+        score = None
         try:  # a number's own class may be the user's, too
-            scores.append(None if value is None or str(place) in bad else float(value))
+            score = None if value is None else _number(value)
+            if value is not None and score is None:
+                bad[str(place)] = f"returned {_shown(value)}"
         except BaseException as error:  # noqa: BLE001 - whatever it raises
             bad[str(place)] = f"returned a number that {_words(error)}"
-            scores.append(None)
+        scores.append(score)
     return {"scores": scores, "bad": bad}
 
 
-def _is_finite(value: Any) -> bool:
+def _number(value: Any) -> float | None:
+    """A number, or what holds one (numpy's, a tensor's); None for all else, and where it is too large."""
+    if not isinstance(value, int | float) and callable(getattr(value, "item", None)):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # it holds several
+            return None
+    if not isinstance(value, int | float):
+        return None
     try:
-        return isinstance(value, int | float) and math.isfinite(value)
+        number = float(value)
     except OverflowError:  # an integer beyond every float
-        return False
+        return None
+    return number if math.isfinite(number) and abs(number) <= _MOST else None
 
 
 def _shown(value: Any) -> str:
@@ -140,14 +214,25 @@ def _shown(value: Any) -> str:
         return f"an object of type {type(value).__name__}"
 
 
-def _words(error: BaseException) -> str:
+def _words(error: BaseException, source: tuple[str, str] = ("", "")) -> str:
     if isinstance(error, SystemExit):
         return f"tried to end the program (exit status {error.code})"
     try:
         text = str(error)
     except BaseException as broken:  # noqa: BLE001 - whatever it raises
         text = f"(its text raises {type(broken).__name__})"
-    return f"raised {type(error).__name__}: {text[:_MOST_CHARS]}"
+    return f"raised {type(error).__name__}: {text[:_MOST_CHARS]}{_place(error.__traceback__, *source)}"
+
+
+def _place(trace: TracebackType | None, path: str, shown: str) -> str:
+    """Where it was raised: the innermost line of the user's file, and that of another file which it called."""
+    own = last = ""
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        last = "" if name == path else f"{name}:{trace.tb_lineno}"
+        own = f"{shown}:{trace.tb_lineno}" if name == path else own
+        trace = trace.tb_next
+    return f" ({own}{f', in {last}' if last else ''})" if shown and own else ""
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def _of_loss(loss: LossResult | None) -> EvalScores | None:
 
 
 def _task_scores(tasks: Mapping[str, TaskResult]) -> tuple[TaskScore, ...]:
-    return tuple(TaskScore(task.name, task.score, task.rows) for task in tasks.values())
+    return tuple(TaskScore(task.name, task.score, task.rows, task.cut) for task in tasks.values())
 
 
 def task_samples(base: Mapping[str, TaskResult], run: Mapping[str, TaskResult]) -> tuple[AnsweredRow, ...]:
@@ -173,6 +173,8 @@ def _pairs(before: Sequence[JudgedRow], after: Sequence[JudgedRow], task: str | 
                 task,
                 None if b is None else b.score,
                 None if a is None else a.score,
+                None if b is None else b.reasoning,
+                None if a is None else a.reasoning,
             )
         )
     return tuple(rows)
@@ -200,7 +202,8 @@ def tasks_before(directory: RunDirectory) -> dict[str, TaskResult]:
     with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
         for task in raw["base"]["tasks"]:
             rows = _said([row for row in raw["samples"] if row["task"] == task["name"]])
-            found[task["name"]] = TaskResult(task["name"], "", float(task["value"]), int(task["count"]), tuple(rows))
+            score, count, cut = float(task["value"]), int(task["count"]), int(task.get("cut", 0))
+            found[task["name"]] = TaskResult(task["name"], "", score, count, tuple(rows), cut=cut)
     return found
 
 
@@ -209,7 +212,7 @@ def _said(rows: Sequence[JsonMap]) -> list[JudgedRow]:
     from ftcli.evaluate.tasks import JudgedRow
 
     return [
-        JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"))
+        JudgedRow(row["prompt"], row["reference"], row["before"], row.get("before_score"), row.get("before_reasoning"))
         for row in rows
         if row["before"] is not None
     ]

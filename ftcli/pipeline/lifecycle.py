@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +16,7 @@ from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.licence import licence_of
+from ftcli.judges import files_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.context import BaseCard, BuiltModel, GraphsRecord, InputsRecord, RunContext
 from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
@@ -26,7 +29,15 @@ from ftcli.run import status as run_status
 from ftcli.run.card import write_card
 from ftcli.run.directory import OpenedRun, RunDirectory, open_run
 from ftcli.run.held import not_held
-from ftcli.run.inputs import Inputs, fingerprint, require_same_data, require_same_inputs
+from ftcli.run.inputs import (
+    Fingerprint,
+    Inputs,
+    changed_judges,
+    fingerprint,
+    require_same_data,
+    require_same_inputs,
+    require_same_judges,
+)
 from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
@@ -232,8 +243,15 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
     data = [fingerprint(name, path) for name, path in files.items()]
+    judges = _judges(recipe) if context.command == "grpo" else []  # `ftcli train` asks none
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
+        require_same_judges(context.previous, judges)
+    elif opened.resume_from is not None:
+        began = RunDirectory(opened.resume_from.resolve().parent.parent).manifest_path
+        for said in changed_judges(read_manifest(began), judges):
+            message = f"{opened.resume_from} was trained with another reward or judge: {said}"
+            context.session.reporter.finding(Finding("FT732", message, severity="warning"))
     manifest = build_manifest(
         command=context.command,
         recipe_yaml=recipe_yaml,
@@ -242,6 +260,7 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         dtype_plan=report.plan,
         parts=report.parts,
         data=data,
+        judges=judges,
         activations=_activations(report),
         resume_step=opened.resume_step,
         previous=context.previous,
@@ -251,6 +270,16 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
         micro_batches=micro_batches(recipe),
     )
     write_manifest(opened.directory.manifest_path, manifest)
+
+
+def _judges(recipe: Recipe) -> list[Fingerprint]:
+    """The files of rewards and judges, and the settings of tasks, which are scored before training and after it."""
+    found = [fingerprint(name, path) for name, path in files_of(recipe).items()]
+    for task in recipe.eval.tasks:
+        settings = json.dumps(task.model_dump(mode="json"), sort_keys=True).encode()
+        name = f"the settings of {task.label} in eval.tasks"
+        found.append(Fingerprint(name, len(settings), hashlib.sha256(settings).hexdigest()))
+    return found
 
 
 def _activations(report: PreflightReport) -> Activations:

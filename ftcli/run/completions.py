@@ -1,13 +1,12 @@
 """completions/*.parquet: completions of each logging step of training by rewards, with their rewards.
 
-One file a step, with the columns ``step``, ``prompt``, ``completion``, ``rewards/<name>`` for each reward, and
-``advantage``. In a long run they are thinned out: which stay depends on the steps alone, so a run that was stopped and
-goes on has the files of one that was not.
+One file a step, with the columns ``step``, ``prompt``, ``completion``, ``reasoning``, ``rewards/<name>`` for each
+reward, and ``advantage``. In a long run they are thinned out: which stay depends on the steps alone, so a run that was
+stopped and goes on has the files of one that was not.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,17 +21,18 @@ _REWARD = "rewards/"
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """One completion; a reward that had no opinion is None."""
+    """One completion, without the ``reasoning`` before it; a reward that had no opinion is None."""
 
     prompt: str
     text: str
     rewards: Mapping[str, float | None]
     advantage: float | None = None
+    reasoning: str | None = None
 
     @property
     def reward(self) -> float:
         """The sum of its rewards, without weights: for sorting."""
-        return math.fsum(value for value in self.rewards.values() if value is not None)
+        return sum(value for value in self.rewards.values() if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,9 @@ class Completions:
             "step": pa.array([step] * len(completions), pa.int64()),
             "prompt": pa.array([_storable(one.prompt) for one in completions], pa.string()),
             "completion": pa.array([_storable(one.text) for one in completions], pa.string()),
+            "reasoning": pa.array(
+                [None if one.reasoning is None else _storable(one.reasoning) for one in completions], pa.string()
+            ),
             **{
                 _REWARD + name: pa.array([one.rewards.get(name) for one in completions], pa.float64()) for name in names
             },
@@ -102,6 +105,7 @@ class Completions:
                 str(row.get("completion") or ""),
                 {k.removeprefix(_REWARD): _number(value) for k, value in row.items() if k.startswith(_REWARD)},
                 _number(row.get("advantage")),
+                None if row.get("reasoning") is None else str(row["reasoning"]),
             )
             for row in rows
         ]

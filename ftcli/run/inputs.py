@@ -1,4 +1,5 @@
-"""What a run is made from: data files, chat template, token ids, base weights; and whether any of it has changed.
+"""What a run is made from: data files, rewards and judges, chat template, token ids, base weights; and whether any of
+it has changed.
 
 A run that continued on other inputs would give a model that neither the old nor the new inputs describe, so it is
 refused, and the message says what differs. Everything is compared by content, never by date or path.
@@ -258,6 +259,38 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
         place = "" if before is None or found is None else _place(before, found, (paths or {}).get(name))
         message = f"{name} has changed since this run began: {old} -> {new}{place}"
         findings.append(Finding("FT731", message, help=_REMEDY))
+    if findings:
+        raise FtcliError(findings, ExitCode.RECIPE)
+
+
+def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
+    """Which files of rewards and judges, and settings of tasks, are not what they were when a run began, in words.
+
+    Those that only one side has are none of them: the recipe names them, and is compared itself.
+
+    Args:
+        previous: The manifest of the run so far; one without their fingerprints proves nothing.
+        judges: Their fingerprints now.
+    """
+    listed = previous.get("judges")
+    known = {entry["name"]: entry for entry in listed if "sha256" in entry} if isinstance(listed, list) else {}
+    return [
+        f"{one.name} ({_identity(known[one.name])} -> {_identity(plain_fields(one))})"
+        for one in judges
+        if one.name in known and known[one.name]["sha256"] != one.sha256
+    ]
+
+
+def require_same_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> None:
+    """Refuse to continue a run whose completions would be judged by other code than those before.
+
+    Raises:
+        FtcliError: FT721 with each file (exit 2).
+    """
+    findings = [
+        Finding("FT721", f"a reward or judge has changed since this run began: {said}", help=_REMEDY)
+        for said in changed_judges(previous, judges)
+    ]
     if findings:
         raise FtcliError(findings, ExitCode.RECIPE)
 

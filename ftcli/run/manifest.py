@@ -148,6 +148,7 @@ def build_manifest(
     predicted_memory: MemoryEstimate | None,
     predicted_host_memory: HostEstimate | None = None,
     data: Sequence[Fingerprint],
+    judges: Sequence[Fingerprint] = (),
     ranks: int = 1,
     micro_batches: int = 1,
     resume_step: int = 0,
@@ -160,6 +161,7 @@ def build_manifest(
         command: ``train``, ``grpo`` …
         recipe_yaml: The resolved recipe; its SHA-256 is kept.
         data: Fingerprints of the data files.
+        judges: Those of what judges completions: files that rewards and tasks name, and the settings of tasks.
         ranks: Processes that train together.
         micro_batches: What a step learns from, over all of them.
         resume_step: Step this process starts from.
@@ -189,6 +191,7 @@ def build_manifest(
         "dtype_plan": dtype_plan,
         "kernels": (),
         "data": data,
+        "judges": judges,
         "processes": [*before.get("processes", ()), process],
         "parts": parts,
         "activations": activations,

@@ -20,11 +20,12 @@ _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """A task's result: ``value`` from 0 to 1 over ``count`` rows."""
+    """A task's result: ``value`` from 0 to 1 over ``count`` rows. ``cut`` counts answers that were cut off."""
 
     name: str
     value: float
     count: int
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class EvalScores:
 class AnsweredRow:
     """One held-out row: what was asked, what was expected, and what the model said before and after training.
 
-    ``before_score`` and ``after_score`` are what the task's judge says of that, mostly from 0 to 1.
+    ``before_score`` and ``after_score`` are what the task's judge says of that, mostly from 0 to 1;
+    ``before_reasoning`` and ``after_reasoning`` what the model wrote before its answer.
     """
 
     prompt: str
@@ -58,6 +60,8 @@ class AnsweredRow:
     task: str | None = None
     before_score: float | None = None
     after_score: float | None = None
+    before_reasoning: str | None = None
+    after_reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,9 @@ def test_what_fails_on_one_rank_ends_both(drills: Drills) -> None:
     assert ranks.ended()[0] == 4, ranks.said
     assert "FT455" in ranks.said
     assert "rank 1: " in ranks.said, ranks.said
-    assert "mine.py:score raised ValueError: mine, though for none of 8 completions alone, for completion 1 to " in (
-        ranks.said
+    assert (
+        "mine.py:score raised ValueError: mine (mine.py:2), though for none of 8 completions alone, for completion 1 "
+        in (ranks.said)
     )
     grpo = {**CHANGE["grpo"], "rewards": [{**reward, "on_error": -1.0}], "reward_failures": {"max_fraction": 1.0}}
     ranks = run_ranks(drills, drills.recipe("skips", **{**change, "grpo": grpo}), 2, command="grpo")

@@ -13,15 +13,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from ftcli.config.training import GrpoConfig
 from ftcli.data.asked import RenderedPrompt
+from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.generation.stopping import cut
 from ftcli.job import Job
@@ -67,6 +68,7 @@ class Sampled(TypedDict):
 
     prompt: list[str]
     completion: list[str]
+    reasoning: NotRequired[list[str | None]]
     rewards: dict[str, list[float]]
     advantages: list[float]
 
@@ -219,8 +221,7 @@ class GrpoObjective(Objective):
         prompt_ids: list[list[int]] = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
         sampled = self._sample(prompt_ids, step)
         completion_ids = [tokens for tokens, _ in sampled]
-        said = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        said = [cut(text, grpo.stop_strings) for text in said] if grpo.stop_strings else said
+        said = [self._answer(row, tokens) for row, tokens in zip(rows, completion_ids, strict=True)]
         ended = [self._parts.rollouts.stopping.stopped(tokens) for tokens in completion_ids]
         self._note_lengths(prompt_ids, completion_ids, ended)
         batch = self._padded(prompt_ids, completion_ids, sampled, ended)
@@ -230,7 +231,19 @@ class GrpoObjective(Objective):
         self._note_rewards(rewards, found)
         batch["advantages"] = found.values
         columns = {one.name: rewards[:, i].tolist() for i, one in enumerate(self._parts.rewards)}
-        return batch, Sampled(prompt=texts, completion=said, rewards=columns, advantages=found.values.tolist())
+        return batch, Sampled(
+            prompt=texts,
+            completion=[one.text for one in said],
+            reasoning=[one.reasoning for one in said],
+            rewards=columns,
+            advantages=found.values.tolist(),
+        )
+
+    def _answer(self, row: int, tokens: Sequence[int]) -> Answer:
+        """A completion as rewards and people see it: the answer, up to a stop string, beside its reasoning."""
+        asked = self._parts.asked[row]
+        said = self._job.reasoning_marks.split(tokens, asked.text, templated=asked.templated)
+        return replace(said, text=cut(said.text, self._grpo.stop_strings))
 
     def _sample(self, prompts: list[list[int]], step: int) -> list[tuple[list[int], list[float]]]:
         spans = self._parts.spans
@@ -294,7 +307,7 @@ class GrpoObjective(Objective):
 
     # -- rewards ---------------------------------------------------------------------------------------------
 
-    def _judge(self, rows: Sequence[int], prompts: Sequence[str], said: Sequence[str], step: int) -> Tensor:
+    def _judge(self, rows: Sequence[int], prompts: Sequence[str], said: Sequence[Answer], step: int) -> Tensor:
         """(completions, rewards) float32, NaN where a reward had no opinion: each rank judges whole groups."""
         parts, spans, ranks, each = self._parts, self._parts.spans, self._ranks, self._grpo.num_generations
         spans.enter(REWARDS)
@@ -313,12 +326,13 @@ class GrpoObjective(Objective):
         return rewards.to(self._job.device)
 
     def _scores(
-        self, reward: Reward, rows: Sequence[int], prompts: Sequence[str], said: Sequence[str]
+        self, reward: Reward, rows: Sequence[int], prompts: Sequence[str], said: Sequence[Answer]
     ) -> Sequence[float | None]:
         """The reward of each completion; it gets the values of rows as the data has them."""
         lent = {name: [values[row] for row in rows] for name, values in self._parts.columns.items()}
         origins = [self._parts.asked[row].prompt.row.origin for row in rows]
-        scores = reward.scores(prompts, said, lent, origins)
+        reasoning = [one.reasoning for one in said]
+        scores = reward.scores(prompts, [one.text for one in said], lent, origins, reasoning)
         self._parts.failures.note(reward, scores)
         return scores.values
 
@@ -507,9 +521,14 @@ def _scored_completions(sampled: Sampled) -> list[ScoredCompletion]:
     def opinion(reward: float) -> float | None:
         return None if math.isnan(reward) else float(reward)
 
+    reasoning = sampled.get("reasoning") or [None] * len(sampled["prompt"])  # a checkpoint of 0.1
     return [
         ScoredCompletion(
-            prompt, text, {name: opinion(values[i]) for name, values in sampled["rewards"].items()}, float(advantage)
+            prompt,
+            text,
+            {name: opinion(values[i]) for name, values in sampled["rewards"].items()},
+            float(advantage),
+            reasoning[i],
         )
         for i, (prompt, text, advantage) in enumerate(
             zip(sampled["prompt"], sampled["completion"], sampled["advantages"], strict=True)

@@ -40,18 +40,20 @@ class Reward:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
         origins: Sequence[Origin] = (),
+        reasoning: Sequence[str | None] = (),
     ) -> JudgeScores:
         """One number for each completion, None where the reward has no opinion.
 
         Args:
             columns: What the rows lend, one value for each completion.
             origins: Where the row of each completion is.
+            reasoning: What the model wrote before each completion; None where nothing.
 
         Raises:
             FtcliError: FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
         """
         answers = [""] * len(completions) if self.answer is None else [str(each) for each in columns[self.answer]]
-        return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins))
+        return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins, reasoning))
 
 
 def build_rewards(rewards: Sequence[RewardConfig], columns: Collection[str]) -> list[Reward]:

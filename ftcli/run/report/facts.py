@@ -107,6 +107,9 @@ def score_rows(evaluation: JsonMap) -> list[Score]:
         )
         rows = after.get("count", before.get("count"))
         label = f"{as_words(name)}, {count(rows)} rows" if isinstance(rows, int) else as_words(name)
+        cut = [side["cut"] for side in (before, after) if isinstance(side.get("cut"), int)]
+        if any(cut):
+            label += f"; answers cut off: {', then '.join(count(each) for each in cut)}"
         found.append(_score(label, before.get("value"), after.get("value"), 1, percent))
     found += _harness(map_in(base, "lm_eval"), map_in(tuned, "lm_eval"))
     return [score for score in found if score is not None]

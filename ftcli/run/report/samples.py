@@ -38,11 +38,12 @@ class ClippedText:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What a model said; ``right`` is None where nobody can tell."""
+    """What a model said; ``right`` is None where nobody can tell, ``reasoning`` where there was none."""
 
     text: ClippedText
     right: bool | None
     score: str = ""
+    reasoning: ClippedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,15 @@ def _row(row: JsonMap) -> ShownRow:
         as_words(str(row["task"])) if row.get("task") else "",
         _plain(str(row.get("prompt") or "")),
         None if reference is None else _plain(str(reference)),
-        *(_answer(row.get(key), row.get(f"{key}_score"), reference) for key in ("before", "after")),
+        *(_answer(row, key) for key in ("before", "after")),
     )
 
 
-def _answer(said: Any, score: Any, reference: Any) -> ModelAnswer | None:
+def _answer(row: JsonMap, key: str) -> ModelAnswer | None:
+    said, reference = row.get(key), row.get("reference")
     if said is None:
         return None
-    text, value = str(said), number_or_none(score)
+    text, value = str(said), number_or_none(row.get(f"{key}_score"))
     expected = reference if isinstance(reference, str) else None
     if value is not None:  # the task's own judge has the say
         right: bool | None = value >= 1
@@ -112,7 +114,12 @@ def _answer(said: Any, score: Any, reference: Any) -> ModelAnswer | None:
         right = None if expected is None else text.strip() == expected.strip()
     shown = _plain(text) if expected is None or right else compared(expected, text)
     partly = value is not None and value not in (0.0, 1.0)
-    return ModelAnswer(shown, right, number(value) if value is not None and partly else "")
+    score = number(value) if value is not None and partly else ""
+    return ModelAnswer(shown, right, score, _reasoning(row.get(f"{key}_reasoning")))
+
+
+def _reasoning(said: Any) -> ClippedText | None:
+    return _plain(said) if isinstance(said, str) and said else None
 
 
 def _plain(text: str) -> ClippedText:
@@ -146,11 +153,12 @@ def compared(expected: str, got: str) -> ClippedText:
 
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
-    """One completion of training with its rewards as text."""
+    """One completion of training with its rewards as text, and the reasoning before it."""
 
     prompt: ClippedText
     text: ClippedText
     rewards: Sequence[tuple[str, str]]
+    reasoning: ClippedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +192,4 @@ def _different(found: Sequence[ScoredCompletion], rows: int) -> list[ScoredCompl
 
 def _sampled(one: ScoredCompletion) -> SampledCompletion:
     rewards = [(name, "none" if value is None else number(value)) for name, value in one.rewards.items()]
-    return SampledCompletion(_plain(one.prompt), _plain(one.text), rewards)
+    return SampledCompletion(_plain(one.prompt), _plain(one.text), rewards, _reasoning(one.reasoning))

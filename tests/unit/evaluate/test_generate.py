@@ -53,10 +53,11 @@ def completions(
     loaded: tuple[Any, Any], prompts: Sequence[str], batch_size: int, reporter: Any = None, new: int = NEW
 ) -> list[str]:
     model, tokenizer = loaded
-    return generate(
+    found = generate(
         model, tokenizer, prompts, GenerateConfig(max_new_tokens=new), batch_size=batch_size, plan=PLAN,
         device=torch.device("cpu"), reporter=reporter or SilentReporter(), stops=(tokenizer.eos_token_id,),
     )  # fmt: skip
+    return [one.text for one in found]
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +137,12 @@ def test_an_answer_ends_where_the_longest_sequence_does_and_that_is_told(loaded:
     longest = max(sizes) + 5
 
     def answers(max_length: int | None, stops: tuple[int, ...] = (-1,)) -> list[str]:
-        return generate(
+        found = generate(
             model, tokenizer, PROMPTS, GenerateConfig(max_new_tokens=new), batch_size=5, plan=PLAN,
             device=torch.device("cpu"), reporter=Heard(), stops=stops, max_length=max_length,
         )  # fmt: skip
+        assert all(one.cut for one in found) is (stops == (-1,)), "nothing but the limit ended them"
+        return [one.text for one in found]
 
     free, bounded = answers(None), answers(longest)
     expected = [min(new, longest - size) for size in sizes]
@@ -176,7 +179,8 @@ def test_a_stop_string_across_tokens_ends_where_generate_ends(loaded: tuple[Any,
     settings: dict[str, Any] = {"batch_size": 3, "plan": PLAN, "device": torch.device("cpu")}
 
     def texts(config: GenerateConfig) -> list[str]:
-        return generate(model, tokenizer, PROMPTS, config, stops=(3,), reporter=SilentReporter(), **settings)
+        found = generate(model, tokenizer, PROMPTS, config, stops=(3,), reporter=SilentReporter(), **settings)
+        return [one.text for one in found]
 
     free = texts(GenerateConfig(max_new_tokens=24))
     stop = free[0][6:9]

@@ -62,7 +62,7 @@ def test_the_pieces_are_the_completion_of_evaluation(loaded: tuple[Any, Any]) ->
             reporter=SilentReporter(), stops=stops,
         )  # fmt: skip
         pieces, _ = streamed(loaded, StreamSettings(40), stops, max_length=10_000)
-        assert "".join(pieces) == whole[0]
+        assert "".join(pieces) == whole[0].text
     assert len(pieces) > 1
 
 

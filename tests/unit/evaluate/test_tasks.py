@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.config import TaskConfig
+from ftcli.data.reasoning import Answer
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.tasks import AnsweredTask, JudgedRow, TaskResult, judge
 from ftcli.judges import open_judge
@@ -41,7 +42,7 @@ def scored(task: TaskConfig, answered: AnsweredTask) -> TaskResult:
 ])  # fmt: skip
 def test_built_in_judges(task: dict[str, Any], completion: str, reference: str | None, right: bool) -> None:
     asked = Prompt(Row("tasks.jsonl", 1, {}), None, "q", reference)
-    assert scored(TaskConfig(**task), AnsweredTask([asked], ["q"], [completion])).score == float(right)
+    assert scored(TaskConfig(**task), AnsweredTask([asked], ["q"], [Answer(completion)])).score == float(right)
 
 
 def answered(*completions: str) -> AnsweredTask:
@@ -50,7 +51,7 @@ def answered(*completions: str) -> AnsweredTask:
         Prompt(Row("tasks.jsonl", i, {"prompt": f"q{i}", "level": i}), None, f"q{i}", str(i))
         for i in range(1, len(completions) + 1)
     ]
-    return AnsweredTask(prompts, [f"<q{i}>" for i in range(1, len(completions) + 1)], completions)
+    return AnsweredTask(prompts, [f"<q{i}>" for i in range(1, len(completions) + 1)], [*map(Answer, completions)])
 
 
 def test_the_score_is_the_mean_and_samples_are_kept() -> None:
@@ -73,7 +74,7 @@ def test_a_users_function_is_called_as_rewards_are(tmp_path: Path) -> None:
     assert json.loads(seen.read_text()) == [
         ["a", "b", "c"],
         ["<q1>", "<q2>", "<q3>"],
-        {"answer": ["1", "2", "3"], "level": [1, 2, 3], "strict": True},
+        {"answer": ["1", "2", "3"], "completion_reasoning": [None] * 3, "level": [1, 2, 3], "strict": True},
     ]
     assert (result.name, result.use, result.score, result.rows) == ("close", "function", 0.75, 2)
     assert result.samples[2].score is None
@@ -99,5 +100,5 @@ def test_a_task_counts_what_its_judge_fails_on(tmp_path: Path, on_error: str | f
     body = "return [1.0 if text == 'a' else {}[text] for text in completions]"
     result = users(tmp_path, body, "a", "b", on_error=on_error)
     assert (result.score, result.rows, result.failed) == (score, rows, 1)
-    assert "raised KeyError: 'b' for completion 2 to tasks.jsonl:2" in str(result.failure)
+    assert f"raised KeyError: 'b' ({tmp_path}/mine.py:2) for completion 2 to tasks.jsonl:2" in str(result.failure)
     assert result.as_dict()["failed"] == 1

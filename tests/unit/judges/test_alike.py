@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ftcli.config import RewardConfig, TaskConfig
+from ftcli.data.reasoning import Answer
 from ftcli.evaluate.tasks import AnsweredTask, judge
 from ftcli.judges import open_judge, patterns
 from ftcli.methods.grpo.rewards import build_rewards
@@ -40,7 +41,7 @@ def test_a_reward_and_a_task_say_the_same(options: dict[str, Any]) -> None:
     rewarded = reward.scores(["p"] * count, COMPLETIONS, {"answer": ["7"] * count}).values
     prompt, task = Prompt(Row("d", 1, {}), None, "p", "7"), TaskConfig.model_validate(options)
     opened = open_judge(task)
-    judged = [judge(task, AnsweredTask([prompt], ["p"], [c]), opened).score for c in COMPLETIONS]
+    judged = [judge(task, AnsweredTask([prompt], ["p"], [Answer(c)]), opened).score for c in COMPLETIONS]
     assert rewarded == judged
     assert 0 < sum(judged) < count or options == {"use": "regex", "pattern": "7.*7"}
 
@@ -54,7 +55,9 @@ def test_an_expression_that_never_ends_is_given_up_in_both(expression: str, monk
         (reward,) = build_rewards([RewardConfig.model_validate(options)], ["answer"])
         assert reward.scores(["p"], [evil], {"answer": ["7"]}).failed == (0,)
         task = TaskConfig.model_validate(options)
-        result = judge(task, AnsweredTask([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [evil]), open_judge(task))
+        result = judge(
+            task, AnsweredTask([Prompt(Row("d", 1, {}), None, "p", "7")], ["p"], [Answer(evil)]), open_judge(task)
+        )
         assert (result.rows, result.failed, result.samples[0].score) == (0, 1, None), "it is not judged, and that shows"
     assert signal.getsignal(signal.SIGALRM) == handler
 

@@ -24,6 +24,7 @@ def opened(tmp_path: Path, body: str, head: str = "", **options: Any) -> Judge:
 
 def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
     """What ``score`` with this body gives for two completions."""
+    head = "".join(f"import {name}\n" for name in ("signal", "numpy") if name in body) + head
     return opened(tmp_path, body, head).scores(CompletionBatch(["a", "bb"], ["p", "q"])).values
 
 
@@ -44,6 +45,15 @@ def judged(tmp_path: Path, body: str, head: str = "") -> list[float | None]:
         ),
         ("return [type('R', (), {'__repr__': lambda s: sys.exit(0)})(), 0]", "an object of type R"),
         ("return [1.0]", "returned 1 values, a list of 2 numbers was expected"),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 3)", "was ended by the signal 37"),
+        ("return [1, 1e13]", r"returned 10000000000000.0, where a number up to 1e12 in size .* for completion 2"),
+        ("return [-3e38, 1]", r"returned -3e\+38, "),
+        ("return numpy.ones((2, 1))", r"returned ndarray of shape \(2, 1\), a list of 2 numbers"),
+        ("return numpy.ones(3)", "returned 3 values"),
+        ("return numpy.float64(1)", r"returned float64 of shape \(\)"),
+        ("return numpy.array([1, numpy.nan])", "returned nan, "),
+        ("return [numpy.ones(2), 1]", r"returned array\(\[1., 1.\]\), "),
+        ("return numpy.array(['a', 'b'])", "returned 'a', "),
     ],
 )
 def test_a_function_that_ends_the_program_is_a_coded_error(tmp_path: Path, body: str, said: str) -> None:
@@ -126,7 +136,10 @@ def test_the_error_names_file_function_row_and_completion(tmp_path: Path) -> Non
     with pytest.raises(FtcliError) as caught:
         judge.scores(CompletionBatch(["a", "b", "raise"], ["p"] * 3, origins=origins))
     said = caught.value.findings[0].message
-    assert said == f"the reward {judge.name} raised ValueError: no for completion 3 to train.jsonl:9: 'raise'"
+    assert said == (
+        f"the reward {judge.name} raised ValueError: no ({judge.name.rpartition(':')[0]}:4) for completion 3 to "
+        "train.jsonl:9: 'raise'"
+    )
     assert judge.name.endswith("mine.py:score")
 
 
@@ -212,3 +225,103 @@ def test_a_function_may_be_async(tmp_path: Path) -> None:
     assert judge.scores(CompletionBatch(["a", "bc"], ["p", "p"])).values == [1.0, 2.0]
     with pytest.raises(FtcliError, match="raised KeyError: 'gone'"):
         judge.scores(CompletionBatch(["bad"], ["p"]))
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("return numpy.array([1, 0.5])", [1.0, 0.5]),
+        ("return numpy.array([True, False])", [1.0, 0.0]),
+        ("return numpy.array([1, None], dtype=object)", [1.0, None]),
+        ("return [numpy.float32(0.5), numpy.int64(3)]", [0.5, 3.0]),
+        ("return (numpy.bool_(True), numpy.array(2.0))", [1.0, 2.0]),
+        ("return type('Tensor', (), {'shape': (2,), 'tolist': lambda self: [1.5, 2.0]})()", [1.5, 2.0]),
+        ("return [type('Tensor', (), {'item': lambda self: 1.5})(), 2]", [1.5, 2.0]),
+    ],
+)
+def test_arrays_and_tensors_are_numbers(tmp_path: Path, body: str, wanted: list[float | None]) -> None:
+    assert judged(tmp_path, body) == wanted
+
+
+#: The descriptor that ftcli's socket has in the process.
+_FOUND = (
+    "def found():\n"
+    "    import stat\n"
+    "    for at in range(3, 100):\n"
+    "        try:\n"
+    "            if stat.S_ISSOCK(os.fstat(at).st_mode): return at\n"
+    "        except OSError: pass\n"
+)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "b'\\x00\\x00\\xff\\xff'",  # the beginning of a long message, as multiprocessing writes them
+        "b'{}'",
+        "b'x' * 5000",
+        "b'ftcli-judge:' + (1 << 62).to_bytes(8)",
+        "b'ftcli-judge:' + (2).to_bytes(8) + b'[]'",
+        "b'ftcli-judge:' + (14).to_bytes(8) + b'{\"scores\": [1]}'[:14]",
+        "b'ftcli-judge:' + (13).to_bytes(8) + b'{\"scores\": 3}'",
+        "b'ftcli-judge:' + (2).to_bytes(8) + b'{}'",
+        "b'ftcli-judge:' + (13).to_bytes(8) + b'{\"raised\": 3}'",
+        "b'ftcli-judge:' + (2).to_bytes(8) + b'\\xff\\xff'",
+        "b'ftcli-judge:' + (200000).to_bytes(8) + b'[' * 200000",
+    ],
+)
+def test_what_a_function_writes_into_the_socket_is_no_answer(tmp_path: Path, written: str) -> None:
+    began = time.monotonic()
+    judge = opened(tmp_path, f"os.write(found(), {written}); return [len(c) for c in completions]", _FOUND, timeout=20)
+    with pytest.raises(FtcliError, match=r"FT455.*wrote into the socket that ftcli reads its answers from"):
+        judge.scores(CompletionBatch(["a"], ["p"]))
+    assert time.monotonic() - began < 15, "it is told at once"
+
+
+def test_half_a_message_is_late_in_time(tmp_path: Path) -> None:
+    body = "os.write(found(), b'ftcli-judge:' + (99).to_bytes(8) + b'{}'); time.sleep(60)"
+    with pytest.raises(FtcliError, match=r"gave no answer within 0.5 seconds"):
+        opened(tmp_path, body, _FOUND, timeout=0.5).scores(CompletionBatch(["a"], ["p"]))
+
+
+def test_a_function_that_closes_the_socket_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FtcliError, match="closed the socket that ftcli reads its answers from"):
+        opened(tmp_path, "os.close(found()); time.sleep(60)", _FOUND, timeout=20).scores(CompletionBatch(["a"], ["p"]))
+
+
+def test_a_copy_of_the_process_answers_nothing(tmp_path: Path) -> None:
+    judge = opened(tmp_path, "here = os.fork() != 0; return [float(here)]")
+    assert [judge.scores(CompletionBatch(["a"], ["p"])).values for _ in range(5)] == [[1.0]] * 5
+
+
+def test_a_call_that_nobody_takes_is_late(tmp_path: Path) -> None:
+    judge = opened(tmp_path, "os.kill(os.getpid(), 19) if completions == ['stop'] else 0; return [1]", timeout=0.5)
+    with pytest.raises(FtcliError, match=r"gave no answer within 0.5 seconds"):
+        judge.scores(CompletionBatch(["stop"], ["p"], columns={"long": ["x" * 10**7]}))
+    assert judge.scores(CompletionBatch(["a"], ["p"], columns={"long": ["x" * 10**7]})).values == [1.0]
+
+
+def test_an_exception_is_told_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def fails():\n\n    raise KeyError('gold')\n")
+    head = f"sys.path.insert(0, {str(tmp_path)!r})\nimport helper"
+    with pytest.raises(FtcliError) as caught:
+        judged(tmp_path, "\n    helper.fails()", head)
+    said = caught.value.findings[0].message
+    assert f"raised KeyError: 'gold' ({tmp_path}/mine.py:6, in {tmp_path}/helper.py:3)" in said
+    with pytest.raises(FtcliError, match=rf"FT452.*raised ZeroDivisionError: .* \({tmp_path}/mine.py:3\)"):
+        opened(tmp_path, "return [1]", "\n1 / 0")
+
+
+def test_reasoning_is_given_to_those_who_take_it(tmp_path: Path) -> None:
+    batch = CompletionBatch(["a", "b"], ["p", "q"], reasoning=["so", None])
+    seen = opened(tmp_path, "return [1.0 if r == 'so' else 0.0 for r in columns['completion_reasoning']]")
+    assert seen.scores(batch).values == [1.0, 0.0]
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions, prompts):\n    return [2.0, 2.0]\n")
+    assert open_judge(RewardConfig(file=f"{file}:score")).scores(batch).values == [2.0, 2.0]
+    file.write_text(
+        "def score(completion_reasoning, completions, prompts):\n"
+        "    return [len(r or '') for r in completion_reasoning]\n"
+    )
+    assert open_judge(RewardConfig(file=f"{file}:score")).scores(batch).values == [2.0, 0.0]
+    assert open_judge(RewardConfig(file=f"{file}:score")).scores(CompletionBatch(["a"], ["p"])).values == [0.0]

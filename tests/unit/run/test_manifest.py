@@ -194,7 +194,7 @@ def test_an_evaluation_is_written_as_plain_json(tmp_path: Path) -> None:
     write_evaluation(tmp_path / "eval.json", Evaluation(run=scores, samples=(AnsweredRow("p", "r", None, "a"),)))
     raw = json.loads((tmp_path / "eval.json").read_text())
     assert raw["run"]["loss"] is None
-    assert raw["run"]["tasks"] == [{"name": "exact_match", "value": 0.5, "count": 4}]
+    assert raw["run"]["tasks"] == [{"name": "exact_match", "value": 0.5, "count": 4, "cut": 0}]
     assert raw["samples"][0]["after"] == "a"
 
 

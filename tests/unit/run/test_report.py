@@ -92,7 +92,10 @@ def run(tmp_path: Path) -> RunDirectory:
         scores = [
             EvalScores(loss, None, None, 50, (TaskScore("exact_match", v, 40),)) for loss, v in ((2, 0.05), (1, 0.9))
         ]
-        samples = (AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE), AnsweredRow("p", None, "", None))
+        samples = (
+            AnsweredRow(HOSTILE, "right", HOSTILE, "right", HOSTILE, before_reasoning=HOSTILE),
+            AnsweredRow("p", None, "", None),
+        )
         write_evaluation(directory.eval_path, Evaluation(scores[0], scores[1], samples))
         opened.finish(6, message=f"diverged {HOSTILE}")
     return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,9 @@ def test_bands_do_not_go_where_no_value_can_be() -> None:
 
 
 COMPLETIONS = [
-    ScoredCompletion("q1", "good", {"exact": 1.0, "short": None}, 0.5),
+    ScoredCompletion("q1", "good", {"exact": 1.0, "short": None}, 0.5, "why \ud800"),
     ScoredCompletion("q1", "bad", {"exact": 0.0, "short": 1.0}, -0.5),
-    ScoredCompletion(HOSTILE, HOSTILE, {"exact": -1.0, "short": None}, float("nan")),
+    ScoredCompletion(HOSTILE, HOSTILE, {"exact": -1.0, "short": None}, float("nan"), HOSTILE),
 ]
 
 
@@ -147,9 +148,10 @@ def test_completions_are_kept_and_read_back(tmp_path: Path) -> None:
         kept.write(step, COMPLETIONS)
     assert kept.steps() == [3, 7, 12]
     first, second, _ = kept.read(7)
-    assert (first, second) == (COMPLETIONS[0], COMPLETIONS[1])
+    assert (replace(first, reasoning="why \ud800"), second) == (COMPLETIONS[0], COMPLETIONS[1])
+    assert first.reasoning == "why \\ud800", "what UTF-8 cannot hold is escaped"
     names = pq.read_table(kept.path(7)).column_names
-    assert names == ["step", "prompt", "completion", "rewards/exact", "rewards/short", "advantage"]
+    assert names == ["step", "prompt", "completion", "reasoning", "rewards/exact", "rewards/short", "advantage"]
     kept.forget_after(7)
     assert kept.steps() == [3, 7]
     kept.path(7).write_bytes(b"rubbish")
