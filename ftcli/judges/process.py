@@ -1,5 +1,6 @@
 """A function in a process of its own (:mod:`ftcli.judges.worker`): it can fail, hang, crash or end its process, and the
-command goes on. A process is killed with all of its group when it is late, and made anew for the next call.
+command goes on. A process is killed with all that it has started (:mod:`ftcli.judges.supervisor`) when it is late, and
+made anew for the next call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ftcli.plain import JsonMap, JsonObject
 LOAD_SECONDS = 600.0
 #: What an alarm inside the process is given before the process is killed.
 _GRACE_SECONDS = 1.0
-_SCRIPT = Path(__file__).with_name("worker.py")
+#: What the supervisor is given to end all that a function has started.
+_END_SECONDS = 10.0
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class CallTimedOut(Exception):
@@ -62,7 +65,7 @@ class Worker:
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and a file that the recipe names
-                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), "worker", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"} if source.address_space else None,
                 pass_fds=(theirs.fileno(),),
@@ -128,7 +131,7 @@ class Worker:
         return answered
 
     def end(self) -> None:
-        """Kills the process and its group; the next call starts another."""
+        """Kills the process and all that it has started; the next call starts another."""
         self._end()
 
     def _send(self, message: JsonMap) -> None:
@@ -146,9 +149,12 @@ class Worker:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.terminate()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:  # the function has stopped the supervisor, say; with it ends the worker
+        process.kill()
+        process.wait()
     connection.close()
 
 
