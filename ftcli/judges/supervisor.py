@@ -1,11 +1,12 @@
 """Runs a program or a user's function (worker.py), and leaves none of its processes behind. A separate script:
-``python -I supervisor.py program SECONDS MEMORY_BYTES`` runs the Python program that it reads from stdin, and exits with
-its status, with 0 where that was killed; ``python -I supervisor.py worker DESCRIPTOR PARENT`` ends as the worker ends.
+``python -I supervisor.py program SECONDS MEMORY_BYTES`` runs the Python program that it reads from stdin, and exits
+with its status, with 0 where that was killed; ``python -I supervisor.py worker DESCRIPTOR PARENT`` ends as the worker
+ends.
 
-All that they start is handed to this process when its parent ends, whatever session or group it has made of itself, and
-is killed at the end: when the program is over, on SIGTERM, and when the process that wanted it is gone, killed or not. A
-program also gets namespaces of its own where the system allows it: it sees no other process and no network. Neither is
-a boundary against a program that means harm: files of the user can be read.
+What they have started is handed to this process when its own parent ends, whatever session or group it is in. All is
+killed at the end: when the program is over, on SIGTERM, and when the process that wanted it is gone, killed or not.
+A program also gets namespaces of its own where the system allows it: it sees no other process and no network. Neither
+is a boundary against a program that means harm: files of the user can be read.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _run(
 
     handed = () if inherited is None else (inherited,)
     deadline = time.monotonic() + seconds
-    running = subprocess.Popen(
+    running = subprocess.Popen(  # noqa: S603 - this interpreter
         command, stdout=output, stderr=output, pass_fds=handed, start_new_session=True, preexec_fn=prepare
     )
     for descriptor in handed:
