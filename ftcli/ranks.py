@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +50,28 @@ ENDED_NAME = "ended"
 SIGNAL_NAME = "signal"
 
 
+#: prctl's number for the signal that a process gets when its parent ends (linux/prctl.h).
+_SET_DEATH_SIGNAL = 1
+
+
 def lost_name(rank: int) -> str:
-    """Name of the file that says by which signal a rank was killed."""
+    """Name of the file that says how a rank was lost: "was killed by SIGKILL"."""
     return f"lost-{rank}"
+
+
+def sign_name(rank: int) -> str:
+    """Name of the file that a rank touches for as long as it lives."""
+    return f"sign-{rank}"
+
+
+def hearing_its_end(number: int) -> Callable[[], None]:
+    """What makes the process that calls it get a signal when its parent ends, killed or not, where there is such a
+    thing (Linux).
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before there is a fork
+
+    def hear() -> None:
+        if libc is not None:
+            libc.prctl(_SET_DEATH_SIGNAL, int(number))
+
+    return hear

@@ -160,7 +160,6 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
 
 def _run(request: AnyRequest, words: list[str]) -> _Answer:
     session, reporter = open_session(request.options, words)
-    leads = session.place is None or session.place.leads
     try:
         stdout = nullcontext() if request.owns_stdout else results_only_on_stdout()
         with stdout, library_environment(session), fewer_library_warnings(session):
@@ -168,9 +167,10 @@ def _run(request: AnyRequest, words: list[str]) -> _Answer:
         text = _text_of(result, request)
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure.failure_of(error, command=session.command, debug=session.debug)
-        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=leads)
+        tells = failure.is_told_by(session.place, error)
+        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=tells)
     status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
-    return _Answer(status, (), tuple(reporter.findings), result, text, leads)
+    return _Answer(status, (), tuple(reporter.findings), result, text, session.place is None or session.place.leads)
 
 
 def _text_of(result: object, request: AnyRequest) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -12,12 +11,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from ftcli.cli.place import obeying
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.pipeline.sweep import Start, SweepRun
 from ftcli.run.signals import SignalName
 
-#: prctl's number for the signal that a process gets when its parent ends (linux/prctl.h).
-_SET_DEATH_SIGNAL = 1
 #: Which GPUs a process sees, by number or by UUID.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -63,18 +61,6 @@ class RunProcess:
         self._signalled += 1
         if self._process.poll() is None:
             self._process.send_signal(PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
-
-
-def obeying() -> Callable[[], None]:
-    """What a process does before it becomes a run: it hears SIGHUP, also when whoever started it is killed."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before there is a fork
-
-    def before() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored, and with it what is passed on
-        if libc is not None:
-            libc.prctl(_SET_DEATH_SIGNAL, int(signal.SIGHUP))
-
-    return before
 
 
 def _reason(status: int, answer: bytes) -> str | None:

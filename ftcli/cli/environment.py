@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 
-from ftcli.cli.place import own_gpu, place_of
+from ftcli.cli.place import obeying, own_gpu, place_of
 from ftcli.cli.render import Style
 from ftcli.cli.reporters import CollectingReporter, TerminalReporter
 from ftcli.cli.request import CommonOptions
@@ -60,6 +60,8 @@ def open_session(options: CommonOptions, argv: Sequence[str]) -> tuple[Session, 
     style = style_for(sys.stderr)
     reporter: CollectingReporter
     place = place_of(os.environ)
+    if place is not None and place.folder is None:
+        obeying()()  # a torchrun that is killed
     if place is not None and not place.leads:
         reporter = CollectingReporter(unfailing(open(os.devnull, "w")), style, quiet=True)  # noqa: SIM115, PTH123
     elif terminal and not options.quiet:

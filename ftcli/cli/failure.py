@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding, first_line
+from ftcli.ranks import Place
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.peer_failure import RankLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,17 @@ def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> 
         )
         return Failure((found,), int(ExitCode.PREFLIGHT))
     return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
+
+
+def is_told_by(place: Place | None, error: BaseException) -> bool:
+    """Whether this process tells an error of several ranks: the first one does, and where torchrun has lost that, the
+    next. Ftcli's own launcher tells that itself.
+    """
+    if place is None or place.leads:
+        return True
+    if place.folder is not None or not isinstance(error, RankLost) or 0 not in error.ranks:
+        return False
+    return place.rank == min(set(range(place.size)) - set(error.ranks))
 
 
 def _is_interruption(error: BaseException) -> bool:

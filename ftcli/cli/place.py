@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.ranks import Place
+from ftcli.ranks import Place, hearing_its_end
 
 #: In a rank's environment: the folder of :class:`ftcli.ranks.Place`.
 FOLDER = "FTCLI_GROUP"
@@ -50,6 +53,28 @@ def _place(
         int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
     return Place(rank, size, local, locally, address, port, folder, hosted)
+
+
+def obeying() -> Callable[[], None]:
+    """What a process does before it becomes a run: it hears SIGHUP, also when whoever started it is killed.
+
+    That comes for each thread of the one that is killed; of SIGHUP only the first one counts.
+    """
+    hear = hearing_its_end(signal.SIGHUP)
+
+    def before() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored, and with it what is passed on
+        hear()
+
+    return before
+
+
+def leave(status: int) -> NoReturn:
+    """Ends a rank, whose output is written. What Python does at an end is done, but not what torch's connections do:
+    they wait for ranks that are gone, for hours.
+    """
+    atexit._run_exitfuncs()
+    os._exit(status)
 
 
 def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.cli import options
@@ -59,7 +60,8 @@ def run_as_ranks(
         )
     from ftcli.cli.workers import run_ranks
 
-    return run_ranks(session.arguments, wanted, [device for device in devices if device is not None])
+    run = Path(str(loaded.recipe.run.output_dir))
+    return run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
 
 
 def exit_code(result: object) -> int:

@@ -17,13 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ftcli.cli.children import PASSED_ON, obeying
-from ftcli.cli.place import FOLDER
+from ftcli.cli.children import PASSED_ON
+from ftcli.cli.place import FOLDER, obeying
 from ftcli.cli.request import EndedElsewhere
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import usable_cores
-from ftcli.ranks import SIGNAL_NAME, lost_name
-from ftcli.run.signals import SignalName
+from ftcli.pipeline.following import finish_for_leader
+from ftcli.ranks import SIGNAL_NAME, lost_name, sign_name
+from ftcli.run.heartbeat import Silence, Timeouts
+from ftcli.run.signals import SignalName, exit_code_of
 
 _POLL_SECONDS = 0.05
 #: A rank may take so long to end when another one was killed: rank 0 writes a checkpoint, the others do nothing.
@@ -32,11 +34,25 @@ _NOTHING_TO_DO_SECONDS = 20.0
 
 
 class Ranks:
-    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once."""
+    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once.
 
-    def __init__(self, command: Sequence[str], count: int, devices: Sequence[str], folder: Path) -> None:
-        self._folder = folder
+    Args:
+        limits: A rank that gives no sign of life for as long as they say is killed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        devices: Sequence[str],
+        folder: Path,
+        limits: Timeouts | None = None,
+    ) -> None:
+        self._folder, self._limits = folder, limits or Timeouts()
+        self._silence = Silence(range(count))
+        self._signs: dict[int, int] = {}
         self._signalled = 0
+        self._asked: SignalName | None = None
         self._lost: dict[int, str] = {}
         self._since: dict[int, float] = {}
         prepare = obeying()
@@ -52,7 +68,9 @@ class Ranks:
         ]
 
     def wait(self) -> EndedElsewhere:
-        """Until all have ended. Raises FtcliError FT710 (exit 75) where rank 0 could not say how itself."""
+        """Until all have ended. Raises FtcliError FT710 (exit 75, or 130 after Ctrl-C) where rank 0 could not say how
+        itself.
+        """
         with self._signals_passed_on():
             while any(process.poll() is None for process in self._processes):
                 self._look()
@@ -62,21 +80,23 @@ class Ranks:
         if status >= 0:
             return EndedElsewhere(status)
         first = next(iter(self._lost), 0)
-        message = f"rank {first} was killed by {self._lost.get(first, signal_name(-status))}"
+        message = f"rank {first} {self._lost.get(first, f'was killed by {signal_name(-status)}')}"
         help = "start the same command again: it goes on from the last checkpoint"
-        raise FtcliError([Finding("FT710", message, help=help)], ExitCode.PREEMPTED)
+        code = ExitCode.PREEMPTED if self._asked is None else exit_code_of(self._asked)
+        raise FtcliError([Finding("FT710", message, help=help)], code)
 
     def _look(self) -> None:
-        """Leaves word of ranks that were killed, and kills those that do not end after it."""
+        """Leaves word of ranks that were lost, and kills those that are silent, or do not end after it."""
         now = time.monotonic()
+        self._silence.count()
         for rank, process in enumerate(self._processes):
             status = process.poll()
             if status is None:
+                self._hear(rank)
                 continue
             self._since.setdefault(rank, now)
-            if status < 0 and rank not in self._lost and not self._signalled > 1:
-                self._lost[rank] = signal_name(-status)
-                (self._folder / lost_name(rank)).write_text(self._lost[rank], encoding="utf-8")
+            if status < 0 and not self._signalled > 1:
+                self._lose(rank, f"was killed by {signal_name(-status)}")
         if not self._since:
             return
         failed = any(process.poll() not in (None, 0) for process in self._processes)
@@ -87,6 +107,26 @@ class Ranks:
             for process in self._processes:
                 if process.poll() is None:
                     process.kill()
+
+    def _hear(self, rank: int) -> None:
+        """Kills a rank that has been silent for too long: stopped, or held up where not even its threads go on."""
+        sign = 0
+        with contextlib.suppress(OSError):
+            sign = (self._folder / sign_name(rank)).stat().st_mtime_ns
+        if sign != self._signs.get(rank):
+            self._signs[rank] = sign
+            self._silence.heard(rank)
+        elif self._silence.seconds()[rank] > self._limits.silent:
+            self._lose(rank, f"has given no sign of life for {self._limits.silent:.0f} s")
+            self._processes[rank].kill()
+
+    def _lose(self, rank: int, how: str) -> None:
+        if rank not in self._lost:
+            word = self._folder / lost_name(rank)
+            with contextlib.suppress(OSError):  # another rank of this host has ended it, and said why
+                how = word.read_text(encoding="utf-8") or how
+            self._lost[rank] = how
+            word.write_text(how, encoding="utf-8")
 
     @contextlib.contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
@@ -108,6 +148,7 @@ class Ranks:
         """The first one so that it cannot count twice, the second as it is, and the third ends all."""
         self._signalled += 1
         if self._signalled == 1:
+            self._asked = name
             (self._folder / SIGNAL_NAME).write_text(name, encoding="utf-8")
         for process in self._processes:
             if process.poll() is None:
@@ -130,10 +171,18 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
     return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
 
 
-def run_ranks(words: Sequence[str], count: int, devices: Sequence[str]) -> EndedElsewhere:
-    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none."""
+def run_ranks(words: Sequence[str], count: int, devices: Sequence[str], run: Path) -> EndedElsewhere:
+    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none.
+
+    Args:
+        run: The run directory. Where rank 0 was killed, it is said there how the run has ended.
+    """
     with tempfile.TemporaryDirectory(prefix="ftcli-ranks-") as folder:
-        return Ranks([sys.executable, "-P", "-m", "ftcli", *words], count, devices, Path(folder)).wait()
+        try:
+            return Ranks([sys.executable, "-P", "-m", "ftcli", *words], count, devices, Path(folder)).wait()
+        except FtcliError as error:
+            finish_for_leader(run, error)
+            raise
 
 
 def signal_name(number: int) -> str:

@@ -1,10 +1,10 @@
 """A function in a process of its own (:mod:`ftcli.judges.worker`): it can fail, hang, crash or end its process, and the
-command goes on. A process is killed with all of its group when it is late, and made anew for the next call.
+command goes on. A process is killed with all that it has started (:mod:`ftcli.judges.supervisor`) when it is late, and
+made anew for the next call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -31,7 +31,9 @@ LOAD_SECONDS = 600.0
 _GRACE_SECONDS = 1.0
 #: No answer is longer: a score and some words for each completion.
 _MOST_BYTES = 1 << 30
-_SCRIPT = Path(__file__).with_name("worker.py")
+#: What the supervisor is given to end all that a function has started.
+_END_SECONDS = 10.0
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 #: What a function has done that writes messages in its process' name.
@@ -72,7 +74,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and a file that the recipe names
-                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), "worker", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8"} if source.address_space else None,
                 pass_fds=(theirs.fileno(),),
@@ -179,7 +181,7 @@ class Worker:
         return bytes(parts)
 
     def end(self) -> None:
-        """Kills the process and its group; the next call starts another."""
+        """Kills the process and all that it has started; the next call starts another."""
         self._end()
 
     def _send(self, message: JsonMap, seconds: float) -> None:
@@ -220,9 +222,12 @@ def _is_answer(message: Any) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.terminate()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:  # the function has stopped the supervisor, say; with it ends the worker
+        process.kill()
+        process.wait()
     connection.close()
 
 

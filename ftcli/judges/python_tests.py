@@ -53,7 +53,7 @@ def _passes(completion: str, tests: str, seconds: float, memory_mb: int) -> bool
     program = f"{code_of_completion(completion)}\n\n{tests}\n\nraise SystemExit({number})\n"
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/nonexistent"}
     with tempfile.TemporaryDirectory(prefix="ftcli-tests-") as folder:
-        command = [sys.executable, "-I", str(_SUPERVISOR), str(seconds), str(memory_mb * 2**20)]
+        command = [sys.executable, "-I", str(_SUPERVISOR), "program", str(seconds), str(memory_mb * 2**20)]
         try:
             done = subprocess.run(  # noqa: S603 - untrusted on purpose, and contained
                 command,

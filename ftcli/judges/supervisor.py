@@ -1,9 +1,12 @@
-"""Runs the Python program that it reads from stdin, and leaves none of its processes behind. A separate script, run as
-``python -I supervisor.py SECONDS MEMORY_BYTES``. It exits with the program's status; with 0 where that was killed.
+"""Runs a program or a user's function (worker.py), and leaves none of its processes behind. A separate script:
+``python -I supervisor.py program SECONDS MEMORY_BYTES`` runs the Python program that it reads from stdin, and exits
+with its status, with 0 where that was killed; ``python -I supervisor.py worker DESCRIPTOR PARENT`` ends as the worker
+ends.
 
-Where the system allows it, the program gets namespaces of its own: it sees no other process and no network, and all
-that it started ends with it. Elsewhere its orphans are handed to this process, which ends them. Neither is a boundary
-against a program that means harm: files of the user can be read.
+What they have started is handed to this process when its own parent ends, whatever session or group it is in. All is
+killed at the end: when the program is over, on SIGTERM, and when the process that wanted it is gone, killed or not.
+A program also gets namespaces of its own where the system allows it: it sees no other process and no network. Neither
+is a boundary against a program that means harm: files of the user can be read.
 """
 
 from __future__ import annotations
@@ -15,22 +18,23 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _SET_CHILD_SUBREAPER, _SET_DEATH_SIGNAL = 36, 1
 _FILE_BYTES, _OPEN_FILES = 16 * 2**20, 64
+_AWAITED = frozenset({signal.SIGTERM, signal.SIGCHLD})
 
 
-def main(seconds: float, memory_bytes: int) -> int:
-    """The program's exit status; 0 where it was killed or took too long."""
+def program(seconds: float, memory_bytes: int) -> int:
+    """The exit status of the program; 0 where it was killed or took too long."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    libc.prctl(_SET_CHILD_SUBREAPER, 1)
+    _adopt_orphans()
     libc.unshare(_NEWUSER | _NEWPID | _NEWNET)  # refused in many containers
 
     def limit() -> None:
-        libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         whole = int(seconds) + 1
         for name, most in (
             (resource.RLIMIT_CPU, whole),
@@ -41,18 +45,79 @@ def main(seconds: float, memory_bytes: int) -> int:
         ):
             resource.setrlimit(name, (most, most))
 
-    program = subprocess.Popen(
-        [sys.executable, "-I", "-"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=limit,  # this process has one thread
+    nothing = subprocess.DEVNULL
+    return max(_run([sys.executable, "-I", "-"], limit, output=nothing, seconds=seconds) or 0, 0)
+
+
+def worker(descriptor: int, parent: int) -> int:
+    """The exit status of the worker, negative for the signal that killed it; 0 where it was to end."""
+    _adopt_orphans()
+    if os.getppid() != parent:  # it has ended before its end could be noticed
+        return 0
+    script = str(Path(__file__).with_name("worker.py"))
+    return _run([sys.executable, "-P", script, str(descriptor)], lambda: None, inherited=descriptor) or 0
+
+
+def _adopt_orphans() -> None:
+    """This process gets the orphans of all that it starts, and SIGTERM, which waits to be heard, when its own parent
+    ends.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+        libc.prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def _run(
+    command: Sequence[str],
+    limit: Callable[[], None],
+    *,
+    output: int | None = None,
+    inherited: int | None = None,
+    seconds: float = 1e9,
+) -> int | None:
+    """The exit status of a command; None where it was too late, or not wanted any more. Nothing of it is left."""
+
+    def prepare() -> None:  # this process has one thread
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        limit()
+
+    handed = () if inherited is None else (inherited,)
+    deadline = time.monotonic() + seconds
+    running = subprocess.Popen(  # noqa: S603 - this interpreter
+        command, stdout=output, stderr=output, pass_fds=handed, start_new_session=True, preexec_fn=prepare
     )
-    status = 0
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        status = max(program.wait(seconds), 0)
+    for descriptor in handed:
+        os.close(descriptor)  # whoever holds the other end is to see that the command is gone
+    ended: dict[int, int] = {}
+    while running.pid not in ended and (left := deadline - time.monotonic()) > 0:
+        if _heard(left) != signal.SIGCHLD:
+            break
+        ended |= _reaped()
+    status = ended.get(running.pid)
+    running.returncode = status or 0
     _end_all()
     return status
+
+
+def _heard(seconds: float) -> int | None:
+    """The signal that comes; None where none does within so many seconds."""
+    if sys.platform != "linux":
+        return signal.sigwait(_AWAITED)
+    heard = signal.sigtimedwait(_AWAITED, seconds)
+    return None if heard is None else heard.si_signo
+
+
+def _reaped() -> dict[int, int]:
+    """Exit statuses of the children that have ended by now."""
+    found = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return found
 
 
 def _end_all() -> None:
@@ -76,5 +141,18 @@ def _children() -> list[int]:
     return found
 
 
+def _end_as(status: int) -> None:
+    """Ends this process as another one has ended."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        with contextlib.suppress(OSError):  # SIGKILL has no other action
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))
+    if sys.argv[1] == "worker":
+        _end_as(worker(int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(program(float(sys.argv[2]), int(sys.argv[3])))

@@ -1,7 +1,11 @@
-"""Ranks of one run: the first one opens it and says how it goes on; the others do the same, and write nothing."""
+"""Ranks of one run: the first one opens it and says how it goes on; the others do the same, and write nothing but the
+end of a run whose first rank was killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +18,8 @@ from ftcli.preflight.report import PreflightReport
 from ftcli.reporting import Session
 from ftcli.run import status as run_status
 from ftcli.run.directory import OpenedRun, RunDirectory
+from ftcli.run.lock import is_locked
+from ftcli.run.report import write_report
 from ftcli.run.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -86,3 +92,18 @@ def follow(
     nothing = Unwritten(run.metrics_path)
     report = with_accumulation(report, told["accumulation"])
     return RunContext(session, command, report, opened, {}, nothing, nothing, stop, nothing, group)
+
+
+def finish_for_leader(path: Path, error: FtcliError, seconds: float = 5.0) -> None:
+    """Writes how the run in ``path`` ended where the process that had it cannot: its status says that it goes on, and
+    nobody holds it, or will in so many ``seconds``.
+    """
+    run, deadline = RunDirectory(path), time.monotonic() + seconds
+    while (held := is_locked(path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    status = run_status.read_status(run.status_path)
+    if held or status is None or status.state != "running":
+        return
+    with contextlib.suppress(FtcliError):
+        run_status.write_end(run.status_path, error.exit_code, message=error.findings[0].message)
+        write_report(run)

@@ -40,6 +40,9 @@ def together(work: Callable[[RankGroup | None], T], session: Session, processes:
             exit_code=ExitCode.PREFLIGHT,
             help="the command `ftcli train` starts the others; a program that calls ftcli.pipeline has to do it itself",
         )
+    from ftcli.run.heartbeat import show_life
+
+    show_life(place)  # before torch is imported, which may take a while
     from ftcli.run.group import RankGroup, announced
 
     group = RankGroup(place, session.reporter)

@@ -19,7 +19,7 @@ from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.pipeline.checking import checked
 from ftcli.pipeline.context import BaseCard, BuiltModel, GraphsRecord, InputsRecord, RunContext
-from ftcli.pipeline.following import follow, lead, micro_batches, with_its_batch
+from ftcli.pipeline.following import finish_for_leader, follow, lead, micro_batches, with_its_batch
 from ftcli.plain import JsonMap, plain_fields
 from ftcli.preflight.report import PreflightReport
 from ftcli.ranks import SIGNAL_NAME
@@ -42,6 +42,7 @@ from ftcli.run.loggers.opened import OpenLoggers
 from ftcli.run.manifest import Activations, build_manifest, read_manifest, write_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.out_of_memory import is_out_of_memory
+from ftcli.run.peer_failure import RankLost
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.signals import (
     LeavePhase,
@@ -79,9 +80,10 @@ def checked_run(
         with stop.interruptible("checking the recipe"):
             report = checked(loaded, session, command)
         if group is not None and not group.leads:
-            with stop.interruptible("opening the run directory"):
-                followed = follow(session, report, command, stop, group)
-            yield followed
+            with _finished_for_leader(Path(str(recipe.run.output_dir)), stop):
+                with stop.interruptible("opening the run directory"):
+                    followed = follow(session, report, command, stop, group)
+                yield followed
             return
         with _opened_run(recipe, session, report, command, stop, group) as context:
             if group is not None:
@@ -154,6 +156,18 @@ def _never_left_running(path: Path, stop: StopRequest) -> Iterator[None]:
     except (StopRequested, StopNow) as error:
         with stop.held(), contextlib.suppress(FtcliError):
             run_status.finish_own(RunDirectory(path).status_path, error.exit_code, message=str(error))
+        raise
+
+
+@contextmanager
+def _finished_for_leader(path: Path, stop: StopRequest) -> Iterator[None]:
+    """Of a run whose first rank was killed, status.json says so, too."""
+    try:
+        yield
+    except (RankLost, StopRequested) as error:
+        is_gone = isinstance(error, RankLost) and (0 in error.ranks or not error.ranks)  # it may be just ending
+        with stop.held():
+            finish_for_leader(path, error, seconds=5.0 if is_gone else 0.0)
         raise
 
 

@@ -5,7 +5,7 @@ rank acts on something that only it knows, a signal or an exhausted memory; it s
 on the device is only added up after all have agreed that it will be, so a failing rank leaves nobody waiting on a GPU.
 
 A process that is killed closes its connections, which the others see at once. One that hangs stops to say every second
-that it lives.
+that it lives (:mod:`ftcli.run.heartbeat`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from ftcli.errors import FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.ranks import ENDED_NAME, Place
 from ftcli.reporting import Reporter
-from ftcli.run.guard import ConnectionGuard
 from ftcli.run.heartbeat import Heartbeat, Timeouts
-from ftcli.run.peer_failure import PeerFailed, RankLost, as_json, from_json, is_of_connections, killed, reasons
+from ftcli.run.peer_failure import PeerFailed, RankLost, as_json, from_json, is_of_connections, reasons
 from ftcli.run.rendezvous import meeting_point
 from ftcli.run.signals import SignalName, StopRequested
 
@@ -65,10 +64,11 @@ class RankGroup:
         self._device: Any = None
         self._rows: list[Any] = []
         self._reduced: torch.cuda.Event | None = None
-        self._over = self._is_cut = self._on_gpus = False
-        self._guard: ConnectionGuard | None = None
+        self._is_cut = self._on_gpus = False
+        self._whole = True
         self._store = meeting_point(place, self._patience.meeting)
-        self._signs = Heartbeat(meeting_point(place, self._patience.meeting, client=True), place)
+        store = meeting_point(place, self._patience.meeting, client=True)
+        self._signs = Heartbeat(store, place, self._patience, self.cut)
         self._signs.start()
 
     # -- before there are collectives ------------------------------------------------------------------------
@@ -134,10 +134,7 @@ class RankGroup:
         """All ranks as torch's engines know them, with connections of their own, to exchange weights in a step: in one
         row; or (copies, ranks of a copy), where consecutive ranks have the weights together.
         """
-        if self._on_gpus:
-            self._guard = ConnectionGuard(self._someone_gone, self.cut)
-            self._guard.start()
-        elif self._device is self._host:
+        if self._device is self._host and not self._on_gpus:
             self._device = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience.silent))
         if copies == 1:
             return DeviceMesh.from_group(self._device, device.type)
@@ -172,16 +169,10 @@ class RankGroup:
         """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
         if self._on_gpus and not self._is_cut:
             self._is_cut = True
+            self._whole = self._reduced is None or self._reduced.query()  # type: ignore[no-untyped-call]
             for connected in (self._device, *self._rows):
                 with contextlib.suppress(RuntimeError):
                     connected._get_backend(torch.device("cuda")).abort()
-
-    def _someone_gone(self) -> bool:
-        try:
-            silent = max(self._signs.silent_for().values())
-            return self._has("failed") or killed(self.place) is not None or silent > self._patience.silent
-        except RuntimeError:  # rank 0, which holds what all have to say, is
-            return True
 
     # -- together --------------------------------------------------------------------------------------------
 
@@ -202,7 +193,7 @@ class RankGroup:
         if failed:
             return rows
         if any(row[2] for row in rows):
-            self._over = True
+            self._signs.noticed = True
             raise self._failure() or RankLost([r for r, row in enumerate(rows) if row[2]], "has failed")
         if any(row[:2] != rows[0][:2] for row in rows):
             raise RuntimeError(f"the ranks are not at the same place ({where}): {[row[:2] for row in rows]}")
@@ -220,23 +211,32 @@ class RankGroup:
         """A tensor of each rank, all of one shape, on the host."""
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            work = dist.all_gather(rows, mine, group=self._host, async_op=True)
-            with self._watched() as look:
-                while not work.is_completed():
-                    # That it has not come yet is raised, too; what else is raised, the last wait raises again.
-                    with contextlib.suppress(RuntimeError):
-                        work.wait(timedelta(seconds=_LOOK_SECONDS))
-                    if not work.is_completed():
-                        look()
-            work.wait()
+            self._finish(dist.all_gather(rows, mine, group=self._host, async_op=True))
         except RuntimeError as error:  # what gloo raises when a connection is closed
             raise self._gone(error) from error
         return rows
 
+    def _finish(self, work: Any) -> None:
+        """Waits for an exchange on the host. Raises RuntimeError when a connection is closed."""
+        with self._watched() as look:
+            while not work.is_completed():
+                # That it has not come yet is raised, too; what else is raised, the last wait raises again.
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(seconds=_LOOK_SECONDS))
+                if not work.is_completed():
+                    look()
+        work.wait()
+
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Makes each tensor the sum of all ranks' ones, in place, without waiting for the device."""
         for tensor in tensors:
-            dist.all_reduce(tensor, group=self._device)
+            if tensor.is_cuda:
+                dist.all_reduce(tensor, group=self._device)
+                continue
+            try:
+                self._finish(dist.all_reduce(tensor, group=self._device, async_op=True))
+            except RuntimeError as error:  # what gloo raises when a connection is closed
+                raise self._gone(error) from error
         if tensors[0].is_cuda:
             self._reduced = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._reduced.record()
@@ -254,7 +254,10 @@ class RankGroup:
         def exchange(sent: Tensor) -> Tensor:
             came = torch.empty_like(sent)
             try:
-                dist.all_to_all_single(came, sent, group=mine)
+                if self._on_gpus:
+                    dist.all_to_all_single(came, sent, group=mine)
+                else:
+                    self._finish(dist.all_to_all_single(came, sent, group=mine, async_op=True))
             except RuntimeError as error:  # what gloo raises when a connection is closed
                 raise self._gone(error) from error
             return came
@@ -264,19 +267,19 @@ class RankGroup:
     def settled(self, seconds: float = 15.0) -> bool:
         """Whether the sums that were asked for last have come, so that the weights are those of a whole step."""
         deadline = time.monotonic() + seconds
-        while self._reduced is not None and not self._reduced.query():  # type: ignore[no-untyped-call]
+        while not self._is_cut and self._reduced is not None and not self._reduced.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
-        return True
+        return self._whole
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this rank has failed, which ends them as well. Nothing is raised here."""
-        if self._over:
+        if self._signs.noticed:
             return
-        self._over = True
+        self._signs.noticed = True
         exit_code, findings = reasons(error)
         said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [as_json(f) for f in findings]}
         with contextlib.suppress(RuntimeError):
@@ -293,12 +296,11 @@ class RankGroup:
                     (self.place.folder / ENDED_NAME).touch()
                 self.publish("ended", {})
             elif self.place.hosted and not orderly:
-                self.awaited("ended")
-        self._signs.stop()
+                while not (self._has("ended") or self.signalled or self._signs.silent_for()[0] > self._patience.silent):
+                    time.sleep(0.1)
+        self._signs.stop(orderly=orderly)
         if self._host is None:
             return
-        if self._guard is not None:
-            self._guard.stop()
         with contextlib.suppress(RuntimeError):  # what waits on a GPU for a rank that is gone would wait for ever
             dist.destroy_process_group() if orderly else self.cut()
 
@@ -315,20 +317,15 @@ class RankGroup:
             if now - looked < _LOOK_SECONDS:
                 return
             looked = now
-            if (ended := self._failure() or killed(self.place)) is not None:
-                self._over = True
-                raise ended
-            silent = self._signs.silent_for()
-            hung = [rank for rank, seconds in silent.items() if seconds > patience.silent]
-            if hung:
-                self._over = True
-                raise RankLost(hung, f"has given no sign of life for {patience.silent:.0f} s")
+            if (lost := self._signs.lost()) is not None:
+                self._signs.noticed = True
+                raise lost
             if now - begun > patience.late:
-                self._over = True
+                self._signs.noticed = True
                 raise RankLost(self._behind(), f"has not arrived within {patience.late:.0f} s")
             if now - begun > patience.told and not told:
                 told = True
-                self._reporter.info(f"waiting for {self._signs.described(self._behind(), silent)}")
+                self._reporter.info(f"waiting for {self._signs.described(self._behind(), self._signs.silent_for())}")
 
         try:
             yield look
@@ -352,20 +349,16 @@ class RankGroup:
 
     def _gone(self, error: Exception) -> FtcliError:
         """Why a connection was closed: its rank has said so before, or the launcher says so, or it went silent."""
-        self._over = True
+        self._signs.noticed = True
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
-            if (lost := killed(self.place)) is not None:
+            if (lost := self._signs.lost()) is not None:
                 return lost
-            try:
-                if (failure := self._failure()) is not None:
-                    return failure
-            except RuntimeError:  # who held what all had to say is gone
+            if self._signs.unreachable and not self.place.hosted:  # who held what all had to say is gone
                 return RankLost([0], "has ended")
-            with contextlib.suppress(RuntimeError):
-                silent = [rank for rank, seconds in self._signs.silent_for().items() if seconds > 3]
-                if silent:
-                    return RankLost(silent, "has ended without a message")
+            silent = [rank for rank, seconds in self._signs.silent_for().items() if seconds > 3]
+            if silent:
+                return RankLost(silent, "has ended without a message")
             time.sleep(0.1)
         return RankLost([], f"has closed its connection ({first_line(error)[:200]})")
 

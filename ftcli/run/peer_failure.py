@@ -21,13 +21,21 @@ class PeerFailed(FtcliError):
 
 
 class RankLost(FtcliError):
-    """A rank was killed, or hangs (FT710, exit 75)."""
+    """A rank was killed, or hangs (FT710, exit 75).
 
-    def __init__(self, ranks: Sequence[int], how: str) -> None:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    Attributes:
+        ranks: Which ones; none where that is not known.
+        how: "was killed by SIGKILL", say.
+    """
+
+    def __init__(self, ranks: Sequence[int], how: str, who: str = "a rank") -> None:
+        """``who`` it is where no ranks are named."""
+        self.ranks, self.how = ranks, how
+        if ranks:
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         finding = Finding(
             "FT710",
-            f"{who or 'a rank'} {how}: no rank can go on without it",
+            f"{who} {how}: no rank can go on without it",
             help="start the same command again: it goes on from the last checkpoint. docs/multi-gpu.md says where to "
             "look for the reason",
         )
@@ -65,12 +73,12 @@ def from_json(text: str | bytes) -> PeerFailed:
 
 
 def killed(place: Place) -> RankLost | None:
-    """The first rank that was killed, as ftcli's own launcher has seen it."""
+    """The first rank that was lost, as ftcli's own launcher has seen it."""
     if place.folder is None:
         return None
     for rank in range(place.size):
         with contextlib.suppress(OSError):
-            by = (place.folder / lost_name(rank)).read_text(encoding="utf-8")
-            if by:  # else the launcher is just writing it
-                return RankLost([rank], f"was killed by {by}")
+            how = (place.folder / lost_name(rank)).read_text(encoding="utf-8")
+            if how:  # else the launcher is just writing it
+                return RankLost([rank], how)
     return None

@@ -144,7 +144,9 @@ class Server:
         """
         folder = self._folder / str(len(self._started))
         folder.mkdir()
-        prepared = [[*p, str(folder)] if p[0] in ("pause", "hurried") else list(p) for p in preparations]
+        prepared = [
+            [*p, str(folder)] if p[0] in ("pause", "hurried", "forked_ranks") else list(p) for p in preparations
+        ]
         request = {
             "words": list(words),
             "script": None if script is None else str(script),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -136,7 +138,9 @@ def spoil(target: str, call: int) -> None:
 
 def impatient(seconds: float) -> None:
     """The ranks of this process wait for others no longer than ``seconds`` without a sign of life."""
-    _be_patient(importlib.import_module("ftcli.run.heartbeat").Timeouts(told=seconds / 2, silent=seconds))
+    _be_patient(
+        importlib.import_module("ftcli.run.heartbeat").Timeouts(told=seconds / 2, silent=seconds, leaving=seconds)
+    )
 
 
 def hurried(folder: str) -> None:
@@ -149,7 +153,7 @@ def hurried(folder: str) -> None:
 class _Hurried:
     """Patience that ends."""
 
-    meeting, late = 600.0, 7200.0
+    meeting, late, leaving = 600.0, 7200.0, 30.0
 
     def __init__(self, released: Path) -> None:
         self._released, self._is_told = released, False
@@ -162,6 +166,72 @@ class _Hurried:
     @property
     def silent(self) -> float:
         return 1.0 if self._is_told else 60.0
+
+
+def forked_ranks(seconds: float, folder: str) -> None:
+    """The ranks that this launcher starts are forks of it. None may be silent for longer than ``seconds`` once there is
+    ``folder/released``.
+    """
+    limits = _Limited(seconds, Path(folder, "released"))
+    _be_patient(limits)
+
+    def limited(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args: function(self, *args, limits)
+
+    def forked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def started(command: list[str], **options: Any) -> Any:
+            return (_Fork if command[1:4] == ["-P", "-m", "ftcli"] else function)(command, **options)
+
+        return started
+
+    _wrap("ftcli.cli.workers:Ranks.__init__", limited)
+    _wrap("ftcli.cli.workers:subprocess.Popen", forked)
+
+
+class _Limited:
+    """Patience that is short from some time on."""
+
+    meeting, told, late = 600.0, 10.0, 7200.0
+
+    def __init__(self, seconds: float, released: Path) -> None:
+        self._seconds, self._released = seconds, released
+
+    @property
+    def silent(self) -> float:
+        return self._seconds if self._released.exists() else 60.0
+
+    leaving = silent
+
+
+class _Fork:
+    """What a launcher asks of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], preexec_fn: Callable[[], None], **_: Any) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 99
+        try:
+            os.setsid()
+            preexec_fn()
+            os.environ.clear()
+            os.environ.update(env)
+            status = importlib.import_module("ftcli.cli.app").main(command[4:])
+        finally:
+            os._exit(status)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 def _be_patient(patience: Any) -> None:
@@ -237,7 +307,7 @@ def warm_clean(socket: str) -> None:
     _wrap("ftcli.export.clean.process:CleanProcess.start", around)
 
 
-_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, small_files)
+_FAULTS = (pause, starve, fail, scarce, spoil, impatient, hurried, forked_ranks, small_files)
 _SHORTCUTS = (few_held_out, bundled_models, warm_children, warm_check, warm_clean)
 #: By name, as a request of drill.py has them.
 PREPARATIONS = {f.__name__: f for f in (*_FAULTS, *_SHORTCUTS)}

@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed_is_named_and_the_steps_are_saved(drills: Drills) 
     ranks.drills[1].until_reached()
     ranks.drills[1].signal(signal.SIGKILL)
     assert ranks.drills[1].wait() == -9
-    (ranks.folder / "lost-1").write_text("SIGKILL")  # as its launcher says
+    (ranks.folder / "lost-1").write_text("was killed by SIGKILL")  # as its launcher says
     assert ranks.drills[0].wait() == 75, ranks.said
     assert "rank 1 was killed by SIGKILL" in ranks.said, ranks.said[-2000:]
     assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]

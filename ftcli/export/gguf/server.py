@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftcli.export.clean.process import patience
+from ftcli.ranks import hearing_its_end
 
 _HOST = "127.0.0.1"
 #: Room for the prompt and what is generated.
@@ -102,7 +104,12 @@ def _serving(program: Path, file: Path) -> Iterator[int]:
     words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         running = subprocess.Popen(  # noqa: S603
-            words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=hearing_its_end(signal.SIGKILL),
         )
         try:
             _wait(running, port, patience(file), said)

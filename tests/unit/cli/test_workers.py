@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from ftcli.cli import workers
 from ftcli.cli.workers import Ranks, environment_of
 from ftcli.errors import FtcliError
+from ftcli.run.heartbeat import Timeouts
 
 
 def _program(text: str) -> list[str]:
@@ -33,7 +35,7 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while not (folder / "lost-1").exists():
     time.sleep(0.01)
-sys.exit(75 if (folder / "lost-1").read_text() == "SIGKILL" else 1)
+sys.exit(75 if (folder / "lost-1").read_text() == "was killed by SIGKILL" else 1)
 """
     assert Ranks(_program(text), 2, (), tmp_path).wait().exit_code == 75
 
@@ -50,6 +52,47 @@ def test_ranks_that_do_not_end_after_rank_0_are_killed(tmp_path: Path, monkeypat
     began = time.monotonic()
     assert Ranks(_program("time.sleep(600 * rank); sys.exit(5)"), 2, (), tmp_path).wait().exit_code == 5
     assert time.monotonic() - began < 500
+
+
+_TOUCHING = """
+(folder / f"sign-{rank}").touch()
+if rank in STOPPED:
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not (folder / f"lost-{STOPPED[0]}").exists():
+    (folder / f"sign-{rank}").touch()
+    time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("stopped", [(0,), (1,), (0, 1)])
+def test_ranks_that_are_stopped_are_killed(stopped: tuple[int, ...], tmp_path: Path) -> None:
+    ranks = Ranks(_program(f"STOPPED = {stopped}\n{_TOUCHING}"), 2, (), tmp_path, Timeouts(silent=1.0))
+    if stopped == (1,):
+        assert ranks.wait().exit_code == 75  # rank 0 has its own say
+    else:
+        with pytest.raises(FtcliError, match="FT710: rank 0 has given no sign of life for 1 s") as caught:
+            ranks.wait()
+        assert caught.value.exit_code == 75
+    for rank in stopped:
+        assert (tmp_path / f"lost-{rank}").read_text() == "has given no sign of life for 1 s"
+
+
+def test_a_rank_that_never_gives_a_sign_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(FtcliError, match="FT710: rank 0 has given no sign of life for 0 s"):
+        Ranks(_program("time.sleep(600)"), 1, (), tmp_path, Timeouts(silent=0.3)).wait()
+
+
+def test_a_rank_ends_without_waiting_for_what_hangs_at_the_end() -> None:
+    program = """
+import atexit, threading, time
+from ftcli.cli.place import leave
+atexit.register(print, "done", flush=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+leave(75)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (75, "done\n"), done.stderr
 
 
 _HEARING = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,20 +161,30 @@ def test_a_batch_of_hanging_completions_takes_four_timeouts_at_most(tmp_path: Pa
     assert len(calls.read_text()) <= 6  # all together, each alone until four timeouts are over
 
 
-def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:
-    """Also one that catches whatever is raised in it."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    body = (
+def _hanging(path: Path, session: str) -> str:
+    """A function that starts a process, which holds a pipe open, and hangs, whatever is raised in it."""
+    return (
         "inner, outer = os.pipe()\n"
         "    if os.fork() == 0:\n"
+        f"        {session}\n"
         f"        os.write(os.open({str(path)!r}, os.O_WRONLY), b'x'); os.write(outer, b'x'); time.sleep(600)\n"
         "    os.read(inner, 1)\n"
         "    while True:\n"
         "        try: time.sleep(60)\n"
         "        except BaseException: pass"
     )
+
+
+#: In the group of the function; in a session of its own; and a daemon, whose parent has ended.
+_SESSIONS = ("pass", "os.setsid()", "os.setsid(); os.fork() and os._exit(0)")
+
+
+@pytest.mark.parametrize("session", _SESSIONS, ids=["child", "session", "daemon"])
+def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path, session: str) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    body = _hanging(path, session)
     try:
         for seconds in (0.2, 4.0, 16.0):
             judge = opened(tmp_path, body, on_error="skip", timeout=seconds)
@@ -184,6 +196,28 @@ def test_a_late_function_and_what_it_started_are_killed(tmp_path: Path) -> None:
         assert select.select([pipe], [], [], 30)[0], "it is left behind"
         while os.read(pipe, 1) == b"x":  # the function was called more than once
             assert select.select([pipe], [], [], 30)[0], "one of them is left behind"
+    finally:
+        os.close(pipe)
+
+
+@pytest.mark.parametrize("session", _SESSIONS, ids=["child", "session", "daemon"])
+def test_nothing_that_a_function_started_outlives_a_command_that_is_killed(tmp_path: Path, session: str) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    command = os.fork()
+    if command == 0:
+        try:
+            opened(tmp_path, _hanging(path, session)).scores(CompletionBatch(["a"], ["p"]))
+        finally:
+            os._exit(1)
+    try:
+        assert select.select([pipe], [], [], 30)[0], "it was not started"
+        os.kill(command, signal.SIGKILL)
+        os.waitpid(command, 0)
+        assert os.read(pipe, 1) == b"x"
+        assert select.select([pipe], [], [], 30)[0], "it is left behind"
+        assert os.read(pipe, 1) == b""
     finally:
         os.close(pipe)
 

@@ -14,7 +14,7 @@ def test_a_word_of_the_launcher_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert killed(place) is None
     (tmp_path / lost_name(1)).write_text("")
     assert killed(place) is None
-    (tmp_path / lost_name(1)).write_text("SIGKILL")
+    (tmp_path / lost_name(1)).write_text("was killed by SIGKILL")
     lost = killed(place)
     assert lost is not None
     assert lost.findings[0].message.startswith("rank 1 was killed by SIGKILL")
