@@ -150,7 +150,7 @@ def _trained_before(trainer: Any, context: RunContext, trained: FinishedTraining
 
 def _summary(trainer: Any, callback: RunCallback, context: RunContext) -> TrainingSummary:
     """Loss and reward are those of the last step; from metrics.jsonl when this process trained no step."""
-    line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
+    line = callback.last or next((m for m in reversed(read_metrics(context.metrics.path).lines) if "loss" in m), {})
     computed = trainer.tokens_computed or None
     steps, tokens = trainer.state.global_step, trainer.tokens_seen
     return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, trainer.why_over)

@@ -7,7 +7,7 @@ from pathlib import Path
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
 from ftcli.run.directory import RunDirectory, is_run_directory
-from ftcli.run.history import metrics_of
+from ftcli.run.metrics import read_metrics
 from ftcli.run.status import read_status
 from ftcli.trainers.best import BestEvaluation
 
@@ -51,6 +51,6 @@ def _the_end_is_best(run: RunDirectory) -> bool:
     if run.result_dir is None or status is None or status.trained is None:
         return False
     best = BestEvaluation()
-    for line in metrics_of(run):
+    for line in read_metrics(run.metrics_path).lines:
         best.note(int(line["step"]), line)
     return best.value is not None and best.step == status.trained.steps

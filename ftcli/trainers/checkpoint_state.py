@@ -21,6 +21,7 @@ import torch
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
+from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.trainers.best import BestEvaluation
@@ -93,7 +94,7 @@ class WindowState:
         path = folder / STATE_NAME
         if not path.exists():
             return None
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
         known = {name: raw[name] for name in cls.__slots__ if name in raw}
         best = known.get("best")
         return cls(**{**known, "best": None if best is None else BestEvaluation(**best)})

@@ -17,7 +17,7 @@ from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.places import HUB
-from ftcli.run.atomic import read_json_object, storage_errors, write_text
+from ftcli.run.atomic import read_bytes, read_json_object, read_text, storage_errors, write_text
 from ftcli.run.card.exported import serving, verification_rows
 from ftcli.run.card.settings import training_rows
 from ftcli.run.changes import map_of
@@ -93,9 +93,11 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
 def _is_somebodys(path: Path) -> bool:
     """Whether a card is there that ftcli has not written, or that somebody has made their own."""
     try:
-        return MARK not in path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return MARK.encode() not in read_bytes(path)
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
 
 
 def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "") -> str:
@@ -158,7 +160,7 @@ class _Own(str):
 
 def _recipe(path: Path) -> JsonObject:
     try:
-        return map_of(path.read_text(encoding="utf-8"))
+        return map_of(read_text(path))
     except (OSError, ValueError):
         return {}
 
