@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,12 +101,16 @@ def words_of(line: str) -> list[str]:
     return words[1 : min(ends, default=len(words))]
 
 
+@cache
+def _commands() -> frozenset[str]:
+    return frozenset(typer.main.get_command(build_app(None)).commands)
+
+
 def wrong_with(words: list[str]) -> str:
     """Why a command line of ours cannot be run; empty where it can."""
     if words[:1] == ["--version"]:
         return ""
-    names = typer.main.get_command(build_app(None)).commands
-    if words and not words[0].startswith("-") and words[0] not in names:
+    if words and not words[0].startswith("-") and words[0] not in _commands():
         return f"no command {words[0]}"
     try:
         made = typer.main.get_command(build_app(words[0] if words else None)).main(args=words, standalone_mode=False)

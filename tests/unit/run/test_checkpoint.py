@@ -260,3 +260,16 @@ def test_an_earlier_step_sets_later_ones_aside_and_deletes_none(checkpoints: Che
     assert [p.name for p in moved] == ["step-00000002.superseded-1", "step-00000003.superseded-1"]
     assert all(damage(p) is None for p in moved)
     assert checkpoints.newest() == checkpoints.path(1)
+
+
+def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(checkpoints: Checkpoints) -> None:
+    with checkpoints.staging(1) as folder:
+        (folder / "empty").touch()
+    path = checkpoints.path(1)
+    assert damage(path) is None
+    (path / "empty").unlink()
+    os.mkfifo(path / "empty")
+    assert "a pipe" in (damage(path) or "")
+    (path / module.COMPLETE_NAME).unlink()
+    os.mkfifo(path / module.COMPLETE_NAME)
+    assert "a pipe" in (damage(path) or "")
