@@ -15,7 +15,7 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.plain import JsonObject
-from ftcli.run.atomic import json_object_in, read_json_object
+from ftcli.run.atomic import irregular_file, json_object_in, read_json_object
 from ftcli.run.directory import RunDirectory
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -83,8 +83,13 @@ def resolve_source(
         FtcliError: FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
     """
     if isinstance(source, RunDirectory):
-        return _from_run(source, destination, checkpoint)
-    return _from_adapter(source, destination)
+        found = _from_run(source, destination, checkpoint)
+    else:
+        found = _from_adapter(source, destination)
+    irregular = irregular_file(found.folder)
+    if irregular:
+        raise unusable(found.folder, irregular)
+    return found
 
 
 def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | None) -> ExportSource:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
+from ftcli.run.atomic import irregular_file
 from ftcli.run.directory import RunDirectory, is_run_directory
+from ftcli.run.layout import unreadable_file
 from ftcli.run.metrics import read_metrics
 from ftcli.run.status import read_status
 from ftcli.trainers.best import BestEvaluation
@@ -34,7 +36,8 @@ def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Pa
 
 
 def result_of(run: RunDirectory) -> Path:
-    """The folder with the run's adapter or model. Raises FtcliError FT763 (exit 2) when there is none."""
+    """The folder with the run's adapter or model. Raises FtcliError FT763 (exit 2) when there is none, FT727 when
+    something in it is no file."""
     result = run.result_dir if is_run_directory(run.path) else None
     if result is None:
         raise FtcliError.single(
@@ -43,6 +46,9 @@ def result_of(run: RunDirectory) -> Path:
             exit_code=ExitCode.RECIPE,
             help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
         )
+    irregular = irregular_file(result)
+    if irregular:
+        raise unreadable_file(result, ValueError(irregular))
     return result
 
 

@@ -286,6 +286,23 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
+def irregular_file(folder: Path) -> str:
+    """What in a folder is neither a file nor a folder, as ``x.json: it is a pipe``; empty where nothing is.
+
+    Libraries that load the folder would wait for a pipe, even past a signal, and read a device without end.
+    """
+    for path in sorted(folder.rglob("*")):
+        try:
+            mode = path.stat().st_mode
+            if not stat.S_ISDIR(mode):
+                _require_regular(mode)
+        except FileNotFoundError:  # a link that leads nowhere is like a file that is missing
+            continue
+        except OSError as error:
+            return f"{path.relative_to(folder)}: {error.strerror}"
+    return ""
+
+
 def _require_regular(mode: int) -> None:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
     if not stat.S_ISREG(mode):

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.export.resolve import resolve_source
+from ftcli.pipeline.weights import result_of
 from ftcli.run import atomic
+from ftcli.run.directory import RunDirectory
 
 
 def names(folder: Path) -> list[str]:
@@ -140,3 +143,29 @@ def test_only_regular_files_of_some_size_are_read(tmp_path: Path) -> None:
     assert atomic.read_bytes(tmp_path / "small", 5) == b"12345"
     with pytest.raises(OSError, match="5 bytes, and 4"):
         atomic.read_bytes(tmp_path / "small", 4)
+
+
+def test_what_is_no_file_in_a_folder_of_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "weights").touch()
+    (tmp_path / "linked").symlink_to(tmp_path / "inner" / "weights")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert atomic.irregular_file(tmp_path) == ""
+    os.mkfifo(tmp_path / "inner" / "pipe")
+    assert atomic.irregular_file(tmp_path) == "inner/pipe: it is a pipe, not a regular file"
+    (tmp_path / "a").symlink_to("/dev/zero")
+    assert atomic.irregular_file(tmp_path) == "a: it is a device, not a regular file"
+
+
+def test_weights_that_are_a_pipe_are_neither_exported_nor_evaluated(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "bundled:tiny-gemma2", "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": True}))
+    os.mkfifo(adapter / "adapter_model.safetensors")
+    with pytest.raises(FtcliError, match=r"FT742: .*adapter_model.safetensors: it is a pipe"):
+        resolve_source(adapter)
+    (tmp_path / "recipe.yaml").write_text("version: 1\n")
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(FtcliError, match=r"FT727: .*adapter_model.safetensors: it is a pipe"):
+        result_of(RunDirectory(tmp_path))
