@@ -88,7 +88,7 @@ def test_damaged_runs(root: Path, data: st.DataObject, words: tuple[str, ...], f
     _nothing_lost(folder, before, kept, set(hurt))
 
 
-@examples(6, 30)
+@examples(3, 30)
 @given(data=st.data(), words=st.sampled_from(_COMMANDS), finished=st.booleans())
 def test_what_is_no_file(root: Path, data: st.DataObject, words: tuple[str, ...], finished: bool) -> None:
     """A pipe, a device or a folder in the place of a file of a run is neither waited for nor read without end."""
@@ -112,7 +112,7 @@ def test_what_is_no_file(root: Path, data: st.DataObject, words: tuple[str, ...]
 _ODD_NUMBERS = st.sampled_from(["NaN", "1e308", "-1e308", "1e-320", "Infinity", '"1"', "[1]", "{}", "true", "9" * 400])
 
 
-@examples(6, 30)
+@examples(4, 30)
 @given(
     lines=st.lists(
         st.tuples(st.sampled_from(("step", "loss", "eval_loss", "reward", "tokens")), _ODD_NUMBERS), min_size=1
