@@ -1,14 +1,15 @@
-"""Values as JSON has them. Results are dataclasses; here alone they become maps, for stdout and for files."""
+"""Values as JSON has them. Results are dataclasses; here alone they become maps, for stdout and for files. What files
+hold, which may be anything, is asked for here too."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 #: A map as JSON or YAML has it, whose keys and values are somebody else's: a model's config.json, a row of data, a file
 #: that an earlier process wrote. Also what a value says of itself for such a file. What is ours has a type instead.
@@ -20,6 +21,10 @@ JsonMap: TypeAlias = Mapping[str, Any]
 LEFT_OUT = MappingProxyType({"plain": "left out without a value"})
 #: Its own fields stand among those of its owner; without a value there are none.
 SPREAD = MappingProxyType({"plain": "spread"})
+
+
+#: Beyond this nothing is counted or measured; squares and sums of it would overflow, in charts for instance.
+_LARGEST = 1e100
 
 
 @runtime_checkable
@@ -61,3 +66,29 @@ def plain_fields(value: Any) -> JsonObject:
         elif item or field.metadata != LEFT_OUT:
             found[field.name] = plain(item)
     return found
+
+
+def map_in(value: JsonMap, key: str) -> JsonObject:
+    """The map under ``key``; empty where there is none."""
+    found = value.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def maps(value: object) -> list[JsonObject]:
+    """The maps of a list; empty where it is no list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def number_or_none(value: object) -> float | None:
+    """The number, or None where it is something else."""
+    return float(value) if is_number(value) else None
+
+
+def numbers_of(lines: Sequence[JsonMap], key: str) -> list[float]:
+    """The values of ``key`` in those lines that have one."""
+    return [value for line in lines if (value := number_or_none(line.get(key))) is not None]

@@ -66,6 +66,9 @@ a merged export answers as base and adapter did. They are in the order in which 
 - A memory estimate: where kernels are not `none`, and for BitNet, Ministral-3 and what is made of it. For the others
   `ftcli check` says what training needs at least.
 
+The table is about architectures. A published checkpoint may still be refused for how its weights are stored (FT316):
+OpenAI's gpt-oss is published in MXFP4, DeepSeek-V3 in fp8. Name a copy in bfloat16.
+
 Refused by name: other multimodal checkpoints (FT309), encoder-decoders (FT309), checkpoints stored in other packed
 formats than NF4 (FT316), dropout on experts (FT333), heads that the loss cannot stand for (FT335).
 

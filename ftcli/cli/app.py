@@ -176,7 +176,8 @@ def _run(request: AnyRequest, words: list[str]) -> _Answer:
 def _text_of(result: object, request: AnyRequest) -> str | None:
     if isinstance(result, EndedElsewhere) or (request.options.json and not request.raw):
         return None
-    return request.render(result) if request.render is not None else render.result_text(result)
+    text = request.render(result) if request.render is not None else render.result_text(result)
+    return text if request.verbatim or request.raw else render.terminal_text(text)
 
 
 def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:

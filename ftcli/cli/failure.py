@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftcli.cli.render import terminal_text
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding, first_line
 from ftcli.ranks import Place
 from ftcli.run.out_of_memory import is_out_of_memory
@@ -77,7 +78,7 @@ def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:
     text = "".join(traceback.format_exception(error))
     message = f"this is a bug in ftcli: {type(error).__name__}: {first_line(error)[:300]}"
     if debug:
-        print(text, file=sys.stderr)  # noqa: T201
+        print(terminal_text(text), file=sys.stderr)  # noqa: T201
         return Finding("FT190", message, help="please report it with the traceback above")
     path = _crash_file(text, command)
     kept = f"the traceback is in {path}; please report it" if path is not None else "run it again with --debug"

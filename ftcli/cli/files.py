@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import sys
 from pathlib import Path
 
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.cli.environment import is_terminal
+from ftcli.cli.render import terminal_text
+from ftcli.errors import ExitCode, FtcliError, Origin, first_line
+from ftcli.paths import RUN_RECIPE, is_file
 
 _COMMAND_LINE = Origin("command line")
+#: How a page of ours begins.
+_PAGE = b"<!doctype html>"
+
+
+def file_content(text: str) -> str:
+    """What stdout gets of a file that somebody may keep: to the letter, but where a person reads it on a terminal."""
+    return (terminal_text(text) if is_terminal(sys.stdout) else text).rstrip("\n")
 
 
 def write_new(text: str, target: Path, *, force: bool) -> None:
@@ -16,54 +25,69 @@ def write_new(text: str, target: Path, *, force: bool) -> None:
 
     Raises FtcliError FT153 or FT155 (exit RECIPE).
     """
+    from ftcli.run.atomic import write_named
+
+    _require_nobodys(target)
     try:
-        if target.exists() and not target.is_file():  # a pipe or a device, which cannot be replaced
-            target.write_text(text, encoding="utf-8")
-        else:
-            _write_whole(text, target, force=force)
+        write_named(target, text.encode("utf-8"), overwrite=force)
     except FileExistsError:
-        raise FtcliError.single(
-            "FT153",
-            f"{target} exists",
-            exit_code=ExitCode.RECIPE,
-            origin=_COMMAND_LINE,
-            help="name another file, or use --force to overwrite it",
-        ) from None
+        raise _exists(target, "name another file, or use --force to overwrite it") from None
     except OSError as error:
-        raise FtcliError.single(
-            "FT155",
-            f"{target} cannot be written: {error.strerror}",
-            exit_code=ExitCode.RECIPE,
-            origin=_COMMAND_LINE,
-            help="name a file in a folder that exists and that you can write to",
-        ) from None
+        raise _unwritable(target, error) from None
 
 
-def _write_whole(text: str, target: Path, *, force: bool) -> None:
-    """Writes beside the target, then takes its name; a link that is there goes on pointing to the file."""
-    if not force and os.path.lexists(target):
-        raise FileExistsError
-    target = target.resolve()
-    staged = target.with_name(f".{target.name[:100]}.{os.getpid()}.writing")
+def write_page(text: str, target: Path) -> None:
+    """Writes a page, over an earlier one where there is one. Raises FtcliError FT153 or FT155 (exit RECIPE)."""
+    from ftcli.run.atomic import write_named
+
+    require_page(target)
     try:
-        with staged.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-        if force:
-            staged.replace(target)
-        else:
-            _take_name(staged, target)
-    finally:
-        with contextlib.suppress(OSError):
-            staged.unlink()
+        write_named(target, text.encode("utf-8"))
+    except OSError as error:
+        raise _unwritable(target, error) from None
 
 
-def _take_name(staged: Path, target: Path) -> None:
-    """Raises FileExistsError where somebody else has the name by now."""
+def require_page(target: Path) -> None:
+    """Refuses to replace a file that is no page, or that belongs to a run. Raises FtcliError FT153 (exit RECIPE)."""
+    _require_nobodys(target)
+    if is_file(target):
+        try:
+            with target.open("rb") as file:
+                begin = file.read(len(_PAGE))
+        except OSError as error:
+            raise _unwritable(target, error) from None
+        if begin and begin.lower() != _PAGE:
+            raise _exists(target, "name another file; only an earlier page is replaced", " and is no page of ftcli's")
+
+
+def _require_nobodys(target: Path) -> None:
+    """Raises FT153 where the name is that of a file of a run."""
     try:
-        target.hardlink_to(staged)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if target.exists():
-            raise FileExistsError from None
-        staged.rename(target)
+        resolved = target.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead in circles
+        raise _unwritable(target, error) from None
+    if not any(is_file(parent / RUN_RECIPE) for parent in resolved.parents):
+        return
+    from ftcli.run.directory import run_that_owns
+
+    run = run_that_owns(resolved)
+    if run is not None:
+        raise _exists(
+            target, "name a file outside of the run directory", f": it is the name of a file of the run {run}"
+        )
+
+
+def _exists(target: Path, help: str, what: str = "") -> FtcliError:
+    message = f"{target}{what}" if what.startswith(":") else f"{target} exists{what}"
+    return FtcliError.single("FT153", message, exit_code=ExitCode.RECIPE, origin=_COMMAND_LINE, help=help)
+
+
+def _unwritable(target: Path, error: OSError | RuntimeError) -> FtcliError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return FtcliError.single(
+        "FT155",
+        f"{target} cannot be written: {reason}",
+        exit_code=ExitCode.RECIPE,
+        origin=_COMMAND_LINE,
+        help="name a file in a folder that exists and that you can write to",
+    )

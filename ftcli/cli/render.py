@@ -135,8 +135,12 @@ def clean(text: str) -> str:
 
 
 def terminal_text(text: str) -> str:
-    """What a model wrote, its lines kept: characters that would steer a terminal, or turn the direction of what is
-    read, are shown as escapes. The two joiners stay: emoji and several scripts are written with them."""
+    """`text` as it may reach a terminal, its lines kept: characters that would steer it, or turn the direction of what
+    is read, are shown as escapes. The two joiners stay: emoji and several scripts are written with them.
+
+    Whatever a command prints passes here once, or :func:`clean`: a result when it is told, a line in its reporter, an
+    answer of a model piece by piece. Colours are painted after.
+    """
     return "".join(
         char if char in _KEPT or unicodedata.category(char) not in _STEERING else _escaped(char) for char in text
     )

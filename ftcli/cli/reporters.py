@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from ftcli.cli.line import ProgressCount, fields_text, line_text
-from ftcli.cli.render import Style, findings_text, of_row
+from ftcli.cli.render import Style, clean, findings_text, of_row, terminal_text
 from ftcli.errors import Finding
 from ftcli.reporting import Progress, SilentProgress
 
@@ -37,11 +37,11 @@ class CollectingReporter:
     def info(self, text: str) -> None:
         """A line, unless quiet."""
         if not self._quiet:
-            self._write(text)
+            self._write(terminal_text(text))
 
     def warn(self, text: str) -> None:
         """A line that begins with `warning:`."""
-        self._write(f"{self._style.paint('warning', '1;33')}: {text}")
+        self._write(f"{self._style.paint('warning', '1;33')}: {terminal_text(text)}")
 
     def finding(self, finding: Finding) -> None:
         """The finding's block; notes only when not quiet."""
@@ -81,7 +81,7 @@ class PlainProgress:
     def _line(self, fields: str) -> None:
         count = self._count
         parts = (f"{count.description} {count.counted}", fields, count.time)
-        self._write("  ".join(filter(None, parts)))
+        self._write(clean("  ".join(filter(None, parts))))
         self._written_at = time.monotonic()
 
 
@@ -138,7 +138,7 @@ class _Line:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        yield Text(line_text(self._count, options.max_width), no_wrap=True, overflow="crop")
+        yield Text(clean(line_text(self._count, options.max_width)), no_wrap=True, overflow="crop")
 
 
 class _LiveProgress:

@@ -27,8 +27,9 @@ class Invocation(Generic[R]):
 
     ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
     printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
-    result stands for; None: it is a success. ``owns_stdout``: the action itself keeps the libraries' output off stdout,
-    because it writes to it while it works.
+    result stands for; None: it is a success. ``verbatim`` texts are written as they are: what steers a terminal has
+    been taken out by whoever painted them, or they are the content of a file. ``owns_stdout``: the action itself keeps
+    the libraries' output off stdout, because it writes to it while it works.
     """
 
     command: str
@@ -36,6 +37,7 @@ class Invocation(Generic[R]):
     action: Callable[[Session], R]
     render: Callable[[R], str] | None = None
     raw: bool = False
+    verbatim: bool = False
     exit_code: Callable[[R], int] | None = None
     owns_stdout: bool = False
 

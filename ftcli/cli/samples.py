@@ -32,12 +32,10 @@ def _legend(style: Style) -> str:
 
 def _row(sample: SampledRow, style: Style, *, plain: bool) -> Iterator[str]:
     fate = "" if sample.fate == "kept" else f", {sample.fate}"
-    yield style.paint(
-        f"{sample.origin}: {sample.layout}, {sample.trained:,} of {len(sample.tokens):,} tokens trained{fate}",
-        "1",
-    )
+    count = f"{sample.trained:,} of {len(sample.tokens):,} tokens trained"
+    yield style.paint(f"{clean(str(sample.origin))}: {sample.layout}, {count}{fate}", "1")
     if sample.template is not None:
-        yield f"rendered by {sample.template}"
+        yield f"rendered by {clean(sample.template)}"
     runs = groupby(sample.tokens, key=lambda token: token.trained)
     text = "".join(_run("".join(token.text for token in tokens), style, on, plain) for on, tokens in runs)
     yield text.rstrip("\n")

@@ -84,6 +84,8 @@ def _undumped(text: str) -> Any:
     depth = 0
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has an alias, which no dumped recipe has")
         if depth > _DEEPEST:
             raise ValueError(f"nested more than {_DEEPEST} levels deep")
     return yaml.load(text, Loader=loader)  # noqa: S506 - both are safe

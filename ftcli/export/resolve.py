@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.plain import JsonObject
-from ftcli.run.atomic import read_json_object
+from ftcli.run.atomic import irregular_file, json_object_in, read_json_object
 from ftcli.run.directory import RunDirectory
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -87,8 +86,13 @@ def resolve_source(
         FtcliError: FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
     """
     if isinstance(source, RunDirectory):
-        return _from_run(source, destination, checkpoint)
-    return _from_adapter(source, destination)
+        found = _from_run(source, destination, checkpoint)
+    else:
+        found = _from_adapter(source, destination)
+    irregular = irregular_file(found.folder)
+    if irregular:
+        raise unusable(found.folder, irregular)
+    return found
 
 
 def _from_run(run: RunDirectory, destination: Path | None, checkpoint: Path | None) -> ExportSource:
@@ -146,10 +150,10 @@ def read_adapter_config(folder: Path) -> JsonObject:
         FtcliError: FT742 when it is missing, damaged or of another method.
     """
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = json_object_in(folder / ADAPTER_CONFIG)
+    except (OSError, ValueError) as error:
         raise unusable(folder, f"{ADAPTER_CONFIG} cannot be read ({error})") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    if config.get("peft_type") != "LORA":
         raise unusable(folder, f"{ADAPTER_CONFIG} does not describe a LoRA adapter")
     for key in _OTHER_FORMULAS:
         if config.get(key):

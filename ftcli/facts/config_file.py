@@ -157,6 +157,8 @@ def bundled_configs() -> dict[str, tuple[Path, JsonObject]]:
 def read_json(path: Path, origin: Origin | None, *, limit: int = _MAX_CONFIG_BYTES) -> JsonObject:
     """A JSON object from a file. Raises FtcliError FT305 (exit 3) for anything else."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for, a device never ends
+            raise preflight_error("FT305", f"{path} is not a regular file", origin)
         if path.stat().st_size > limit:
             raise preflight_error("FT305", f"{path} is larger than {limit >> 20} MiB", origin)
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -241,6 +241,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
     """Refuses an adapter whose expressions are none, or take for ever on this model's names (FT334)."""
     try:
+        if not (folder / ADAPTER_CONFIG).is_file():  # a pipe would be waited for
+            raise ValueError("it is missing, or no regular file")
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         slow = endless(_expressions(config), [name for name, _ in model.named_modules()])
     except (OSError, ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:

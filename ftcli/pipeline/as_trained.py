@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ftcli.config.dump import dump_recipe
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.run.atomic import read_text
 from ftcli.run.changes import ChangedKey, recipe_changes
 from ftcli.run.directory import RunDirectory
 from ftcli.tables import methods
@@ -18,7 +19,7 @@ _TRAINING = ("lora", "train", "checkpoint", "launch")
 def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, ...]:
     """How the recipe, as it is now, differs from the one that the run was trained by; nothing of a run without one."""
     try:
-        return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), dump_recipe(loaded.recipe))
+        return recipe_changes(read_text(run.recipe_path), dump_recipe(loaded.recipe))
     except (OSError, ValueError):
         return ()  # whoever reads the run says what is wrong with it
 

@@ -147,7 +147,8 @@ def _trained_before(trainer: Any, context: RunContext, trained: FinishedTraining
 
 def _summary(trainer: Any, context: RunContext) -> TrainingSummary:
     """Loss and reward are those of the last step; from metrics.jsonl when this process trained no step."""
-    line = trainer.last_line or next((m for m in reversed(read_metrics(context.metrics.path)) if "loss" in m), {})
+    metrics = read_metrics(context.metrics.path).lines
+    line = trainer.last_line or next((m for m in reversed(metrics) if "loss" in m), {})
     computed = trainer.tokens_computed or None
     steps, tokens = trainer.step, trainer.tokens_seen
     return TrainingSummary(steps, tokens, line.get("loss"), line.get("reward"), computed, trainer.why_over)

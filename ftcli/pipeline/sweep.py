@@ -24,6 +24,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.sweep_checks import check_all
 from ftcli.pipeline.sweep_result import RunOutcome, SweepResult, sweep_result
 from ftcli.reporting import Reporter, Session
+from ftcli.run.atomic import read_text
 from ftcli.run.changes import HARMLESS, recipe_changes
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.signals import SignalName, StopNow, StopRequest, exit_code_of, second_signal_as_error
@@ -149,7 +150,7 @@ def is_finished(run: SweepRun) -> bool:
     if status is None or status.state != "completed" or directory.result_dir is None:
         return False
     with suppress(OSError, ValueError):
-        changes = recipe_changes(directory.recipe_path.read_text(encoding="utf-8"), dump_recipe(run.recipe))
+        changes = recipe_changes(read_text(directory.recipe_path), dump_recipe(run.recipe))
         return all(change.is_in(HARMLESS) for change in changes)
     return False
 

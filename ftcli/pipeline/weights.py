@@ -6,9 +6,11 @@ from pathlib import Path
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.reporting import Reporter
+from ftcli.run.atomic import irregular_file
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.held import hold_result
-from ftcli.run.history import metrics_of
+from ftcli.run.layout import unreadable_file
+from ftcli.run.metrics import read_metrics
 from ftcli.run.status import read_status
 from ftcli.train.best import BestEvaluation
 
@@ -37,7 +39,8 @@ def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Pa
 def result_of(run: RunDirectory, reporter: Reporter) -> Path:
     """The folder with the run's adapter or model, as training wrote it; what cannot be held against that is told.
 
-    Raises FtcliError FT763 (exit 2) when there is none, FT771 when it was changed since.
+    Raises FtcliError FT763 (exit 2) when there is none, FT727 when something in it is no file, FT771 when it was
+    changed since.
     """
     result = run.result_dir if is_run_directory(run.path) else None
     if result is None:
@@ -47,6 +50,9 @@ def result_of(run: RunDirectory, reporter: Reporter) -> Path:
             exit_code=ExitCode.RECIPE,
             help="train first, name the run's directory, or take one of its checkpoints with --checkpoint STEP",
         )
+    irregular = irregular_file(result)
+    if irregular:
+        raise unreadable_file(result, ValueError(irregular))
     for finding in hold_result(run):
         reporter.finding(finding)
     return result
@@ -57,6 +63,6 @@ def _the_end_is_best(run: RunDirectory) -> bool:
     if run.result_dir is None or status is None or status.trained is None:
         return False
     best = BestEvaluation()
-    for line in metrics_of(run):
+    for line in read_metrics(run.metrics_path).lines:
         best.note(int(line["step"]), line)
     return best.value is not None and best.step == status.trained.steps

@@ -1,7 +1,11 @@
-"""Files that are either complete or absent, also after a power cut.
+"""How files are written, either complete or absent, and how those of a run are read, which anybody may have changed.
 
 A file is written beside its destination under a hidden name, flushed to the disk and renamed; the folder's
-entry is then flushed as well. Readers see the old content or the new one, never a mixture.
+entry is then flushed as well. Readers see the old content or the new one, never a mixture. Nothing is ever renamed over
+a device, a pipe, a socket or a folder. A link in a run directory is replaced by the file; a file that a user names
+(:func:`write_named`) is written where its link leads.
+
+Only regular files are read, up to a size that no run comes near: a pipe would be waited for, a device never ends.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import json
 import os
 import re
 import shutil
+import stat
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +33,9 @@ TEMPORARY_PREFIX = ".tmp-"
 WRITING_PREFIX = ".writing-"
 #: Beginning of the names of folders that are being deleted.
 TRASH_PREFIX = ".trash-"
+
+#: No file of a run but its metrics and its weights comes near this.
+MOST_BYTES = 64 << 20
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 #: How Rust's standard library ends the text of a system's error.
@@ -134,19 +143,38 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Replace the content of ``path`` atomically.
 
     Raises:
-        OSError: the content could not be written; ``path`` is then unchanged.
+        OSError: the content could not be written, or ``path`` is a device, a pipe, a socket or a folder; it is then
+            unchanged.
     """
-    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode):
+            _require_regular(mode)
+    _replace(path, data)
+
+
+def _replace(path: Path, data: bytes, mode: int | None = None) -> None:
+    aside = _aside(path)
     try:
-        with aside.open("wb") as file:
+        with aside.open("xb") as file:
             file.write(data)
             file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def _aside(path: Path) -> Path:
+    """Where the content of ``path`` is written first; what a killed process of this number has left there is removed,
+    and so is a link, which would lead elsewhere."""
+    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:100]}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    return aside
 
 
 def write_text(path: Path, text: str) -> None:
@@ -175,13 +203,153 @@ def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
+def write_named(path: Path, data: bytes, *, overwrite: bool = True) -> None:
+    """Write a file whose name a user gave: whole, or not at all.
+
+    A link goes on pointing to its file, which is replaced and keeps its permissions. A device or a pipe, such as
+    /dev/null or /dev/stdout, is written to.
+
+    Raises:
+        FileExistsError: there is a file, and not ``overwrite``.
+        OSError: it cannot be written; of a pipe, that nobody reads from it.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        found = None
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if found is not None and (not stat.S_ISREG(found.st_mode) or _standard_output(found) is not None):
+        _write_into(path, data, _standard_output(found))
+    elif overwrite:
+        _replace(path.resolve(), data, None if found is None else stat.S_IMODE(found.st_mode))
+    elif os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    else:
+        _create(path.resolve(), data)
+
+
+def _standard_output(found: os.stat_result) -> int | None:
+    """The stream of this process that is this very file, as after ``> page.html``: what it still writes would be lost
+    with the file that is replaced."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(number)):
+                return number
+    return None
+
+
+def _write_into(path: Path, data: bytes, number: int | None) -> None:
+    if number is not None:
+        (sys.stdout, sys.stderr)[number - 1].flush()
+        descriptor = os.dup(number)
+    else:  # without waiting for somebody who reads from a pipe
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb", closefd=True) as file:
+        file.write(data)
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Raises FileExistsError where somebody else has the name by now."""
+    aside = _aside(path)
+    try:
+        with aside.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            path.hardlink_to(aside)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, opened without waiting for anybody.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+    try:
+        _require_regular(os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def irregular_file(folder: Path) -> str:
+    """What in a folder is neither a file nor a folder, as ``x.json: it is a pipe``; empty where nothing is.
+
+    Libraries that load the folder would wait for a pipe, even past a signal, and read a device without end.
+    """
+    for path in sorted(folder.rglob("*")):
+        try:
+            mode = path.stat().st_mode
+            if not stat.S_ISDIR(mode):
+                _require_regular(mode)
+        except FileNotFoundError:  # a link that leads nowhere is like a file that is missing
+            continue
+        except OSError as error:
+            return f"{path.relative_to(folder)}: {error.strerror}"
+    return ""
+
+
+def _require_regular(mode: int) -> None:
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory"}
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file")
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or holds more.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(most + 1) if size <= most else b""
+    if size > most or len(data) > most:
+        raise OSError(errno.EFBIG, f"it holds {max(size, len(data)):,} bytes, and {most:,} at most are read")
+    return data
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The text of a file, as :func:`read_bytes`. Raises ValueError where it is no UTF-8."""
+    return read_bytes(path, most).decode("utf-8")
+
+
+def json_object_in(path: Path) -> JsonObject:
+    """The map in a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or not a map.
+    """
+    try:
+        value = json.loads(read_bytes(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("it is not a map")
+    return value
+
+
 def read_json_object(path: Path) -> JsonObject:
     """The map in a JSON file; empty when the file is missing, damaged or holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return json_object_in(path)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def utc_now() -> str:
@@ -235,4 +403,4 @@ def replace_directory(staged: Path, destination: Path) -> None:
         rename_directory(destination, old)
     rename_directory(staged, destination)
     if old is not None:
-        shutil.rmtree(old)
+        delete(old)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -28,6 +27,8 @@ from ftcli.run.atomic import (
     delete,
     first_free,
     fsync_tree,
+    json_object_in,
+    open_regular,
     read_json_object,
     remove_tree,
     rename_directory,
@@ -93,11 +94,11 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
     Small files are compared by SHA-256 as well. With ``thorough`` all files are, which reads every byte.
     """
     try:
-        raw: Any = json.loads((checkpoint / COMPLETE_NAME).read_text(encoding="utf-8"))
+        raw: Any = json_object_in(checkpoint / COMPLETE_NAME)
         return difference(checkpoint, raw["files"], thorough=thorough)
     except FileNotFoundError:
         return f"{COMPLETE_NAME} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{COMPLETE_NAME} is not readable ({error})"
 
 
@@ -117,8 +118,8 @@ def difference(folder: Path, files: Sequence[JsonMap], *, thorough: bool) -> str
                 return f"{name} has {found} bytes instead of {size}"
             if digest is not None and (thorough or size <= QUICK_BYTES) and _digest(path) != digest:
                 return f"{name} differs from what was written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
     return None
 
 
@@ -333,7 +334,7 @@ def _digest(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size <= _BLOCK_BYTES:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ftcli.config.grid import PLACES
 from ftcli.plain import JsonObject, plain_fields
+from ftcli.run.atomic import read_text
 from ftcli.run.changes import settings_of
-from ftcli.run.history import RunSummary, metrics_of, summarise
-from ftcli.run.layout import RunDirectory, unreadable_file
-from ftcli.run.metrics import MetricsLine
+from ftcli.run.history import RunSummary, summarise
+from ftcli.run.layout import RunDirectory
+from ftcli.run.metrics import MetricsLine, read_metrics
 
 #: Metrics with a curve, by their keys, with a title.
 CURVES: Mapping[str, str] = {"loss": "Training loss", "eval_loss": "Held-out loss", "reward": "Reward"}
@@ -59,10 +60,9 @@ class Comparison:
 def compare(paths: Sequence[Path]) -> Comparison:
     """The runs in ``paths`` side by side.
 
-    Raises:
-        FtcliError: FT727 where a run's recipe cannot be read.
+    A run whose recipe cannot be read differs in no setting; its summary says so.
     """
-    lines = [metrics_of(RunDirectory(path)) for path in paths]
+    lines = [read_metrics(RunDirectory(path).metrics_path).lines for path in paths]
     curves = {metric: tuple(_points(of_run, metric) for of_run in lines) for metric in CURVES}
     return Comparison(
         names=_names(paths),
@@ -73,23 +73,22 @@ def compare(paths: Sequence[Path]) -> Comparison:
 
 
 def _points(lines: Sequence[MetricsLine], metric: str) -> Points:
-    return [(int(line["step"]), line[metric]) for line in lines if metric in line]
+    return [(line["step"], line[metric]) for line in lines if metric in line]
 
 
 def _settings(path: Path) -> dict[str, str]:
-    recipe = RunDirectory(path).recipe_path
+    """The run's settings; none where its recipe cannot be read."""
     try:
-        return settings_of(recipe.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise unreadable_file(recipe, error) from error
+        return settings_of(read_text(RunDirectory(path).recipe_path))
+    except (OSError, ValueError):
+        return {}
 
 
 def _differences(recipes: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:
-    keys = dict.fromkeys(
-        key for recipe in recipes for key in recipe if key not in PLACES
-    )  # no difference between experiments
-    rows = (Difference(key, tuple(recipe.get(key) for recipe in recipes)) for key in keys)
-    return tuple(row for row in rows if len(set(row.values)) > 1)
+    known = [recipe for recipe in recipes if recipe]
+    keys = dict.fromkeys(key for recipe in known for key in recipe if key not in PLACES)  # no difference of experiments
+    differ = (key for key in keys if len({recipe.get(key) for recipe in known}) > 1)
+    return tuple(Difference(key, tuple(recipe.get(key) for recipe in recipes)) for key in differ)
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, ...]:

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.plain import JsonObject
-from ftcli.run.atomic import TEMPORARY_PREFIX, storage_errors
+from ftcli.plain import JsonObject, number_or_none
+from ftcli.run.atomic import TEMPORARY_PREFIX, read_bytes, storage_errors
 
 _NAME = re.compile(r"step-(\d{8,})\.parquet")
 _REWARD = "rewards/"
+#: Far more than a step has; of a few bytes a damaged file can make any number.
+_MOST_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +98,18 @@ class Completions:
         import pyarrow.parquet as pq
 
         try:
-            rows: list[JsonObject] = pq.read_table(self.path(step)).to_pylist()
-        except (OSError, pa.ArrowException):
+            file = pq.ParquetFile(pa.BufferReader(read_bytes(self.path(step))))
+            if file.metadata.num_rows > _MOST_ROWS:
+                return []
+            rows: list[JsonObject] = file.read().to_pylist()
+        except (OSError, ValueError, pa.ArrowException):
             return []
         return [
             ScoredCompletion(
                 str(row.get("prompt") or ""),
                 str(row.get("completion") or ""),
-                {k.removeprefix(_REWARD): _number(value) for k, value in row.items() if k.startswith(_REWARD)},
-                _number(row.get("advantage")),
+                {k.removeprefix(_REWARD): number_or_none(value) for k, value in row.items() if k.startswith(_REWARD)},
+                number_or_none(row.get("advantage")),
                 None if row.get("reasoning") is None else str(row["reasoning"]),
             )
             for row in rows
@@ -143,7 +148,3 @@ class Completions:
 def _storable(text: str) -> str:
     """Half of a surrogate pair, which UTF-8 cannot hold, becomes its escape."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

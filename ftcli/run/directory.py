@@ -17,6 +17,7 @@ from ftcli.run.atomic import (
     delete,
     first_free,
     fsync_directory,
+    read_text,
     rename_directory,
     storage_error,
     storage_errors,
@@ -25,7 +26,7 @@ from ftcli.run.atomic import (
 from ftcli.run.changes import HARMLESS, ChangedKey, recipe_changes, structural_keys
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.held import changed_result, result_files
-from ftcli.run.layout import RunDirectory, no_run, unreadable_file
+from ftcli.run.layout import NAMES, RunDirectory, no_run, unreadable_file
 from ftcli.run.lock import LOCK_NAME, DirectoryLock
 from ftcli.run.manifest import read_manifest
 from ftcli.run.status import FinishedTraining, TrainingSummary
@@ -302,7 +303,7 @@ def _foreign_entries(path: Path) -> list[str]:
 
 def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
     try:
-        return recipe_changes(run.recipe_path.read_text(encoding="utf-8"), recipe_yaml)
+        return recipe_changes(read_text(run.recipe_path), recipe_yaml)
     except (OSError, ValueError) as error:
         raise unreadable_file(run.recipe_path, error) from error
 
@@ -346,6 +347,14 @@ def _unusable(path: Path, reason: str) -> FtcliError:
 def _no_locks(path: Path) -> Finding:
     message = f"the file system of {path} has no locks: nothing prevents a second run in this directory"
     return Finding("FT729", message, severity="warning")
+
+
+def run_that_owns(path: Path) -> Path | None:
+    """The run directory of which ``path`` would be a file, or lie in a folder; None where it is no run's."""
+    for folder in path.parents:
+        if path.relative_to(folder).parts[0] in NAMES and is_run_directory(folder):
+            return folder
+    return None
 
 
 def is_run_directory(path: Path) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftcli.errors import FtcliError
-from ftcli.plain import JsonMap
-from ftcli.run.atomic import read_json_object
+from ftcli.errors import first_line
+from ftcli.plain import JsonMap, is_number, number_or_none, numbers_of
+from ftcli.run.atomic import json_object_in, read_json_object, read_text
+from ftcli.run.changes import map_of
 from ftcli.run.directory import RunDirectory, is_run_directory
 from ftcli.run.lock import is_locked
-from ftcli.run.metrics import MetricsLine, read_metrics
-from ftcli.run.report.values import is_number, number_or_none, numbers_of
-from ftcli.run.status import read_status
+from ftcli.run.metrics import MetricsLine, ReadMetrics, read_metrics
+from ftcli.run.status import read_status, status_damage
 
 #: Folders of a run are not searched for further runs, and neither are links: they may lead in circles.
 _DEEPEST = 4
@@ -38,6 +39,7 @@ class RunSummary:
         seconds: How long all of its processes took; None while it runs.
         message: Why it ended, where that needs saying.
         eval_tokens: Tokens that the result's held-out loss is the mean of.
+        damage: What is wrong with its files, each by name; what is sound of them is in the other fields.
     """
 
     path: Path
@@ -55,11 +57,12 @@ class RunSummary:
     seconds: float | None
     message: str | None
     eval_tokens: int | None = None
+    damage: Sequence[str] = ()
 
 
 def find_runs(folder: Path, depth: int = _DEEPEST) -> Iterator[Path]:
     """The run directories in ``folder`` and up to ``depth`` levels below it, by name."""
-    if is_run_directory(folder):
+    if is_run_directory(folder) or _was_run(folder):
         yield folder
         return
     if depth == 0:
@@ -73,11 +76,18 @@ def find_runs(folder: Path, depth: int = _DEEPEST) -> Iterator[Path]:
             yield from find_runs(path, depth - 1)
 
 
+def _was_run(folder: Path) -> bool:
+    """Whether a folder has several of a run's files, whatever they are by now."""
+    run = RunDirectory(folder)
+    return sum(map(os.path.lexists, (run.status_path, run.metrics_path, run.checkpoints_dir))) > 1
+
+
 def summarise(path: Path) -> RunSummary:
     """What the run in ``path`` came to; what is missing or damaged is None."""
     run = RunDirectory(path)
     status, evaluation = read_status(run.status_path), read_json_object(run.eval_path)
-    lines = metrics_of(run)
+    metrics = read_metrics(run.metrics_path)
+    lines = metrics.lines
     training = [line for line in lines if is_number(line.get("loss")) or "reward" in line]
     last: MetricsLine = training[-1] if training else {}
     held_out: MetricsLine = next(
@@ -101,15 +111,21 @@ def summarise(path: Path) -> RunSummary:
         seconds=None if status is None else status.seconds,
         message=None if status is None else status.message,
         eval_tokens=_whole(scores.get("tokens")),
+        damage=damage_of(run, metrics),
     )
 
 
-def metrics_of(run: RunDirectory) -> list[MetricsLine]:
-    """The run's lines of metrics; empty where they cannot be read."""
-    try:
-        return read_metrics(run.metrics_path)
-    except (OSError, FtcliError):
-        return []
+def damage_of(run: RunDirectory, metrics: ReadMetrics) -> list[str]:
+    """What is wrong with a run's files. A file that is not there is none of it, but for the recipe."""
+    found = {run.status_path: status_damage(run.status_path), run.metrics_path: metrics.damage}
+    for path in (run.recipe_path, run.manifest_path, run.eval_path, run.tokens_path):
+        try:
+            map_of(read_text(path)) if path == run.recipe_path else json_object_in(path)
+        except FileNotFoundError:
+            found[path] = "it is missing" if path == run.recipe_path else ""
+        except (OSError, ValueError) as error:
+            found[path] = getattr(error, "strerror", None) or first_line(error)
+    return [f"{path.name}: {reason}" for path, reason in found.items() if reason]
 
 
 def _state(path: Path, state: str | None) -> str:

@@ -9,6 +9,11 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.paths import RUN_RECIPE
 from ftcli.run.checkpoint import Checkpoints
 
+#: Files and folders of a run, by name.
+NAMES = frozenset(
+    (RUN_RECIPE, "manifest.json", "metrics.jsonl", "checkpoints", "adapter", "model", "export", "eval.json")
+) | {"tokens.json", "completions", "report.html", "status.json", "tensorboard", ".lock"}
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:

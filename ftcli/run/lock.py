@@ -122,7 +122,7 @@ def _close_in_children(lock: DirectoryLock) -> None:
 def is_locked(directory: Path) -> bool:
     """Whether some process holds the directory's lock right now (False where there is no lock file)."""
     try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -15,7 +15,7 @@ from ftcli import __version__
 from ftcli.facts.device import DeviceFacts
 from ftcli.facts.execution import ExecutionPart
 from ftcli.facts.precision import DtypePlan
-from ftcli.plain import JsonMap, JsonObject, plain, plain_fields
+from ftcli.plain import JsonMap, JsonObject, maps, plain, plain_fields
 from ftcli.preflight.memory.checkpointing import Offloaded
 from ftcli.preflight.memory.estimate import MemoryEstimate
 from ftcli.preflight.memory.host_total import HostEstimate
@@ -192,7 +192,7 @@ def build_manifest(
         "kernels": (),
         "data": data,
         "judges": judges,
-        "processes": [*before.get("processes", ()), process],
+        "processes": [*maps(before.get("processes")), process],
         "parts": parts,
         "activations": activations,
         "predicted_memory": predicted_memory,

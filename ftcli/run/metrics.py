@@ -5,34 +5,68 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.plain import plain
-from ftcli.run.atomic import json_bytes, storage_errors, write_bytes
+from ftcli.plain import JsonObject, is_number, plain
+from ftcli.run.atomic import json_bytes, open_regular, read_bytes, storage_errors, write_bytes
 
 #: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and datasets have names of the recipe's.
 MetricsLine: TypeAlias = Mapping[str, Any]
 
 
-def read_metrics(path: Path) -> list[MetricsLine]:
-    """All complete lines; empty when there is no file. A half-written last line is left out.
+#: A run of a million steps has 300 MB of lines, each of a few hundred bytes.
+_MOST_BYTES, _MOST_LINE_BYTES = 1 << 30, 1 << 20
+_LAST_STEP = 2**53
 
-    Raises:
-        FtcliError: FT727 when a line is not the JSON of a map with an integer ``step``.
+
+@dataclass(frozen=True, slots=True)
+class ReadMetrics:
+    """What a file of metrics holds: its sound lines, by their order, and what is wrong with the rest (empty: nothing).
+
+    Every value is a number that is finite, or None.
     """
+
+    lines: Sequence[MetricsLine]
+    damage: str = ""
+
+
+def read_metrics(path: Path) -> ReadMetrics:
+    """All complete lines; none when there is no file. A half-written last line is left out, and is no damage."""
+    found: list[MetricsLine] = []
+    faults: list[str] = []
     try:
-        data = path.read_bytes()
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                return ReadMetrics((), f"it is larger than {_MOST_BYTES >> 30} GiB")
+            number = 0
+            while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
+                number += 1
+                row = _parsed(line)
+                if row is None:
+                    faults.append(f"line {number} is not a metric")
+                    continue
+                values = {name: value if is_number(value) else None for name, value in row.items()}
+                faults += [
+                    f"line {number} has a {name} that is no number"
+                    for name, value in values.items()
+                    if value is None and row[name] is not None
+                ][:1]
+                found.append({**values, "step": row["step"]})
     except FileNotFoundError:
-        return []
-    return [row for row, _ in _rows(path, data)]
+        return ReadMetrics(())
+    except OSError as error:
+        return ReadMetrics((), error.strerror or str(error))
+    more = f", and {len(faults) - 1} more lines are damaged" if len(faults) > 1 else ""
+    return ReadMetrics(found, f"{faults[0]}{more}" if faults else "")
 
 
 def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
-    rows = []
+    rows: list[tuple[MetricsLine, bytes]] = []
     *lines, _unfinished = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         row = _parsed(line)
@@ -47,14 +81,15 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
     return rows
 
 
-def _parsed(line: bytes) -> MetricsLine | None:
+def _parsed(line: bytes) -> JsonObject | None:
     """A line's map, or None when it is no metric."""
     try:
         row = json.loads(line)
-        int(row["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, RecursionError):
         return None
-    return dict(row)
+    step = row.get("step") if isinstance(row, dict) else None
+    sound = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= _LAST_STEP
+    return row if sound else None
 
 
 def _without_torn_tail(data: bytes) -> bytes:
@@ -87,7 +122,7 @@ class MetricsWriter:
         self._descriptor: int | None = None
         with storage_errors(path):
             if path.exists():
-                data = path.read_bytes()
+                data = read_bytes(path, _MOST_BYTES)
                 rows = _rows(path, _without_torn_tail(data)) if resume_step else []
                 kept = [
                     line
@@ -98,7 +133,7 @@ class MetricsWriter:
                 content = b"".join(line + b"\n" for line in kept)
                 if content != data:
                     write_bytes(path, content)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, step: int, values: MetricsLine) -> None:
         """Append one line: ``step`` and ``values``. NaN and infinity become null.

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftcli.plain import LEFT_OUT, JsonObject, plain, plain_fields
+from ftcli.plain import LEFT_OUT, JsonObject, maps, plain, plain_fields
 from ftcli.run.atomic import read_json_object, storage_errors, write_json
-from ftcli.run.report.values import maps
 
 #: What is measured together with the loss.
 _OF_LOSS = ("loss", "perplexity", "token_accuracy", "tokens", "datasets")

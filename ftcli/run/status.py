@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from ftcli.errors import ExitCode
-from ftcli.plain import JsonMap
-from ftcli.run.atomic import storage_errors, utc_now, write_json
+from ftcli.errors import ExitCode, first_line
+from ftcli.plain import JsonMap, is_number
+from ftcli.run.atomic import json_object_in, read_json_object, storage_errors, utc_now, write_json
 
 State = Literal["running", "completed", "preempted", "failed"]
 
+T = TypeVar("T", int, str)
 _STATES: tuple[State, ...] = get_args(State)
 
 
@@ -112,31 +112,66 @@ def state_of(exit_code: int) -> State:
 
 def read_status(path: Path) -> Status | None:
     """The status in ``path``, or None when there is none or it is not readable as one."""
+    raw = read_json_object(path)
+    if raw.get("state") not in _STATES:
+        return None
+    texts = {name: _if(str, raw.get(name)) for name in ("ended", "resumed_from", "message")}
+    earlier = raw.get("earlier_seconds")
+    return Status(
+        raw["state"],
+        started=_if(str, raw.get("started")) or "",
+        pid=_if(int, raw.get("pid")) or 0,
+        exit_code=_if(int, raw.get("exit_code")),
+        resumable=raw.get("resumable") is not False,
+        trained=_trained_in(raw.get("trained")),
+        earlier_seconds=float(earlier) if is_number(earlier) else 0.0,
+        **texts,
+    )
+
+
+def status_damage(path: Path) -> str:
+    """What is wrong with the file at ``path``; empty where nothing is, or there is none."""
     try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(raw, dict) or raw.get("state") not in _STATES:
-        return None
-    known = {key: raw[key] for key in Status.__dataclass_fields__ if key in raw}
-    earlier = known.get("earlier_seconds")
-    known["earlier_seconds"] = float(earlier) if isinstance(earlier, int | float) else 0.0
-    return Status(**{"started": "", "pid": 0, **known, "trained": _trained_in(raw.get("trained"))})
+        raw = json_object_in(path)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return first_line(error)
+    if raw.get("state") not in _STATES:
+        return f"it has no state, which is one of {', '.join(_STATES)}"
+    kept = read_status(path)
+    told = ("started", "ended", "message", "pid", "exit_code", "resumed_from")
+    odd = [name for name in told if raw.get(name) is not None and raw[name] != getattr(kept, name)]
+    return f"its {odd[0]} cannot be" if odd else ""
+
+
+def _if(kind: type[T], value: object) -> T | None:
+    """The value, where it is of the kind; true and false are no numbers, and neither is what no counter reaches."""
+    sound = isinstance(value, kind) and (isinstance(value, str) or is_number(value))
+    return value if sound else None  # type: ignore[return-value]
 
 
 def _trained_in(raw: Any) -> FinishedTraining | None:
     """What an older ftcli has written, or somebody has edited, counts as nothing when it is incomplete."""
-    known = set(FinishedTraining.__dataclass_fields__)
-    whole = isinstance(raw, dict) and known <= set(raw) and isinstance(raw["steps"], int)
-    if not whole or not isinstance(raw["summary"], dict):
+    told = raw if isinstance(raw, dict) else {}
+    steps, result, files, summary = (told.get(name) for name in ("steps", "result", "files", "summary"))
+    if not isinstance(steps, int) or isinstance(steps, bool) or not isinstance(result, str):
         return None
-    said = {name: raw["summary"].get(name) for name in ("tokens", "train_loss", "reward", "stopped_early")}
-    files = raw["files"]
     if isinstance(files, dict):  # ftcli 0.1 noted sizes alone
         files = [{"name": name, "bytes": size} for name, size in files.items()]
     if not isinstance(files, list) or not all(isinstance(each, dict) for each in files):
         return None
-    return FinishedTraining(TrainingSummary(raw["steps"], **said), raw["steps"], str(raw["result"]), files)
+    if not isinstance(summary, dict):
+        return None
+    tokens, loss, reward = (summary.get(name) for name in ("tokens", "train_loss", "reward"))
+    known = TrainingSummary(
+        steps,
+        _if(int, tokens),
+        loss if is_number(loss) else None,
+        reward if is_number(reward) else None,
+        stopped_early=_if(str, summary.get("stopped_early")),
+    )
+    return FinishedTraining(known, steps, result, files)
 
 
 def begin(

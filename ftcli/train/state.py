@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
+from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
 from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.best import BestEvaluation
@@ -100,7 +101,7 @@ class WindowState:
         path = folder / STATE_NAME
         if not path.exists():
             return None
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
         known = {name: raw[name] for name in cls.__slots__ if name in raw}
         best = known.get("best")
         return cls(**{**known, "best": None if best is None else BestEvaluation(**best)})

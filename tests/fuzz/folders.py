@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,25 @@ def damage(draw: st.DrawFn, folder: Path, names: list[str]) -> dict[str, bytes |
         else:
             found[name] = draw(damaged(content))
     return found
+
+
+#: What may stand in the place of a file and is none: made by a function of its path.
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device without end": lambda path: path.symlink_to("/dev/zero"),
+    "a device that holds nothing": lambda path: path.symlink_to("/dev/null"),
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "holes of 5 GiB": lambda path: (path.touch(), os.truncate(path, 5 << 30)),
+}
+
+
+def stand_in(folder: Path, kinds: dict[str, str]) -> None:
+    """Puts something of :data:`NO_FILES` in the place of files."""
+    for name, kind in kinds.items():
+        (folder / name).unlink()
+        NO_FILES[kind](folder / name)
 
 
 def apply(folder: Path, damage: dict[str, bytes | None]) -> None:

@@ -33,6 +33,10 @@ _COMMANDS = (
 )
 
 
+def _options(words: tuple[str, ...]) -> tuple[str, ...]:
+    return ("--json",) if words[0] in ("runs", "compare") else ("--offline", "--json")
+
+
 @pytest.fixture(scope="module")
 def root(shared_reload: None) -> Iterator[Path]:
     """A folder with a finished run, ``whole``, of three steps with a checkpoint each."""
@@ -80,13 +84,59 @@ def test_damaged_runs(root: Path, data: st.DataObject, words: tuple[str, ...], f
     kept = [name for name in folders.files_of(folder) if name.startswith(("checkpoints/", "adapter/"))]
     kept = [name for name in kept if not name.endswith("README.md")]  # `eval` writes its numbers into the card
     before = folders.fingerprints(folder, [name for name in kept if name not in hurt])
-    hold(run(root, *words, "--offline", "--json"), looks_only=False)
+    hold(run(root, *words, *_options(words)), looks_only=False)
+    _nothing_lost(folder, before, kept, set(hurt))
+
+
+@examples(3, 30)
+@given(data=st.data(), words=st.sampled_from(_COMMANDS), finished=st.booleans())
+def test_what_is_no_file(root: Path, data: st.DataObject, words: tuple[str, ...], finished: bool) -> None:
+    """A pipe, a device or a folder in the place of a file of a run is neither waited for nor read without end."""
+    folder = root / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(root / "whole", folder)
+    if not finished:
+        _unfinished(folder)
+    names = [name for name in folders.files_of(folder) if not name.startswith("checkpoints/")] * 3
+    names += folders.files_of(folder)
+    kinds = st.sampled_from(list(folders.NO_FILES))
+    hurt = data.draw(st.dictionaries(st.sampled_from(names), kinds, min_size=1, max_size=2), label="no files")
+    folders.stand_in(folder, hurt)
+    kept = [name for name in folders.files_of(folder) if name.startswith(("checkpoints/", "adapter/"))]
+    kept = [name for name in kept if not name.endswith("README.md") and name not in hurt]
+    before = folders.fingerprints(folder, kept)
+    hold(run(root, *words, *_options(words)), looks_only=words[0] in ("runs", "compare"))
+    _nothing_lost(folder, before, kept, set(hurt))
+
+
+_ODD_NUMBERS = st.sampled_from(["NaN", "1e308", "-1e308", "1e-320", "Infinity", '"1"', "[1]", "{}", "true", "9" * 400])
+
+
+@examples(4, 30)
+@given(
+    lines=st.lists(
+        st.tuples(st.sampled_from(("step", "loss", "eval_loss", "reward", "tokens")), _ODD_NUMBERS), min_size=1
+    ),
+    words=st.sampled_from([each for each in _COMMANDS if each[0] in ("runs", "compare", "train")]),
+)
+def test_odd_metrics(root: Path, lines: list[tuple[str, str]], words: tuple[str, ...]) -> None:
+    """A line of metrics for each value, before those that the run has written."""
+    folder = root / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(root / "whole", folder)
+    path = folder / "metrics.jsonl"
+    odd = "".join(f'{{"step": 1, "loss": 1.0, "{name}": {value}}}\n' for name, value in lines)
+    path.write_text(odd + path.read_text())
+    hold(run(root, *words, *_options(words)), looks_only=words[0] != "train")
+
+
+def _nothing_lost(folder: Path, before: dict[str, str], kept: list[str], hurt: set[str]) -> None:
     after = folders.fingerprints(folder, kept)
     lost = [name for name, content in before.items() if after.get(name) != content and not _of_damaged(name, hurt)]
     assert not lost, f"lost or changed: {lost}"
 
 
-def _of_damaged(name: str, hurt: dict[str, bytes | None]) -> bool:
+def _of_damaged(name: str, hurt: set[str]) -> bool:
     """Whether a file belongs to a checkpoint or result of which another file is damaged: it may be written again."""
     parts = name.split("/")
     unit = "/".join(parts[:2] if parts[0] == "checkpoints" else parts[:1]) + "/"

@@ -9,6 +9,7 @@ import typer
 
 from ftcli.cli import completion, options, samples, views
 from ftcli.cli.environment import style_for
+from ftcli.cli.render import terminal_text
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.reporting import Session
 
@@ -67,6 +68,6 @@ def check(
 
     def render(result: CheckResult) -> str:
         shown = samples.samples_text(result.samples, style_for(sys.stdout))
-        return "\n\n".join(part for part in (views.check_text(result), shown) if part)
+        return "\n\n".join(part for part in (terminal_text(views.check_text(result)), shown) if part)
 
-    return Invocation("check", options.common(json, quiet, offline, debug), action, render)
+    return Invocation("check", options.common(json, quiet, offline, debug), action, render, verbatim=True)

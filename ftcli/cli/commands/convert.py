@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ftcli.cli import options
+from ftcli.cli.files import file_content
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
@@ -64,9 +65,9 @@ def convert(
         return ConvertedRecipe(made.dialect, made.text)
 
     def shown(result: ConvertedRecipe) -> str:
-        return result.recipe.rstrip("\n")
+        return file_content(result.recipe)
 
-    return Invocation("recipes convert", options.common(json, quiet, False, debug), action, shown)
+    return Invocation("recipes convert", options.common(json, quiet, False, debug), action, shown, verbatim=True)
 
 
 def _require_known(dialect: str | None) -> None:

@@ -95,7 +95,7 @@ def new(
     def shown(result: WrittenRecipe) -> str:
         return f"wrote {result.path}; next: ftcli check {result.path}"
 
-    return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown)
+    return Invocation("recipes new", options.common(json, quiet, offline, debug), action, shown, owns_stdout=True)
 
 
 def _answered(said: dict[str, str | None]) -> dict[str, str]:

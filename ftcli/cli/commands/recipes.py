@@ -13,7 +13,7 @@ import typer
 
 from ftcli.cli import completion, options, render
 from ftcli.cli.commands import convert, new
-from ftcli.cli.files import write_new
+from ftcli.cli.files import file_content, write_new
 from ftcli.cli.request import AnyRequest, Invocation
 from ftcli.cli.shipped import shipped
 from ftcli.errors import ExitCode, FtcliError, Origin
@@ -115,9 +115,9 @@ def show(name: NameArgument, json: options.JsonOption = False, debug: options.De
         return ShownRecipe(path.stem, str(path), path.read_text(encoding="utf-8"))
 
     def shown(result: ShownRecipe) -> str:
-        return result.text.rstrip("\n")
+        return file_content(result.text)
 
-    return Invocation("recipes show", options.common(json, False, False, debug), action, shown)
+    return Invocation("recipes show", options.common(json, False, False, debug), action, shown, verbatim=True)
 
 
 def copy(
@@ -145,7 +145,7 @@ def copy(
     def shown(result: CopiedRecipe) -> str:
         return f"wrote {result.path}; next: ftcli check {result.path}"
 
-    return Invocation("recipes copy", options.common(json, False, False, debug), action, shown)
+    return Invocation("recipes copy", options.common(json, False, False, debug), action, shown, owns_stdout=True)
 
 
 def schema(json: options.JsonOption = False, debug: options.DebugOption = False) -> AnyRequest:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftcli.cli import completion, options
+from ftcli.cli.files import require_page, write_page
 from ftcli.cli.render import clean, table
 from ftcli.cli.request import AnyRequest, Invocation
-from ftcli.errors import ExitCode, FtcliError, Origin
-from ftcli.paths import expanded
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Severity
+from ftcli.paths import exists, expanded, is_folder
 from ftcli.plain import LEFT_OUT, SPREAD, JsonObject, plain_fields
-from ftcli.reporting import Session
+from ftcli.reporting import Reporter, Session
 
 if TYPE_CHECKING:
     from ftcli.run.comparison import Comparison, Points
@@ -61,7 +63,7 @@ def runs(
       ftcli runs experiments --json
     """
 
-    def action(_: Session) -> FoundRuns:
+    def action(session: Session) -> FoundRuns:
         from ftcli.run.history import find_runs, summarise
 
         if not expanded(folder).is_dir():
@@ -73,6 +75,7 @@ def runs(
                 help="name the folder that holds your runs; `ftcli train` writes into runs/ unless told otherwise",
             )
         found = [summarise(path) for path in find_runs(expanded(folder))]
+        _tell_damage(found, session.reporter)
         return FoundRuns(folder, sorted(found, key=lambda run: run.started or ""))
 
     return Invocation("runs", options.common(json, quiet, False, debug), action, _runs_text)
@@ -91,7 +94,8 @@ def compare(
 ) -> AnyRequest:
     """Compare runs.
 
-    Results, curves and the settings that differ, side by side.
+    Results, curves and the settings that differ, side by side. A folder of runs, as of a sweep, means those in it;
+    what is no run is left out.
 
     \b
     Examples:
@@ -101,17 +105,55 @@ def compare(
 
     def action(session: Session) -> ComparedRuns:
         from ftcli.run.comparison import compare as side_by_side
-        from ftcli.run.report.compared import result_rows, write_comparison
+        from ftcli.run.report.compared import render_comparison, result_rows
 
-        paths = [options.run_directory(name, "command line") for name in directories]
-        comparison = side_by_side(paths)
+        if html is not None:
+            require_page(expanded(html))
+        comparison = side_by_side(_runs_named(directories, session.reporter))
+        _tell_damage(comparison.runs, session.reporter)
         result = ComparedRuns(comparison, result_rows(comparison), html)
         if html is not None:
-            write_comparison(comparison, expanded(html))
+            write_page(render_comparison(comparison), expanded(html))
             session.reporter.info(f"written: {html}")
         return result
 
-    return Invocation("compare", options.common(json, quiet, False, debug), action, _comparison_text)
+    # What `--html /dev/stdout` names is the command's own.
+    return Invocation("compare", options.common(json, quiet, False, debug), action, _comparison_text, owns_stdout=True)
+
+
+def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
+    """The runs that are named, or lie in folders that are. Raises FtcliError FT154 where there are not two."""
+    from ftcli.cli.near import run_meant
+    from ftcli.run.history import find_runs
+
+    found: list[Path] = []
+    for name in names:
+        runs = list(find_runs(expanded(name), depth=1))
+        found += runs
+        if not runs:
+            folder = expanded(name)
+            problem = "is no run directory, and holds none" if is_folder(folder) else "is not a directory"
+            severity: Severity = "note" if exists(folder) else "warning"
+            message = f"{name} {problem}: it is left out"
+            reporter.finding(Finding("FT154", message, Origin("command line"), run_meant(folder), severity))
+    if len(found) > 1:
+        return found
+    raise FtcliError.single(
+        "FT154",
+        f"there is nothing to compare with {found[0]}: it is the only run" if found else f"{names[0]} holds no run",
+        exit_code=ExitCode.RECIPE,
+        origin=Origin("command line"),
+        help="name two runs at least, as in runs/first runs/second, or a folder that holds them",
+    )
+
+
+def _tell_damage(runs: Sequence[RunSummary], reporter: Reporter) -> None:
+    """A warning for each run that has damaged files."""
+    help = "restore the file; what is sound is shown"
+    for run in runs:
+        if run.damage:
+            message = f"{run.path} is damaged: {'; '.join(run.damage)}"
+            reporter.finding(Finding("FT727", message, help=help, severity="warning"))
 
 
 def _runs_text(result: FoundRuns) -> str:
@@ -124,7 +166,7 @@ def _runs_text(result: FoundRuns) -> str:
         records.append(
             {
                 "run": str(run.path),
-                "state": run.state,
+                "state": f"{run.state}, damaged" if run.damage else run.state,
                 "step": run.step,
                 "loss": run.loss if run.loss is not None else run.reward,
                 "held-out": f"{held_out} ({scores})" if scores else held_out,
@@ -137,9 +179,8 @@ def _runs_text(result: FoundRuns) -> str:
 def _comparison_text(result: ComparedRuns) -> str:
     comparison, names = result.comparison, result.comparison.names
     lines = _columns([["", *names], *([label, *texts] for label, texts in result.rows)])
-    width = max(map(len, names))
     for metric, curves in comparison.curves.items():
-        shown = (f"  {name:<{width}}  {_bars(curve)}" for name, curve in zip(names, curves, strict=True))
+        shown = _columns([["", name, _bars(curve)] for name, curve in zip(names, curves, strict=True)])
         lines += ["", metric, *shown]
     lines += ["", "settings that differ" if comparison.differences else "the recipes are the same"]
     if comparison.differences:

@@ -17,15 +17,15 @@ from ftcli.facts.config_file import looks_local
 from ftcli.facts.weights import ADAPTER_CONFIG, EXPORT_RECORD, MODEL_CARD
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.places import HUB
-from ftcli.run.atomic import read_json_object, storage_errors, write_text
+from ftcli.run.atomic import read_bytes, read_json_object, read_text, storage_errors, write_text
 from ftcli.run.card.exported import serving, verification_rows
 from ftcli.run.card.settings import training_rows
 from ftcli.run.changes import map_of
 from ftcli.run.layout import RunDirectory
 from ftcli.run.report.facts import score_rows
 from ftcli.run.report.markup import page_text
-from ftcli.run.report.values import count, map_in, maps
-from ftcli.tables import methods
+from ftcli.run.report.values import count, is_number, map_in, maps
+from ftcli.tables import methods, quantizations
 from ftcli.tables.methods import Method
 
 #: The end of a card that may be written anew.
@@ -93,9 +93,11 @@ def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool
 def _is_somebodys(path: Path) -> bool:
     """Whether a card is there that ftcli has not written, or that somebody has made their own."""
     try:
-        return MARK not in path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return MARK.encode() not in read_bytes(path)
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
 
 
 def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merged_with: str = "") -> str:
@@ -104,9 +106,9 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
     manifest, tokens = read_json_object(run.manifest_path), read_json_object(run.tokens_path)
     evaluation = read_json_object(run.eval_path) if of_result else {}
     status = read_json_object(run.status_path)
-    base = _base(recipe, manifest)
+    base, stored = _base(recipe, manifest), str(map_in(recipe, "quantization").get("method"))
     adapter, model = (folder / ADAPTER_CONFIG).is_file(), (folder / "config.json").is_file()
-    licence = licence_of_base(manifest)
+    licence = {} if _is_random(recipe) else licence_of_base(manifest)
     loading = _ADAPTER if adapter else _MODEL if model else ""
     served = serving(folder)
     chat = _CHAT if loading and (folder / "chat_template.jinja").is_file() else ""
@@ -115,12 +117,16 @@ def render_card(run: RunDirectory, folder: Path, *, of_result: bool = True, merg
         title=str(map_in(recipe, "run").get("name") or run.path.name),
         about=_about(base, recipe, manifest, adapter=adapter),
         licence=_licence_text(licence),
+        random=_is_random(recipe),
         scores=score_rows(evaluation),
+        measured=_measured(evaluation, exported=not adapter and (folder / EXPORT_RECORD).is_file()),
         code=_Own(loading + ("\n" + chat if chat else "") or served),
         language=_Own("python" if loading else "console"),
         base_is_local=adapter and base.repo is None,
+        stored=stored if adapter and recipe.get("lora") and quantizations.is_stored(stored) else "",
         training=[
-            *training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary")),
+            *([] if of_result else [("weights", "of a checkpoint, written before the end of the run")]),
+            *training_rows(recipe, manifest, map_in(map_in(status, "trained"), "summary") if of_result else {}),
             *([("merged with", merged_with)] if merged_with else []),
         ],
         data=_data(manifest, tokens),
@@ -159,7 +165,7 @@ class _Own(str):
 
 def _recipe(path: Path) -> JsonObject:
     try:
-        return map_of(path.read_text(encoding="utf-8"))
+        return map_of(read_text(path))
     except (OSError, ValueError):
         return {}
 
@@ -204,8 +210,9 @@ def _head(
 ) -> str:
     """The front matter that the Hub reads."""
     values: JsonObject = {}
-    if base.repo is not None:
-        values["base_model"] = base.repo
+    repo = None if _is_random(recipe) else base.repo
+    if repo is not None:
+        values["base_model"] = repo
     if adapter or model:
         values["library_name"] = "peft" if adapter else "transformers"
     values["pipeline_tag"] = "text-generation"
@@ -219,7 +226,7 @@ def _head(
     method = _method(recipe, manifest)
     tags = ["ftcli", *([] if method is None else [method.name])]
     tags += ["lora"] if recipe.get("lora") else []
-    tags += [f"base_model:{kind}:{base.repo}"] if base.repo is not None else []
+    tags += [f"base_model:{kind}:{repo}"] if repo is not None else []
     values["tags"] = sorted(tags)
     return _Own(f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n")
 
@@ -238,12 +245,26 @@ def _sources(recipe: JsonMap) -> list[str]:
 
 def _about(base: PublicBase, recipe: JsonMap, manifest: JsonMap, *, adapter: bool) -> str:
     what = "LoRA adapter for" if adapter else "Merged LoRA fine-tune of" if recipe.get("lora") else "Full fine-tune of"
+    what += " random weights in the shape of" if _is_random(recipe) else ""
     at = f" at commit `{base.commit}`" if base.commit is not None else ""
     named = f"[{base.repo}](https://huggingface.co/{base.repo})" if base.repo is not None else str(_cell(base.name))
     row = _method(recipe, manifest)
     method = "training" if row is None else row.title
     version = manifest.get("ftcli") or __version__
     return _Own(f"{what} {named}{at}, made by {method} with ftcli {_cell(version)}.")
+
+
+def _is_random(recipe: JsonMap) -> bool:
+    """Whether nothing of the base but its shape is in what was trained."""
+    return map_in(recipe, "model").get("init") == "random"
+
+
+def _measured(evaluation: JsonMap, *, exported: bool) -> str:
+    """What the held-out results are not of what lies here."""
+    step = evaluation.get("step")
+    after = f"after step {step:,} of training, before its end" if is_number(step) else ""
+    before = "on the run's own result, before it was written in this format" if exported else ""
+    return f"Measured {' and '.join(filter(None, (after, before)))}." if after or before else ""
 
 
 def _licence_text(licence: JsonMap) -> str:

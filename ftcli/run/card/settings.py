@@ -40,13 +40,21 @@ _PATH = re.compile(r"(~|\.{1,2})?/")
 def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[tuple[str, str]]:
     """Names and values: how it was trained, with what settings, for how long, and on what."""
     device, plan = map_in(manifest, "device"), map_in(manifest, "dtype_plan")
-    rows = [("method", _method(recipe)), ("effective batch", _batch(recipe))]
+    rows = [("method", _method(recipe)), ("effective batch", _batch(recipe, manifest))]
     if is_number(summary.get("steps")):
         tokens = f", {summary['tokens']:,} tokens" if is_number(summary.get("tokens")) else ""
         rows.append(("steps", f"{summary['steps']:,}{tokens}"))
     rows += [*_settings(recipe), ("rewards", _rewards(recipe))]
     rows += [("seed", as_text(map_in(recipe, "run").get("seed"))), ("device", as_text(device.get("name")))]
-    dtypes = {"parameters": plan.get("parameter"), "computed in": plan.get("compute")}
+    quantized = map_in(recipe, "quantization").get("method")
+    frozen = {"linear layers": quantized} if recipe.get("lora") and quantizations.is_stored(quantized) else {}
+    others = "other parameters" if frozen else "parameters"
+    dtypes = {
+        **frozen,
+        others: plan.get("parameter"),
+        "adapters": plan.get("adapter"),
+        "computed in": plan.get("compute"),
+    }
     rows.append(("dtypes", ", ".join(f"{name} {as_text(value)}" for name, value in dtypes.items() if value)))
     return [(name, value) for name, value in rows if value not in ("", "–")]
 
@@ -54,15 +62,19 @@ def training_rows(recipe: JsonMap, manifest: JsonMap, summary: JsonMap) -> list[
 def _method(recipe: JsonMap) -> str:
     kind = "LoRA" if recipe.get("lora") else "full fine-tuning"
     quantized = map_in(recipe, "quantization").get("method")
-    return f"{kind} on a base in {quantized}" if quantizations.is_stored(quantized) else kind
+    if quantizations.is_stored(quantized) and recipe.get("lora"):
+        return f"{kind} on a base in {quantized}"
+    return f"{kind}, weights rounded in every product ({quantized})" if quantizations.is_stored(quantized) else kind
 
 
-def _batch(recipe: JsonMap) -> str:
+def _batch(recipe: JsonMap, manifest: JsonMap) -> str:
+    """Rows of an optimizer step, over all processes: the manifest counts what each of them accumulates."""
     train = map_in(recipe, "train")
     size, accumulated = (train.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
-    if not isinstance(size, int) or not isinstance(accumulated, int):
+    together = manifest.get("micro_batches", accumulated)
+    if not isinstance(size, int) or not isinstance(together, int):
         return ""
-    return f"{size * accumulated} = {size} x {accumulated} accumulated"
+    return f"{size * together} = {size} x {together} micro-batches"
 
 
 def _settings(recipe: JsonMap) -> list[tuple[str, str]]:

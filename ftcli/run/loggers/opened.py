@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ftcli.errors import Finding, first_line
-from ftcli.plain import JsonMap
+from ftcli.plain import JsonMap, is_number, map_in
 from ftcli.reporting import Reporter
 from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.layout import RunDirectory
@@ -106,10 +106,13 @@ class OpenLoggers:
     def _read(self, *, keep: bool) -> tuple[str, dict[str, _Given]]:
         """The run's id and what each logger was given; a new id when the series begins here."""
         known = read_json_object(self._path) if keep else {}
+        entries = {name: map_in(map_in(known, "given"), name) for name in map_in(known, "given")}
         given = {
-            name: _Given(int(entry["step"]), tuple(entry["names"])) for name, entry in known.get("given", {}).items()
+            name: _Given(int(entry["step"]), tuple(map(str, entry["names"])))
+            for name, entry in entries.items()
+            if is_number(entry.get("step")) and isinstance(entry.get("names"), list)
         }
-        return known.get("id") or secrets.token_hex(6), given
+        return str(known.get("id") or secrets.token_hex(6)), given
 
     def _write(self) -> None:
         """Note what the loggers were given, as far as it outlasts this process."""

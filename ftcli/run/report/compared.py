@@ -8,7 +8,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ftcli import __version__
-from ftcli.run.atomic import storage_errors, utc_now, write_text
+from ftcli.run.atomic import storage_errors, utc_now, write_named
 from ftcli.run.comparison import CURVES, Comparison
 from ftcli.run.history import RunSummary
 from ftcli.run.report.charts import ChartLook, Series, line_chart
@@ -24,7 +24,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
         FtcliError: FT723 or FT724 when it cannot be written.
     """
     with storage_errors(path):
-        write_text(path, render_comparison(comparison))
+        write_named(path, render_comparison(comparison).encode("utf-8"))
 
 
 def render_comparison(comparison: Comparison) -> str:

@@ -15,15 +15,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ftcli import __version__
-from ftcli.errors import FtcliError
 from ftcli.plain import JsonObject
-from ftcli.run.atomic import read_json_object, storage_errors, utc_now, write_text
+from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_text
 from ftcli.run.changes import map_of
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
-from ftcli.run.metrics import MetricsLine, read_metrics
+from ftcli.run.history import damage_of
+from ftcli.run.metrics import read_metrics
 from ftcli.run.report import curves, facts, samples, settings
 from ftcli.run.report.markup import printable
+from ftcli.run.report.values import is_number, map_in, maps
 from ftcli.run.status import Status, read_status
 from ftcli.units import duration
 
@@ -63,23 +64,23 @@ def write_report(run: RunDirectory, live: LiveProgress | None = None) -> None:
 
 def render_report(run: RunDirectory, live: LiveProgress | None = None) -> str:
     """The page as text."""
-    troubles: list[str] = []
-    metrics = _metrics(run, troubles)
-    recipe = _recipe(run, troubles)
+    read = read_metrics(run.metrics_path)
+    metrics, recipe = read.lines, _recipe(run)
     status = read_status(run.status_path)
     manifest = read_json_object(run.manifest_path)
     evaluation = read_json_object(run.eval_path)
     every = settings.settings_by_section(recipe)
-    resumed = [int(p.get("from_step") or 0) for p in manifest.get("processes", ()) if isinstance(p, dict)]
+    began = [process.get("from_step") for process in maps(manifest.get("processes"))]
+    resumed = [int(step) for step in began if is_number(step) and step > 0]
     return page_template("page.html.jinja").render(
         policy=POLICY,
         style=style(),
         refresh=REFRESH_SECONDS,
         live=live,
-        name=str(recipe.get("run", {}).get("name") or run.path.name),
+        name=str(map_in(recipe, "run").get("name") or run.path.name),
         state="unknown" if status is None else status.state,
         summary=facts.summary_line(recipe, manifest),
-        notices=_notices(status, troubles),
+        notices=_notices(status, damage_of(run, read)),
         facts=facts.key_facts(metrics, evaluation, status),
         charts=curves.curves(metrics, evaluation, resumed),
         resumed=any(resumed),
@@ -118,19 +119,10 @@ def _environment() -> Environment:
     )
 
 
-def _metrics(run: RunDirectory, notices: list[str]) -> list[MetricsLine]:
+def _recipe(run: RunDirectory) -> JsonObject:
     try:
-        return read_metrics(run.metrics_path)
-    except (OSError, FtcliError) as error:
-        notices.append(f"The curves are missing: {error}")
-        return []
-
-
-def _recipe(run: RunDirectory, notices: list[str]) -> JsonObject:
-    try:
-        raw = map_of(run.recipe_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        notices.append(f"The settings are missing: {error}")
+        raw = map_of(read_text(run.recipe_path))
+    except (OSError, ValueError):
         return {}
     return {k: v for k, v in raw.items() if v is not None}
 
@@ -141,4 +133,4 @@ def _notices(status: Status | None, troubles: Sequence[str]) -> list[tuple[str, 
     early = None if status is None or status.trained is None else status.trained.summary.stopped_early
     if early:
         ended.append((f"Stopped early: {early}.", ""))
-    return [*ended, *((text, "") for text in troubles)]
+    return [*ended, *((f"What is damaged is left out: {text}.", "") for text in troubles)]

@@ -9,7 +9,7 @@ from typing import Any
 from ftcli.config import Recipe
 from ftcli.config.grid import PLACES
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.report.values import as_text, count, map_in, maps
+from ftcli.run.report.values import as_text, count, map_in, maps, number_or_none
 from ftcli.tables import methods
 
 #: Columns of the token counts after the name, by their keys in tokens.json.
@@ -87,7 +87,7 @@ def tokens(counts: JsonMap) -> TokenCounts | None:
 
 
 def _bar(dataset: JsonMap) -> Bar:
-    kept, masked, cut = (float(dataset.get(f"tokens_{k}") or 0) for k in ("kept", "masked", "cut"))
+    kept, masked, cut = (number_or_none(dataset.get(f"tokens_{k}")) or 0.0 for k in ("kept", "masked", "cut"))
     total = max(1.0, kept + cut)
     shares = (("s0", kept - masked), ("masked", masked), ("cut", cut))
     parts = [(kind, f"{100 * value / total:.2f}", f"{value:,.0f}") for kind, value in shares if value > 0]

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import is_number, map_in, maps, number_or_none, numbers_of
 from ftcli.run.report.scales import number
 
 Show = Callable[[float], str]
-
-
-def map_in(value: JsonMap, key: str) -> JsonObject:
-    """The map under ``key``; empty where there is none."""
-    found = value.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def maps(value: object) -> list[JsonObject]:
-    """The maps of a list; empty where it is no list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is a number that a float holds; true and false are none, and neither are NaN and infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def number_or_none(value: object) -> float | None:
-    """The number, or None where it is something else."""
-    return float(value) if is_number(value) else None
-
-
-def numbers_of(lines: Sequence[JsonMap], key: str) -> list[float]:
-    """The values of ``key`` in those lines that have one."""
-    return [value for line in lines if (value := number_or_none(line.get(key))) is not None]
 
 
 def percent(value: float) -> str:

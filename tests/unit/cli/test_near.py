@@ -109,7 +109,7 @@ def test_a_recipe_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
         def broken(self: Path, *args: Any, **kwargs: Any) -> Any:
             stream = real(self, *args, **kwargs)
-            stream.write("half of it")
+            stream.write(b"half of it")
             stream.flush()
             return Full(stream)
 
@@ -133,7 +133,7 @@ class Full:
     def __exit__(self, *_: object) -> None:
         self._stream.close()
 
-    def write(self, text: str) -> int:
+    def write(self, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from ftcli.config import Recipe
 from ftcli.facts.weights import EXPORT_RECORD, MODEL_CARD
-from ftcli.run.atomic import write_json
+from ftcli.run.atomic import read_json_object, write_json
 from ftcli.run.card import render_card, write_card
 from ftcli.run.card.card import MARK, public_name
 from ftcli.run.directory import RunDirectory
@@ -80,7 +80,7 @@ def test_the_card_says_what_was_made_of_what_how_and_how_well(run: RunDirectory)
         "| Exact match, 40 rows | 5.0% | 90.0% |",
         "AutoPeftModelForCausalLM.from_pretrained(folder)",
         "apply_chat_template",
-        "| effective batch | 32 = 4 x 8 accumulated |",
+        "| effective batch | 32 = 4 x 8 micro-batches |",
         "| steps | 100, 9,999 tokens |",
         "| train.learning_rate | 0.003 |",
         "| lora.r | 8 |",
@@ -133,8 +133,61 @@ def test_what_is_not_known_is_said_to_be_not_known(tmp_path: Path) -> None:
     assert "apply_chat_template" not in text
 
 
-def test_weights_of_a_checkpoint_have_no_results_of_the_run(run: RunDirectory) -> None:
-    assert "Held-out results" not in render_card(run, run.adapter_dir, of_result=False)
+def test_weights_of_a_checkpoint_have_no_results_and_steps_of_the_run(run: RunDirectory) -> None:
+    card = render_card(run, run.adapter_dir, of_result=False)
+    assert "Held-out results" not in card
+    assert "| steps |" not in card
+    assert "| weights | of a checkpoint" in card
+
+
+def test_a_step_of_several_processes_is_counted_whole(run: RunDirectory) -> None:
+    """Four of them with eight micro-batches each."""
+    write_json(run.manifest_path, {**read_json_object(run.manifest_path), "micro_batches": 32})
+    assert "| effective batch | 128 = 4 x 32 micro-batches |" in render_card(run, run.adapter_dir)
+
+
+def test_results_that_are_of_something_else_are_said_to_be(run: RunDirectory, tmp_path: Path) -> None:
+    assert "Measured" not in render_card(run, run.adapter_dir)
+    write_evaluation(run.eval_path, Evaluation(EvalScores(2.0), EvalScores(1.0), step=50))
+    assert "Measured after step 50 of training, before its end." in render_card(run, run.adapter_dir)
+    exported = tmp_path / "gguf"
+    exported.mkdir()
+    write_json(exported / EXPORT_RECORD, {"verification": {}})
+    card = render_card(run, exported)
+    assert "before its end and on the run's own result, before it was written in this format." in card
+    write_json(run.adapter_dir / EXPORT_RECORD, {"verification": {}})  # an adapter is exported as it is
+    assert "this format" not in render_card(run, run.adapter_dir)
+
+
+def test_a_model_of_random_weights_is_not_made_from_the_base(tmp_path: Path) -> None:
+    model = {"name_or_path": "google/gemma-2-9b", "init": "random"}
+    directory = make(tmp_path / "run", "-", model=model, lora=None)
+    (directory.adapter_dir / "adapter_config.json").rename(directory.adapter_dir / "config.json")
+    head, text = head_and_text(render_card(directory, directory.adapter_dir))
+    assert not {"base_model", "license", "license_link"} & set(head)
+    assert head["tags"] == ["ftcli", "sft"]
+    assert "Full fine-tune of random weights in the shape of [google/gemma-2-9b]" in text
+    assert "terms" not in text
+
+
+@pytest.mark.parametrize(("method", "lora"), [("nf4", True), ("fp8", True), ("none", True), ("bitnet", False)])
+def test_how_the_base_was_stored_is_said(method: str, lora: bool, tmp_path: Path) -> None:
+    changes = {"quantization": {"method": method}} | ({} if lora else {"lora": None})
+    directory = make(tmp_path / "run", "a/b", **changes)
+    plan = {"parameter": "bfloat16", "adapter": "float32" if lora else None, "compute": "bfloat16"}
+    write_json(directory.manifest_path, {**read_json_object(directory.manifest_path), "dtype_plan": plan})
+    card = render_card(directory, directory.adapter_dir)
+    of_stored = (
+        f"| method | LoRA on a base in {method} |",
+        f"linear layers {method}, other parameters bfloat16, adapters float32, computed in bfloat16",
+        f"Training had the base in {method}",
+    )
+    assert all((text in card) == (method in ("nf4", "fp8")) for text in of_stored)
+    if method == "none":
+        assert "| method | LoRA |" in card
+        assert "| dtypes | parameters bfloat16, adapters float32, computed in bfloat16 |" in card
+    if method == "bitnet":
+        assert "| method | full fine-tuning, weights rounded in every product (bitnet) |" in card
 
 
 def test_a_card_that_somebody_has_made_their_own_is_left_alone(run: RunDirectory) -> None:

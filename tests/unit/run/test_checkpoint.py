@@ -287,3 +287,16 @@ def test_a_checkpoint_of_the_first_version_is_read(checkpoints: Checkpoints) -> 
     listed = (path / "complete.json").read_text()
     (path / "complete.json").write_text(listed.replace("sha256_of_blocks", "sha256"))
     assert damage(path, thorough=True) is None
+
+
+def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(checkpoints: Checkpoints) -> None:
+    with checkpoints.staging(1) as folder:
+        (folder / "empty").touch()
+    path = checkpoints.path(1)
+    assert damage(path) is None
+    (path / "empty").unlink()
+    os.mkfifo(path / "empty")
+    assert "a pipe" in (damage(path) or "")
+    (path / module.COMPLETE_NAME).unlink()
+    os.mkfifo(path / module.COMPLETE_NAME)
+    assert "a pipe" in (damage(path) or "")

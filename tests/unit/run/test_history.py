@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import yaml
 
 from ftcli.cli.app import main
 from ftcli.run.comparison import compare
+from ftcli.run.directory import RunDirectory
 from ftcli.run.history import find_runs, summarise
+from ftcli.run.report import render_report
 from ftcli.run.report.compared import render_comparison
 
 
@@ -97,9 +102,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert status == 0
     assert document["result"]["curves"]["loss"]["b"] == [[1, 2.0], [2, 1.0]]
     assert page.read_text().startswith("<!doctype html>")
-    for words in (("runs", str(tmp_path / "none")), ("compare", str(tmp_path))):
+    for words in (("runs", str(tmp_path / "none")), ("compare", paths[0]), ("compare", paths[0], str(page))):
         status, document = command(capsys, *words)
-        assert (status, document["findings"][0]["code"]) == (2, "FT154")
+        assert (status, document["findings"][-1]["code"]) == (2, "FT154")
 
 
 def test_the_commands_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,3 +116,141 @@ def test_the_commands_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "train.learning_rate  0.001" in shown
     assert "2 █▁ 1" in shown
     assert main(["runs", str(tmp_path / "a" / "checkpoints")]) == 2
+
+
+def test_a_comparison_takes_what_a_glob_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `compare runs/*` where a sweep has been: its folder, its page, and what else lies there."""
+    for name in ("a", "rates/lr=1", "rates/lr=2"):
+        write_run(tmp_path / name)
+    (tmp_path / "rates" / "comparison.html").write_text("<!doctype html>")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    status, document = command(capsys, "compare", *map(str, sorted(tmp_path.iterdir())))
+    assert status == 0
+    assert [run["name"] for run in document["result"]["runs"]] == ["a", "lr=1", "lr=2"]
+    left_out = [(each["severity"], each["message"].split(" is ")[0]) for each in document["findings"]]
+    assert left_out == [("note", str(tmp_path / name)) for name in ("empty", "notes.txt")]
+    status, document = command(capsys, "compare", *map(str, sorted((tmp_path / "rates").iterdir())))
+    assert (status, len(document["result"]["runs"])) == (0, 2)
+    status, document = command(capsys, "compare", str(tmp_path / "rates"), str(tmp_path / "no-such"))
+    assert (status, document["findings"][0]["severity"]) == (0, "warning")
+
+
+ODD_FILES = {
+    "a pipe": os.mkfifo,
+    "a device without end": lambda path: path.symlink_to("/dev/zero"),
+    "no data": lambda path: path.symlink_to("/dev/null"),
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "rubbish": lambda path: path.write_bytes(b"\xff\0{\n"),
+    "a number": lambda path: path.write_bytes(b"1e308\n"),
+    "larger than memory": lambda path: (path.touch(), os.truncate(path, 5 << 30)),
+}
+
+
+@pytest.mark.parametrize("file", ["status.json", "metrics.jsonl", "eval.json", "manifest.json", "recipe.yaml"])
+@pytest.mark.parametrize("what", ODD_FILES)
+def test_a_damaged_run_is_named_and_the_others_are_shown(
+    what: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    hurt = paths[1] / file
+    hurt.unlink(missing_ok=True)
+    ODD_FILES[what](hurt)
+    for words in (("runs", str(tmp_path)), ("compare", *map(str, paths))):
+        status, document = command(capsys, *words)
+        assert status == 0
+        assert len(document["result"]["runs"]) == 3
+        assert [(each["code"], each["severity"]) for each in document["findings"]] == [("FT727", "warning")]
+        assert f"{paths[1]} is damaged: {file}: " in document["findings"][0]["message"]
+        whole = next(run for run in document["result"]["runs"] if run["path"] == str(paths[0]))
+        assert (whole["state"], whole["loss"], whole["damage"]) == ("completed", 1.0, [])
+    assert main(["runs", str(tmp_path)]) == 0
+    assert ", damaged" in next(line for line in capsys.readouterr().out.splitlines() if str(paths[1]) in line)
+    render_report(RunDirectory(paths[1]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"started": 5},
+        {"started": [1]},
+        {"ended": 1e308, "message": {"a": 1}},
+        {"exit_code": "x", "pid": "y"},
+        {"earlier_seconds": 1e308, "pid": 10**40},
+    ],
+)
+def test_a_status_with_odd_values(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_run(tmp_path / name) for name in ("a", "b")]
+    status = json.loads((paths[0] / "status.json").read_text())
+    (paths[0] / "status.json").write_text(json.dumps({**status, **values}))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "completed, damaged" in capsys.readouterr().out or "earlier_seconds" in values
+    render_report(RunDirectory(paths[0]))
+
+
+def test_a_bomb_of_aliases_is_no_recipe(tmp_path: Path) -> None:
+    """A recipe that is dumped has no aliases; nine of them each ten times the last are a billion values."""
+    levels = "".join(f"x{n}: &x{n} {{{', '.join(f'k{i}: *x{n - 1}' for i in range(10))}}}\n" for n in range(1, 10))
+    path = write_run(tmp_path / "a")
+    (path / "recipe.yaml").write_text("x0: &x0 {a: 1}\n" + levels)
+    assert any("alias" in text for text in summarise(path).damage)
+    assert compare([path, path]).differences == ()
+
+
+STEERING = "\x1b]0;mine\x07\x1b[31mred\x9b2J\u202e"
+
+
+def test_names_and_messages_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_run(tmp_path / f"{name}{STEERING}") for name in ("a", "b")]
+    status = json.loads((paths[0] / "status.json").read_text())
+    (paths[0] / "status.json").write_text(json.dumps({**status, "message": STEERING, "pid": STEERING}))
+    tasks = {"run": {"tasks": [{"name": f"task{STEERING}\n", "value": 0.5, "count": 2}]}}
+    (paths[0] / "eval.json").write_text(json.dumps(tasks))
+    for words in (("runs", str(tmp_path)), ("compare", *map(str, paths)), ("compare", str(paths[0]))):
+        main([*words])
+        main([*words, "--json"])
+    said = capsys.readouterr()
+    assert "red" in said.out
+    assert not set("\x1b\x07\x9b\u202e") & set(said.out + said.err)
+
+
+def test_the_page_is_written_where_it_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_run(tmp_path / name) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+
+    def written(target: str) -> tuple[int, str]:
+        status, document = command(capsys, "compare", "a", "b", "--html", target)
+        return status, "".join(finding["code"] for finding in document["findings"])
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name in ("metrics.jsonl", "recipe.yaml", "report.html", "manifest.json", "adapter/page.html"):
+        assert written(f"a/{name}") == (2, "FT153")
+    (tmp_path / "link.html").symlink_to("b/metrics.jsonl")
+    (tmp_path / "notes.md").write_text("mine")
+    assert written("link.html") == (2, "FT153")
+    assert written("notes.md") == (2, "FT153")
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (paths[0] / "manifest.json").exists()
+
+    device = Path("/dev/null").stat()
+    assert written("/dev/null") == (0, "")
+    assert (Path("/dev/null").stat().st_mode, Path("/dev/null").stat().st_ino) == (device.st_mode, device.st_ino)
+    os.mkfifo(tmp_path / "pipe")
+    assert written("pipe") == (2, "FT155")  # nobody reads
+    assert written("a") == (2, "FT155")
+    assert written("no/page.html") == (2, "FT155")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("talk")
+        assert written("talk") == (2, "FT155")
+    assert written("a/comparison.html") == (0, "")
+    assert written("a/comparison.html") == (0, "")  # an earlier page
+    (tmp_path / "page.html").touch(0o640)
+    (tmp_path / "to-page.html").symlink_to("page.html")
+    assert written("to-page.html") == (0, "")
+    assert (tmp_path / "to-page.html").is_symlink()
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE((tmp_path / "page.html").stat().st_mode) == 0o640

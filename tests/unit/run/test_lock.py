@@ -16,7 +16,7 @@ import yaml
 from ftcli.config import Recipe
 from ftcli.errors import FtcliError
 from ftcli.run.directory import open_run
-from ftcli.run.lock import is_locked
+from ftcli.run.lock import LOCK_NAME, is_locked
 
 HOLDER = """
 import os, sys, time
@@ -84,3 +84,8 @@ def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with open_run(tmp_path / "a", "auto", recipe()) as opened:
         assert [w.code for w in opened.warnings] == ["FT729"]
+
+
+def test_a_pipe_in_place_of_the_lock_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_NAME)
+    assert not is_locked(tmp_path)

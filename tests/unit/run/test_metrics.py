@@ -22,8 +22,8 @@ def write(path: Path, *steps: int) -> None:
 def test_lines_are_readable_while_the_file_is_open(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as metrics:
-        metrics.write(1, {"loss": 2.5, "reason": "zoë"})
-        assert read_metrics(path) == [{"step": 1, "loss": 2.5, "reason": "zoë"}]
+        metrics.write(1, {"loss": 2.5, "zoë": 1.0})
+        assert read_metrics(path).lines == [{"step": 1, "loss": 2.5, "zoë": 1.0}]
 
 
 def test_a_resume_cuts_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_half_written_last_line_is_cut(tmp_path: Path) -> None:
     write(path, 1, 2)
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"step": 2, "lo')
-    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert [row["step"] for row in read_metrics(path).lines] == [1, 2]
     with MetricsWriter(path, resume_step=2):
         assert path.read_bytes() == whole
 
@@ -63,10 +63,40 @@ def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\ngarbage\n{"step": 3}\n')
-    with pytest.raises(FtcliError) as caught:
-        read_metrics(path)
+    found = read_metrics(path)
+    assert [line["step"] for line in found.lines] == [1, 3]
+    assert found.damage == "line 2 is not a metric"
+    with pytest.raises(FtcliError) as caught, MetricsWriter(path, resume_step=3):
+        pass
     assert caught.value.findings[0].code == "FT727"
     assert f"{path}:2" in caught.value.findings[0].message
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e308", "-Infinity", '"text"', "[1]", "{}", "true", "9" * 400])
+def test_what_is_no_number_is_a_gap_and_said(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "loss": {value}, "tokens": 5}}\n{{"step": 2, "loss": 1.5, "reward": null}}\n')
+    found = read_metrics(path)
+    assert found.lines == [{"step": 1, "loss": None, "tokens": 5}, {"step": 2, "loss": 1.5, "reward": None}]
+    assert found.damage == "line 1 has a loss that is no number"
+
+
+@pytest.mark.parametrize("step", ['"1"', "1.5", "true", "-1", "1e300", "null", "9" * 400])
+def test_a_line_whose_step_cannot_be_is_no_metric(step: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": {step}, "loss": 1.0}}\n{{"step": 2, "loss": 1.0}}\n')
+    assert [line["step"] for line in read_metrics(path).lines] == [2]
+    with pytest.raises(FtcliError, match="FT727"), MetricsWriter(path, resume_step=2):
+        pass
+
+
+def test_a_pipe_in_place_of_the_metrics_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    assert "a pipe" in read_metrics(path).damage
+    for step in (0, 1):
+        with pytest.raises(FtcliError, match="FT723"), MetricsWriter(path, resume_step=step):
+            pass
 
 
 def test_a_vanished_directory_is_ft723(tmp_path: Path) -> None:
@@ -97,9 +127,9 @@ def test_an_evaluation_that_is_to_be_made_again_goes_and_its_steps_loss_stays(tm
         for values in ({"loss": 1.0}, {"eval_loss": 2.0}):
             metrics.write(4, values)
     with MetricsWriter(path, resume_step=4):
-        assert len(read_metrics(path)) == 2
+        assert len(read_metrics(path).lines) == 2
     with MetricsWriter(path, resume_step=4, evaluate_again=True):
-        assert read_metrics(path) == [{"step": 4, "loss": 1.0}]
+        assert read_metrics(path).lines == [{"step": 4, "loss": 1.0}]
 
 
 def test_a_line_that_the_system_refuses_leaves_no_half_of_itself(tmp_path: Path) -> None:
@@ -116,7 +146,7 @@ def test_a_line_that_the_system_refuses_leaves_no_half_of_itself(tmp_path: Path)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 24
     assert path.read_bytes().endswith(b"\n")
-    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(path).lines] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])

@@ -167,8 +167,9 @@ def test_a_run_without_files_still_gives_a_page(tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text("[1, 2]")
     (tmp_path / "tokens.json").write_text("{")
     text = "".join(Page(render_report(RunDirectory(tmp_path))).text)
-    assert "The curves are missing: FT727" in text
-    assert "The settings are missing" in text
+    assert "metrics.jsonl: line 1 is not a metric" in text
+    assert "recipe.yaml: it is missing" in text
+    assert "eval.json: it is not a map" in text
 
 
 def test_long_runs_stay_small_and_keep_their_peaks(run: RunDirectory) -> None:
