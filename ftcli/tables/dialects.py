@@ -19,13 +19,13 @@ class Dialect:
         title: Its name in messages, as in :mod:`ftcli.config.dialects`.
         marks: Keys that only its recipes have, at any depth: the tool with the most marks in a file is taken.
         code: The dialect's rules: a :class:`ftcli.config.conversion.rules.Rules`.
-        proof: A key that outweighs all marks of others.
+        proofs: Keys that outweigh all marks of others.
     """
 
     title: str
     marks: frozenset[str]
     code: str
-    proof: str | None = None
+    proofs: frozenset[str] = frozenset()
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -60,7 +60,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
                 "enable_activation_checkpointing checkpoint_dir"
             ),
             "ftcli.config.conversion.torchtune:RULES",
-            proof="_component_",
+            proofs=words_of("_component_"),
         ),
         "trl": Dialect(
             "TRL",
@@ -70,6 +70,7 @@ TABLE: Mapping[str, Dialect] = MappingProxyType(
                 "packing_strategy attn_implementation"
             ),
             "ftcli.config.conversion.trl:RULES",
+            proofs=words_of("dataset_mixture dataset_mixer use_peft dataset_name"),
         ),
         "unsloth": Dialect(
             "Unsloth",

@@ -5,24 +5,28 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftcli.config import scalars
 from ftcli.config.conversion.code import is_code, settings_of_code
 from ftcli.config.recipe_file import lines_of, read_text
-from ftcli.config.secrets import mask_lines
+from ftcli.config.secrets import is_secret_key, is_secret_value, mask_lines
 from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree, plain_tree
 from ftcli.config.yaml import parse_file
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 
 #: Maps that are one setting.
 _WHOLE = (
+    "optim_args",
     "lr_scheduler_kwargs",
     "gradient_checkpointing_kwargs",
     "fsdp_config",
     "bnb_config_kwargs",
     "model_init_kwargs",
+    "chat_template_kwargs",
+    "dataset_kwargs",
+    "dataset_mixer",
 )
 #: Notebooks hold pictures.
 _MAX_CODE_BYTES = 4 * 2**20
@@ -57,25 +61,43 @@ class ForeignSetting:
         """The value as Python has it."""
         return plain_tree(self.tree)
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it stands there without a value."""
+        return self.value in (None, "", [], {})
+
 
 @dataclass(frozen=True, slots=True)
 class ForeignRecipe:
-    """A recipe of another tool, and the faults in it that did not stop the reading."""
+    """A recipe of another tool, and the faults in it that did not stop the reading.
+
+    ``computed`` names what only running a script would tell: it is not the tool's default.
+    """
 
     path: Path
     tree: MapNode
     findings: tuple[Finding, ...]
     dialect: str | None = None
+    computed: frozenset[str] = frozenset()
 
 
 def read(path: Path) -> ForeignRecipe:
-    """Reads YAML, JSON, a command line, a notebook or a script; ``dialect`` is known of the last two alone.
+    """Reads YAML, JSON, a command line, a notebook or a script, without its secrets.
 
-    Raises FtcliError FT101 to FT119 for files that cannot be read, as for recipes of ours, and FT163.
+    ``dialect`` is known of notebooks and scripts alone. Raises FtcliError FT101 to FT119 for files that cannot be read,
+    as for recipes of ours, and FT163.
     """
+    found = _read(path)
+    secrets: list[Finding] = []
+    tree = _without_secrets(found.tree, secrets)
+    assert isinstance(tree, MapNode)  # a map stays one
+    return replace(found, tree=tree, findings=(*found.findings, *secrets))
+
+
+def _read(path: Path) -> ForeignRecipe:
     if is_code(path):
-        tree, dialect, findings = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
-        return ForeignRecipe(path, tree, tuple(findings), dialect)
+        tree, dialect, computed = settings_of_code(read_text(path, most=_MAX_CODE_BYTES), path)
+        return ForeignRecipe(path, tree, tuple(computed.values()), dialect, frozenset(computed))
     text = read_text(path)
     words = _words(text)
     if words is not None:
@@ -85,6 +107,24 @@ def read(path: Path) -> ForeignRecipe:
     parsed = parse_file(text, str(path))
     assert isinstance(parsed.tree, MapNode)  # parse_file promises it
     return ForeignRecipe(path, parsed.tree, parsed.findings)
+
+
+def _without_secrets(tree: Tree, found: list[Finding]) -> Tree | None:
+    """The tree without keys that name secrets and values that are some; None for such a value."""
+    if isinstance(tree, Leaf):
+        return None if is_secret_value(str(tree.value)) else tree
+    if isinstance(tree, ListNode):
+        items = [_without_secrets(item, found) for item in tree.items]
+        return ListNode(tree.origin, tuple(item for item in items if item is not None))
+    kept: dict[str, MapEntry] = {}
+    for name, entry in tree.entries.items():
+        value = None if is_secret_key(name) or is_secret_value(name) else _without_secrets(entry.value, found)
+        if value is not None:
+            kept[name] = MapEntry(entry.key, value)
+        elif not (isinstance(entry.value, Leaf) and entry.value.value is None):
+            help = "secrets do not belong in recipes: use `hf auth login`, `wandb login` or the environment"
+            found.append(Finding("FT160", "a secret is not copied", entry.key, help, "note"))
+    return MapNode(tree.origin, kept)
 
 
 def foreign_settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:

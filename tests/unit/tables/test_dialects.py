@@ -17,14 +17,15 @@ def _nothing(_draft: Draft) -> None:
     pass
 
 
-def _after(draft: Draft) -> None:
-    draft.default("train.learning_rate", 3e-4)
-
-
 RULES = r.Rules(
-    rules={"brain": r.to("model.name_or_path"), "width": r.to("lora.r"), "colour": r.missing("models have no colour")},
+    rows=(
+        ("brain", r.to("model.name_or_path")),
+        ("width breadth", r.to("lora.r")),
+        ("colour", r.lost("models have no colour")),
+    ),
     before=_nothing,
-    after=_after,
+    after=_nothing,
+    defaults={"train.learning_rate": 3e-4},
 )
 
 
