@@ -160,6 +160,12 @@ def _thinking(draft: Draft, given: ForeignSetting) -> None:
         draft.differs(given, what, "`ftcli check --show-sample 1` shows what is trained")
 
 
+def _pissa(draft: Draft, given: ForeignSetting) -> None:
+    if truth(given.value):
+        rounds = draft.said("pissa_iter") or 16
+        draft.put("lora.init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", given)
+
+
 def _template(draft: Draft, given: ForeignSetting) -> None:
     if not _is_text(draft):
         sources.named_template(draft, given, str(given.value))
@@ -196,6 +202,9 @@ RULES = r.Rules(
         ("mask_history", r.switch("data.loss_on", "completion")),
         ("packing neat_packing", _packing),
         ("enable_thinking", _thinking),
+        ("pissa_init", _pissa),
+        ("pissa_iter", r.read),
+        ("pissa_convert", r.note("results are always saved as plain adapters of the base")),
         ("disable_shuffling", r.lost(r.SHUFFLED)),
         ("interleave_probs", r.lost("write `weight` beside the `path` of each source in data.train")),
         ("mix_strategy", r.note("rows of all sources are mixed; weights stand beside each source in data.train")),
@@ -221,5 +230,6 @@ RULES = r.Rules(
     ),
     before=_before,
     after=_after,
+    nulls=r.NULLS,
     defaults=MappingProxyType({"data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS}),
 )

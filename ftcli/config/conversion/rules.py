@@ -28,7 +28,7 @@ class Rules:
     """A tool's recipes.
 
     Attributes:
-        rows: By the setting's dotted name, or by its last part; what is not here goes by the tables of names.
+        rows: By the setting's dotted name, or its section; what is not here goes by the tables of names.
         before: What has to be known first: the training method, adapters.
         after: What follows from several settings, and from what is not there.
         defaults: Values of ours that the tool has where the file says nothing, and ftcli has not.
@@ -49,15 +49,14 @@ class Rules:
 def apply(rules: Rules, draft: Draft) -> None:
     """Drafts everything that the file says. Of what it does not know nothing is passed over."""
     rows = {name: rule for names, rule in rules.rows for name in names.split()}
-    nulls = {**_NULLS, **rules.nulls} if rules.trainer else rules.nulls
     rules.before(draft)
     for given in draft.given.values():
-        rule = rows.get(given.name) or rows.get(given.leaf) or rows.get(f"{given.outermost}.*")
+        rule = rows.get(given.name) or rows.get(f"{given.outermost}.*")
         (rule or _by_name(draft, given, trainer=rules.trainer))(draft, given)
     for given in draft.blank.values():
-        rule = nulls.get(given.name) or rows.get(given.name) or rows.get(given.leaf) or rows.get(f"{given.outermost}.*")
-        if given.name in nulls:
-            nulls[given.name](draft, given)
+        rule = rows.get(given.name) or rows.get(f"{given.outermost}.*")
+        if given.name in rules.nulls:
+            rules.nulls[given.name](draft, given)
         elif rule is None and _by_name(draft, given, trainer=rules.trainer) is _unknown:
             draft.lost(given, "ftcli does not know it; it has no value there", harmless=True)
     for key, value in rules.defaults.items():
@@ -114,14 +113,12 @@ def note(why: str) -> Rule:
 
 
 def lost(why: str, *, default: object = None) -> Rule:
-    """No counterpart, and it matters wherever it is neither off nor the ``default`` of the tool.
-
-    With a ``default`` other values are told even where they switch the setting off.
-    """
+    """No counterpart, and it matters where it is neither off nor the tool's ``default``; of ``True`` off does."""
 
     def rule(draft: Draft, given: ForeignSetting) -> None:
-        value = truth(given.value) if isinstance(default, bool) else given.value
-        if not (is_off(value) if default is None else value == default):
+        value = given.value
+        usual = truth(value) if default is True else is_off(value) or (value == default and value is not True)
+        if not usual:
             draft.lost(given, why)
 
     return rule
@@ -343,7 +340,8 @@ OF_TRANSFORMERS: Rows = (
     ),
     ("dataloader_drop_last", lost("the last batch of an epoch is trained, however small")),
 )
-_NULLS: Mapping[str, Rule] = MappingProxyType({"max_grad_norm": clipping})
+#: What null says to transformers' trainer, where a tool hands it on.
+NULLS: Mapping[str, Rule] = MappingProxyType({"max_grad_norm": clipping})
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
 TRAINER_DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}

@@ -195,7 +195,7 @@ RULES = r.Rules(
     before=_before,
     after=_after,
     defaults=MappingProxyType(_DEFAULTS),
-    nulls=MappingProxyType({"max_length": _length, "max_seq_length": _length}),
+    nulls=MappingProxyType({**r.NULLS, "max_length": _length, "max_seq_length": _length}),
 )
 
 

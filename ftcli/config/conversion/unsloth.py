@@ -126,6 +126,7 @@ RULES = r.Rules(
     ),
     before=_before,
     after=_after,
+    nulls=r.NULLS,
     defaults={"data.max_seq_len": 2048, "data.overlong": "truncate", "run.seed": 3407},
     flatten=True,
 )

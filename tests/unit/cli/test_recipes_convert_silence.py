@@ -39,6 +39,10 @@ def at(found: Made, key: str) -> Any:
         ("axolotl", "adapter:\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true\n", "lora", None),
         ("axolotl", "adapter: qlora\n", "quantization.method", "nf4"),
         ("axolotl", "max_grad_norm: 0\n", "train.max_grad_norm", 1e9),
+        ("axolotl", "max_grad_norm: null\n", "train.max_grad_norm", 1.0),
+        ("llama-factory", "pissa_init: true\n", "lora.init_lora_weights", "pissa_niter_16"),
+        ("llama-factory", "pissa_init: true\npissa_iter: -1\n", "lora.init_lora_weights", "pissa"),
+        ("llama-factory", "pissa_iter: 8\n", "lora.init_lora_weights", True),
         ("axolotl", "bf16: false\nfp16: false\n", "model.dtype", "float32"),
         ("axolotl", "warmup_steps: 0\nwarmup_ratio: 0.1\n", "train.warmup_steps", 0),
         (
