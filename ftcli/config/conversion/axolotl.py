@@ -11,7 +11,6 @@ from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.tree import ListNode, MapNode, plain_tree
 from ftcli.plain import JsonObject
-from ftcli.tables.dialects import words_of
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text"}
 #: What it calls who speaks where `roles` says nothing; ftcli reads the same words.
@@ -24,7 +23,7 @@ _SPEAKS = {
     "tool": "tool",
 }
 #: Keys of a dataset that are read below, or change nothing of what is learnt.
-_READ = words_of(
+_READ = r.words(
     "path type name split revision data_files field field_messages field_instruction field_input field_output ds_type "
     "chat_template message_property_mappings message_field_role message_field_content roles roles_to_train train_on_eos"
 )

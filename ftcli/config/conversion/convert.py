@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftcli.config.conversion.draft import Draft, DraftValue
-from ftcli.config.conversion.rules import Rules, apply
-from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, names_in, read
+from ftcli.config.conversion.rules import OF_TRANSFORMERS, Rules, apply
+from ftcli.config.conversion.source import ForeignRecipe, ForeignSetting, foreign_settings, read
 from ftcli.config.conversion.write import recipe_text
-from ftcli.config.dialects import foreign
+from ftcli.config.dialects import FOREIGN, foreign
 from ftcli.config.findings import validate
 from ftcli.config.origins import Origins
 from ftcli.config.tree import Leaf, ListNode, MapEntry, MapNode, Tree
@@ -59,11 +59,16 @@ def convert(path: Path, dialect: str | None = None) -> Conversion:
 
 
 def _detected(source: ForeignRecipe) -> str:
-    names = names_in(source.tree)
     if "version" in source.tree.entries and isinstance(_section(source.tree, "model"), MapNode):
         raise _unclear(source, "this is a recipe of ftcli already", "`ftcli check` says whether it is right")
-    rows = {name: dialects.row(name) for name in dialects.names()}
-    scores = {name: len(row.marks & set(names)) + 10 * bool(row.proofs & set(names)) for name, row in rows.items()}
+    vocabularies = {name: _vocabulary(dialects.row(name)) for name in dialects.names()}
+    scores = dict.fromkeys(vocabularies, 0.0)
+    for given in foreign_settings(source.tree):
+        knowing = [
+            name for name, words in vocabularies.items() if {given.name, given.leaf, f"{given.outermost}.*"} & words
+        ]
+        for name in knowing:
+            scores[name] += 1 / len(knowing)
     best = max(scores.values())
     found = [name for name, score in scores.items() if score == best]
     known = ", ".join(dialects.names())
@@ -72,6 +77,14 @@ def _detected(source: ForeignRecipe) -> str:
     if len(found) > 1:
         raise _unclear(source, f"it may be a recipe of {' or '.join(found)}", f"say which with --from {found[0]}")
     return found[0]
+
+
+def _vocabulary(row: dialects.Dialect) -> set[str]:
+    """Names of the tool's settings that are not transformers', dotted where a section decides."""
+    rules: Rules = code_of(row.code)
+    shared = {name for names, _ in OF_TRANSFORMERS for name in names.split()}
+    own = {name for names, rule in rules.rows if (names, rule) not in OF_TRANSFORMERS for name in names.split()}
+    return own | ({name for name, known in FOREIGN.items() if row.title in known.tools} - shared)
 
 
 def _section(tree: MapNode, name: str) -> Tree | None:

@@ -11,7 +11,6 @@ from ftcli.config.conversion import sources
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.plain import JsonObject
-from ftcli.tables.dialects import words_of
 
 #: Its registry of datasets.
 _INDEX = "dataset_info.json"
@@ -20,7 +19,7 @@ _ALPACA = {
     "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
 }  # fmt: skip
 #: What an entry of the registry may say that is read below.
-_READ = words_of("file_name hf_hub_url ms_hub_url om_hub_url formatting columns tags split subset num_samples")
+_READ = r.words("file_name hf_hub_url ms_hub_url om_hub_url formatting columns tags split subset num_samples")
 _TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -189,6 +188,7 @@ def _after(draft: Draft) -> None:
 RULES = r.Rules(
     rows=(
         *r.OF_TRANSFORMERS,
+        ("peft_config.* dist_config.* kernel_config.* train_dataset model_class", r.read),
         ("stage finetuning_type lora_rank dataset_dir max_samples plot_loss overwrite_cache", r.read),
         ("lora_target", _targets),
         ("quantization_bit", _bits),

@@ -102,6 +102,11 @@ def switch(key: str, value: Any) -> Rule:
     return lambda draft, given: None if is_off(given.value) else draft.put(key, value, given)
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 def is_off(value: object) -> bool:
     """Whether a value switches its setting off."""
     return truth(value) is False or value in (None, "", 0, "none", "None", "null", [], {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -127,17 +127,13 @@ def _without_secrets(tree: Tree, found: list[Finding]) -> Tree | None:
     return MapNode(tree.origin, kept)
 
 
-def foreign_settings(tree: MapNode, *, lists: bool = False, prefix: str = "") -> Iterator[ForeignSetting]:
-    """Every setting by its dotted name; maps are entered, and with ``lists`` the maps in lists as well."""
+def foreign_settings(tree: MapNode, prefix: str = "") -> Iterator[ForeignSetting]:
+    """Every setting by its dotted name; maps are entered."""
     for name, entry in tree.entries.items():
         dotted = f"{prefix}{name}"
         if isinstance(entry.value, MapNode) and entry.value.entries and name not in _WHOLE:
-            yield from foreign_settings(entry.value, lists=lists, prefix=f"{dotted}.")
+            yield from foreign_settings(entry.value, f"{dotted}.")
             continue
-        if lists and isinstance(entry.value, ListNode):
-            for item in entry.value.items:
-                if isinstance(item, MapNode):
-                    yield from foreign_settings(item, lists=lists, prefix=f"{dotted}.")
         yield ForeignSetting(dotted, entry.value, entry.key)
 
 
@@ -188,12 +184,3 @@ def _place(flag: str, lines: list[str], path: Path) -> Origin:
         if found is not None:
             return Origin(str(path), number, found.start() + 1, line, len(found.group()))
     return Origin(str(path))
-
-
-def names_in(tree: MapNode) -> Mapping[str, int]:
-    """How often each key stands in the file, at any depth, maps in lists included."""
-    counts: dict[str, int] = {}
-    for given in foreign_settings(tree, lists=True):
-        for part in given.name.split("."):
-            counts[part] = counts.get(part, 0) + 1
-    return counts

@@ -31,7 +31,7 @@ RULES = r.Rules(
 
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    row = dialects.Dialect("Made-Up", frozenset(("brain", "colour")), f"{__name__}:RULES")
+    row = dialects.Dialect("Made-Up", f"{__name__}:RULES")
     monkeypatch.setattr(dialects, "TABLE", {**dialects.TABLE, "made-up": row})
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text("brain: org/m\nwidth: 4\ncolour: red\nweight_decay: 0.1\n")
